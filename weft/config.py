@@ -1,0 +1,234 @@
+"""The settings, as frozen dataclasses that need nothing but the standard library.
+
+Each part receives its own section. Where the values come from (command line, environment, YAML, defaults) is the
+business of `weft.server.settings`. Values the machine decides (how many pages fit) are results, not settings.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from weft.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Auth = Literal["on", "off"]
+
+GIB = 1 << 30
+MIB = 1 << 20
+MAX_RANK_LIMIT = 256
+
+
+def _require(ok: bool, setting: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ConfigError(f"{setting} must be {expected}, got {got!r}", param=setting)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which base model, and how it is computed."""
+
+    path: str
+    """Folder with a Hugging Face checkpoint, or a hub id."""
+    served_name: str | None = None
+    """Name that clients use for the base; the last part of `path` when None."""
+    device: Device = "auto"
+    """Where the model runs; auto takes a CUDA device when there is one."""
+    dtype: Dtype = "auto"
+    """Number format of weights, KV cache and adapters; auto follows the model where the device computes it natively."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens; None takes the model's own limit."""
+    threads: int = 0
+    """Intra-op threads of the engine on the CPU; 0 takes one for a tiny model and all usable cores for others."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.path), "model.path", "a folder or hub id", self.path)
+        _require(self.device in ("auto", "cpu", "cuda"), "model.device", "auto, cpu or cuda", self.device)
+        _require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "model.dtype",
+            "auto, float32, bfloat16 or float16",
+            self.dtype,
+        )
+        _require(
+            self.max_model_len is None or self.max_model_len >= 1,
+            "model.max_model_len",
+            ">= 1",
+            self.max_model_len,
+        )
+        _require(0 <= self.threads <= 1024, "model.threads", "0 to 1024", self.threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """How much memory the pool takes, and where."""
+
+    gib: float | None = None
+    """Size of the arena in GiB; None takes min(4, a quarter of free memory) on a CPU, 85% of what is left on a GPU."""
+    host_gib: float | None = None
+    """Size of the host page slab in GiB; None takes min(2, an eighth of free memory)."""
+    batch_weights_mib: int = 1024
+    """Upper bound in MiB of the concatenated LoRA weights that the CPU keeps for the running batch."""
+    poison: bool = False
+    """Debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("memory.gib", self.gib), ("memory.host_gib", self.host_gib)):
+            _require(
+                value is None or (math.isfinite(value) and 0 < value <= 4096),
+                name,
+                "above 0, at most 4096",
+                value,
+            )
+        _require(
+            0 <= self.batch_weights_mib <= 1 << 20,
+            "memory.batch_weights_mib",
+            "0 to 1048576",
+            self.batch_weights_mib,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """What adapters may be."""
+
+    max_rank: int = 64
+    """Largest rank served; a multiple of 8, at most 256."""
+    slots: int = 256
+    """Most adapters resident on the device at once (rows of the tables; pages are the true limit)."""
+    load_threads: int = 1
+    """Threads that read, check and pack adapters."""
+
+    def __post_init__(self) -> None:
+        _require(
+            8 <= self.max_rank <= MAX_RANK_LIMIT and self.max_rank % 8 == 0,
+            "adapter.max_rank",
+            f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}",
+            self.max_rank,
+        )
+        _require(1 <= self.slots <= 65536, "adapter.slots", "1 to 65536", self.slots)
+        _require(1 <= self.load_threads <= 64, "adapter.load_threads", "1 to 64", self.load_threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How a step is filled."""
+
+    max_running: int = 64
+    """Most requests in one step."""
+    step_tokens: int = 512
+    """Most tokens in one step; prompts longer than what is left are computed in chunks."""
+    max_waiting: int = 4096
+    """Most requests that may wait; one more is answered 503 with Retry-After."""
+    policy: Literal["fcfs", "fair"] = "fcfs"
+    """Order of admission: first come first served, or least service per tenant first."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.max_running <= 4096, "scheduler.max_running", "1 to 4096", self.max_running)
+        _require(
+            self.max_running <= self.step_tokens <= 1 << 20,
+            "scheduler.step_tokens",
+            f"from scheduler.max_running ({self.max_running}) to 1048576",
+            self.step_tokens,
+        )
+        _require(
+            1 <= self.max_waiting <= 1 << 20,
+            "scheduler.max_waiting",
+            "1 to 1048576",
+            self.max_waiting,
+        )
+        _require(self.policy in ("fcfs", "fair"), "scheduler.policy", "fcfs or fair", self.policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the HTTP side listens and what it lets in."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = 8000
+    """Port to bind; 0 takes a free one."""
+    metrics_port: int | None = None
+    """Separate port for /metrics; None serves it on the main port to admins."""
+    auth: Auth = "on"
+    """off lets everybody in as admin, and is refused on a non-loopback host."""
+    data_dir: Path = Path("weft-data")
+    """Folder of the database, blobs, usage journal and admin key."""
+    drain_s: float = 30.0
+    """Seconds that running requests have to finish after SIGTERM."""
+    max_body_bytes: int = MIB
+    """Largest JSON body in bytes."""
+    max_upload_bytes: int = 2 * GIB
+    """Largest adapter upload in bytes."""
+    max_logprobs: int = 20
+    """Most alternatives per token in logprobs."""
+    max_choices: int = 16
+    """Largest n, and most prompts in one completions request times n."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.host), "server.host", "an address", self.host)
+        for name, port in (("server.port", self.port), ("server.metrics_port", self.metrics_port)):
+            _require(port is None or 0 <= port <= 65535, name, "0 to 65535", port)
+        _require(self.auth in ("on", "off"), "server.auth", "on or off", self.auth)
+        _require(
+            self.auth == "on" or is_loopback(self.host),
+            "server.auth",
+            f"on when server.host is not a loopback address ({self.host})",
+            self.auth,
+        )
+        _require(
+            math.isfinite(self.drain_s) and self.drain_s >= 0,
+            "server.drain_s",
+            ">= 0",
+            self.drain_s,
+        )
+        _require(self.max_body_bytes >= 1024, "server.max_body_bytes", ">= 1024", self.max_body_bytes)
+        _require(
+            self.max_upload_bytes >= 1024,
+            "server.max_upload_bytes",
+            ">= 1024",
+            self.max_upload_bytes,
+        )
+        _require(0 <= self.max_logprobs <= 100, "server.max_logprobs", "0 to 100", self.max_logprobs)
+        _require(1 <= self.max_choices <= 4096, "server.max_choices", "1 to 4096", self.max_choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryConfig:
+    """Where the registry keeps its rows and blobs."""
+
+    database_url: str | None = None
+    """SQLAlchemy URL; None takes SQLite in the data folder."""
+    blob_url: str | None = None
+    """Folder of the adapter blobs; None takes blobs/ in the data folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings."""
+
+    model: ModelConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+
+    @property
+    def blob_dir(self) -> Path:
+        """Folder of the adapter blobs."""
+        return Path(self.registry.blob_url) if self.registry.blob_url else self.server.data_dir / "blobs"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is reachable from this machine only."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def environment() -> dict[str, str]:
+    """A copy of the process environment: the one place that reads it."""
+    return dict(os.environ)  # noqa: TID251 - this is the one place

@@ -1,0 +1,192 @@
+"""Every error Weft raises on purpose.
+
+    WeftError
+    * ConfigError                   a wrong setting, at start; exit code 2
+    * RequestError                  the client's doing
+      - InvalidRequestError         400
+      - UnsupportedParameterError   400   code unsupported_parameter
+      - ContextLengthError          400   code context_length_exceeded
+      - NeverFitsError              400   code request_too_large: no empty pool could hold it
+      - AuthenticationError         401
+      - ForbiddenError              403
+      - NotFoundError               404   unknown and forbidden look the same
+      - ConflictError               409
+      - PayloadTooLargeError        413
+      - TimeoutExceededError        408
+    * AdapterError                  the uploaded artefact's doing
+      - AdapterFormatError          422   not what PEFT writes
+      - AdapterIncompatibleError    422   sound, but not for this base or not supported
+    * CapacityError                 ours, passes with time; 503 with Retry-After
+      - QueueFullError
+      - DrainingError
+      - EngineUnavailableError      the engine is starting, restarting, or died under the request
+      - AdapterUnavailableError     the adapter's blob is missing or corrupt, or its load failed
+    * EngineError                   ours, does not pass; 500 with a constant body
+      - PageAccountingError         pages were freed twice, handed out twice, or lost
+      - StaleSlotError              a step refers to an adapter slot that was reused
+
+`code` is the machine-readable name that the HTTP error body carries. Messages say what was expected, what came, and
+what to do; they hold values of the caller's own input only.
+"""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """Base of all deliberate errors.
+
+    Args:
+        message: What was expected, what came, and what to do.
+        code: Stable machine-readable name; the class's default when omitted.
+        param: The request field that is wrong, where there is one.
+    """
+
+    code = "weft_error"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(WeftError):
+    """A setting is wrong; Weft does not start."""
+
+    code = "config_invalid"
+
+
+class RequestError(WeftError):
+    """The client can mend this."""
+
+    code = "invalid_request"
+
+
+class InvalidRequestError(RequestError):
+    """A value is missing, malformed or out of range."""
+
+    code = "invalid_value"
+
+
+class UnsupportedParameterError(RequestError):
+    """A field that Weft does not know, or knows and does not offer."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(RequestError):
+    """Prompt and requested output exceed the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class NeverFitsError(RequestError):
+    """The request or its adapter needs more pages than the whole pool has."""
+
+    code = "request_too_large"
+
+
+class AuthenticationError(RequestError):
+    """No key, or not a valid one."""
+
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    """The key is valid but lacks the scope."""
+
+    code = "forbidden"
+
+
+class NotFoundError(RequestError):
+    """No such object, or none that this caller may see."""
+
+    code = "not_found"
+
+
+class ConflictError(RequestError):
+    """The object exists already, or changed meanwhile."""
+
+    code = "conflict"
+
+
+class PayloadTooLargeError(RequestError):
+    """The body exceeds its byte limit."""
+
+    code = "payload_too_large"
+
+
+class TimeoutExceededError(RequestError):
+    """The client sent too slowly."""
+
+    code = "request_timeout"
+
+
+class AdapterError(WeftError):
+    """The uploaded adapter is at fault."""
+
+    code = "adapter_invalid"
+
+
+class AdapterFormatError(AdapterError):
+    """Config or weights are not what PEFT writes."""
+
+
+class AdapterIncompatibleError(AdapterError):
+    """A sound adapter that this base or this version of Weft cannot serve exactly."""
+
+
+class CapacityError(WeftError):
+    """Weft cannot take this now; it passes with time."""
+
+    code = "engine_overloaded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float = 1.0,
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, code=code, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(CapacityError):
+    """The waiting queue is full."""
+
+    code = "engine_overloaded"
+
+
+class DrainingError(CapacityError):
+    """The server is shutting down."""
+
+    code = "server_draining"
+
+
+class EngineUnavailableError(CapacityError):
+    """The engine process is starting or restarting, or died under this request."""
+
+    code = "engine_restarted"
+
+
+class AdapterUnavailableError(CapacityError):
+    """The adapter's weights cannot be loaded: the blob is missing or corrupt, or the load failed."""
+
+    code = "adapter_load_failed"
+
+
+class EngineError(WeftError):
+    """A fault of ours that does not pass."""
+
+    code = "internal_error"
+
+
+class PageAccountingError(EngineError):
+    """Pages were freed twice, handed out twice, or lost."""
+
+
+class StaleSlotError(EngineError):
+    """A step refers to an adapter slot whose generation has moved on."""

@@ -1,0 +1,91 @@
+"""The one device allocation, and the views through which pages are read as bytes, elements or KV cache.
+
+Knows no owners: which page is whose stands in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weft.memory.geometry import PageGeometry
+
+POISON_BYTE = 0xFF
+"""As bf16, fp16 or fp32 these bytes are NaN, so that a read of freed memory shows."""
+
+
+class Arena:
+    """`num_pages` equal pages in one zero-filled tensor; page 0 is the zero page and stays zero.
+
+    Args:
+        geometry: Sizes of a page.
+        num_pages: Pages, the zero page included.
+        device: Where the memory lies.
+        dtype: Element type of KV cache and LoRA weights; its size is `geometry.dtype_bytes`.
+
+    Raises:
+        ValueError: If `dtype` and `geometry` disagree.
+    """
+
+    def __init__(self, geometry: PageGeometry, num_pages: int, device: torch.device, dtype: torch.dtype) -> None:
+        if dtype.itemsize != geometry.dtype_bytes:
+            raise ValueError(f"{dtype} has {dtype.itemsize} bytes, the geometry says {geometry.dtype_bytes}")
+        self.geometry = geometry
+        self.num_pages = num_pages
+        self.device = device
+        self.dtype = dtype
+        self.bytes = _zeros((num_pages, geometry.page_bytes), device)
+        """uint8 [num_pages, page_bytes]."""
+        self.elements = self.bytes.view(dtype)
+        """dtype [num_pages, page_elements], the same memory."""
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K and V cache of one layer.
+
+        Args:
+            layer: Index in the model; the pages it applies to are those of its layer group's block table.
+
+        Returns:
+            Two strided views [num_pages, num_kv_heads, page_tokens, head_dim].
+        """
+        geometry = self.geometry
+        head = geometry.page_tokens * geometry.head_dim
+        plane = geometry.num_kv_heads * head
+        shape = (self.num_pages, geometry.num_kv_heads, geometry.page_tokens, geometry.head_dim)
+        strides = (geometry.page_elements, head, geometry.head_dim, 1)
+        start = (layer % geometry.layers_per_group) * 2 * plane
+        return self.elements.as_strided(shape, strides, start), self.elements.as_strided(shape, strides, start + plane)
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """Fill pages with zeros."""
+        self._fill(pages, 0)
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill pages with `POISON_BYTE`.
+
+        Raises:
+            ValueError: If the zero page is among them.
+        """
+        if 0 in pages:
+            raise ValueError("page 0 is the zero page and is never poisoned")
+        self._fill(pages, POISON_BYTE)
+
+    def _fill(self, pages: Sequence[int], byte: int) -> None:
+        if self.device.type == "cpu":
+            for page in pages:
+                self.bytes[page].fill_(byte)
+        elif pages:
+            self.bytes.index_fill_(0, torch.tensor(pages, device=self.device), byte)
+
+
+def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Zero bytes.
+
+    On the CPU the operating system hands out zero pages at first touch, where torch would write them all: a pool of
+    4 GiB takes no time and no memory until it is used.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
+    return torch.zeros(shape, dtype=torch.uint8, device=device)

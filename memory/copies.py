@@ -1,0 +1,48 @@
+"""Copies pages from host memory into the arena, from a thread other than the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.memory.arena import Arena
+
+
+class PageCopier:
+    """Blocking page copies; on CUDA they run on a stream of their own beside the steps.
+
+    Args:
+        arena: Where to.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def fence(self) -> torch.cuda.Event | None:
+        """Mark what the calling thread has launched so far; a copy given the mark starts after it."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._arena.device))
+        return event
+
+    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
+        """Overwrite arena pages, and return when the bytes are there.
+
+        Args:
+            sources: uint8 [page_bytes] each, on the host.
+            pages: Arena page for each source; no step may be reading it.
+            fence: From `fence`, taken after the pages were allocated.
+        """
+        if self._stream is None:
+            for source, page in zip(sources, pages, strict=True):
+                self._arena.bytes[page].copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            if fence is not None:
+                self._stream.wait_event(fence)
+            for source, page in zip(sources, pages, strict=True):
+                self._arena.bytes[page].copy_(source, non_blocking=True)
+        self._stream.synchronize()

@@ -1,0 +1,70 @@
+"""Host memory in pages of the arena's size, pinned where a device copies from it. Safe to use from several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from weft.errors import PageAccountingError
+
+
+class HostSlab:
+    """One host allocation with its own free list; allocations are all or nothing.
+
+    Args:
+        num_pages: Pages; may be 0, then nothing is ever handed out.
+        page_bytes: Bytes of a page, as in the arena.
+        pinned: Whether the memory is page-locked, which CUDA copies need to run asynchronously.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, pinned: bool) -> None:
+        self.num_pages = num_pages
+        self.pages = torch.empty((num_pages, page_bytes), dtype=torch.uint8, pin_memory=pinned)
+        """uint8 [num_pages, page_bytes], not initialised."""
+        self._lock = threading.Lock()
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._used: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out now."""
+        with self._lock:
+            return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` pages, or None and nothing taken."""
+        with self._lock:
+            if count > len(self._free):
+                return None
+            split = len(self._free) - count
+            pages = self._free[split:][::-1]
+            del self._free[split:]
+            self._used.update(pages)
+            return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give pages back.
+
+        Raises:
+            PageAccountingError: If a page is not in use or named twice; then nothing was freed.
+        """
+        with self._lock:
+            if len(set(pages)) != len(pages) or not self._used.issuperset(pages):
+                raise PageAccountingError(f"host pages {sorted(pages)} are not all in use, each once")
+            self._used.difference_update(pages)
+            self._free.extend(reversed(pages))
+
+    def check(self) -> None:
+        """Verify that every page is free or in use, not both and not neither.
+
+        Raises:
+            PageAccountingError: If pages were lost or doubled.
+        """
+        with self._lock:
+            free = set(self._free)
+            if len(free) != len(self._free) or free & self._used or len(free | self._used) != self.num_pages:
+                raise PageAccountingError(
+                    f"host slab of {self.num_pages} pages: {len(self._free)} free, {len(self._used)} in use"
+                )

@@ -1,0 +1,155 @@
+"""Which page of the arena belongs to whom: a free list, a kind per page, and a quarantine for pages just freed.
+
+Knows page numbers only, neither their bytes nor what they mean. Page 0, the zero page, is never handed out. Not
+thread-safe: it belongs to the engine's thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+from weft.errors import PageAccountingError
+
+PageKind = Literal["kv", "prefix", "adapter"]
+PAGE_KINDS: tuple[PageKind, ...] = get_args(PageKind)
+PageState = Literal["free", "kv", "prefix", "adapter", "quarantine"]
+
+
+class PagePool:
+    """Hands out pages and takes them back.
+
+    A page is free, owned (as one of `PAGE_KINDS`), or in quarantine: freed while a step that was under way could still
+    read it, and free again once that step is complete.
+
+    Args:
+        num_pages: Pages of the arena, the zero page included; at least 2.
+        on_release: Called with pages at the moment they become free (debugging fills them with a poison).
+
+    Raises:
+        ValueError: If there is no page to hand out.
+    """
+
+    def __init__(self, num_pages: int, on_release: Callable[[Sequence[int]], None] | None = None) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (page 0 is never handed out), got {num_pages}")
+        self.num_pages = num_pages
+        self._on_release = on_release
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._states: list[PageState] = ["free"] * num_pages
+        self._counts: dict[str, int] = {"free": num_pages - 1, **dict.fromkeys(PAGE_KINDS, 0), "quarantine": 0}
+        self._quarantine: list[tuple[int, int, list[int]]] = []
+        self._quarantine_entries = 0
+        self._completed = 0
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be owned at once: all but the zero page."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can hand out now."""
+        return len(self._free)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Pages that become free when a step completes."""
+        return self._counts["quarantine"]
+
+    @property
+    def completed_step(self) -> int:
+        """The latest step known to be complete."""
+        return self._completed
+
+    def counts(self) -> dict[str, int]:
+        """Pages by state: free, kv, prefix, adapter, quarantine. They sum to `capacity`."""
+        return dict(self._counts)
+
+    def allocate(self, count: int, kind: PageKind) -> list[int] | None:
+        """Take `count` pages for `kind`, all or nothing.
+
+        The bytes of the pages are whatever their last owner left.
+
+        Returns:
+            The page numbers, or None (and nothing taken) when fewer than `count` pages are free.
+        """
+        if count < 0:
+            raise ValueError(f"count must be at least 0, got {count}")
+        if count > len(self._free):
+            return None
+        split = len(self._free) - count
+        pages = self._free[split:][::-1]
+        del self._free[split:]
+        for page in pages:
+            self._states[page] = kind
+        self._counts["free"] -= count
+        self._counts[kind] += count
+        return pages
+
+    def free(self, pages: Sequence[int], last_step: int) -> None:
+        """Give pages back.
+
+        Args:
+            pages: Owned pages, each once.
+            last_step: The last step that may read them. They are free at once when it is complete (or 0), otherwise
+                after `complete` was called with it or a later one.
+
+        Raises:
+            PageAccountingError: If a page is not owned or named twice; then nothing was freed.
+        """
+        self._require_owned(pages)
+        released = last_step <= self._completed
+        state: PageState = "free" if released else "quarantine"
+        for page in pages:
+            self._counts[self._states[page]] -= 1
+            self._states[page] = state
+        self._counts[state] += len(pages)
+        if released:
+            self._release(pages)
+        elif pages:
+            self._quarantine_entries += 1
+            heapq.heappush(self._quarantine, (last_step, self._quarantine_entries, list(pages)))
+
+    def complete(self, step: int) -> None:
+        """Note that all steps up to `step` are complete, and free the pages that waited for them."""
+        self._completed = max(self._completed, step)
+        while self._quarantine and self._quarantine[0][0] <= self._completed:
+            _, _, pages = heapq.heappop(self._quarantine)
+            for page in pages:
+                self._states[page] = "free"
+            self._counts["quarantine"] -= len(pages)
+            self._counts["free"] += len(pages)
+            self._release(pages)
+
+    def check(self) -> None:
+        """Verify that every page is in exactly one place.
+
+        Raises:
+            PageAccountingError: If pages were lost or doubled, or the counters are wrong.
+        """
+        quarantined = [page for _, _, pages in self._quarantine for page in pages]
+        for name, pages in (("free", self._free), ("quarantine", quarantined)):
+            listed = set(pages)
+            marked = {page for page, state in enumerate(self._states) if state == name and page != 0}
+            if len(listed) != len(pages) or listed != marked:
+                raise PageAccountingError(f"the {name} list has {len(pages)} entries for {len(marked)} pages")
+        actual: dict[str, int] = dict.fromkeys(self._counts, 0)
+        for state in self._states[1:]:
+            actual[state] += 1
+        if actual != self._counts:
+            raise PageAccountingError(f"page counters are {self._counts}, pages say {actual}")
+
+    def _release(self, pages: Sequence[int]) -> None:
+        self._free.extend(reversed(pages))
+        if self._on_release is not None and pages:
+            self._on_release(pages)
+
+    def _require_owned(self, pages: Sequence[int]) -> None:
+        if len(set(pages)) != len(pages):
+            raise PageAccountingError(f"pages to free are named twice: {sorted(pages)}")
+        for page in pages:
+            if not 0 < page < self.num_pages or self._states[page] not in PAGE_KINDS:
+                where = self._states[page] if 0 < page < self.num_pages else "not a page that is handed out"
+                raise PageAccountingError(f"page {page} cannot be freed: it is {where}")

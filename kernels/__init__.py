@@ -1,0 +1,1 @@
+"""Operations on tensors. Knows neither who owns a page nor any setting."""

@@ -1,0 +1,282 @@
+"""Paged attention on the CPU with torch operators.
+
+What does not change from layer to layer (which rows of the arena to gather, masks, how items are bucketed) is made by
+the first layer of a step and kept in the batch. The heads of a KV group are query rows of one batched product, so keys
+are read once per group. Items are computed in buckets of similar length; a chunk is computed in blocks of query rows,
+which bounds the scores and leaves out most of what causality masks. Keys and values are gathered token by token and
+nothing beyond a request's context is touched: padding reads a token of the request itself and is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.kernels.attention_batch import AttentionBatch, PromptChunk
+from weft.kernels.attention_reference import check_operands
+from weft.kernels.checks import expect_that
+
+BUCKET_WASTE_TOKENS = 512
+"""Padding that costs about as much as computing one more bucket."""
+QUERY_ROWS = 64
+"""Query rows of a chunk that are computed together."""
+SMALL_PRODUCT = 1 << 15
+"""Elements up to which a product in a narrow dtype costs more to set up than to compute in float32."""
+BUCKET_BYTES = 1 << 22
+"""Keys that a bucket may gather, which bounds its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemBucket:
+    """Items of similar length, computed together."""
+
+    rows: torch.Tensor | slice
+    """Their query rows."""
+    gather: torch.Tensor
+    """[n * Hkv * L], int64: arena rows of D elements that hold their keys, padded with those of their first token."""
+    mask: torch.Tensor | None
+    """[n * Hkv, 1, L], float32, added to the scores; None where all lengths are equal."""
+    count: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Consecutive query rows of a chunk."""
+
+    rows: slice
+    """Rows of the batch."""
+    keys: slice
+    """Which of the chunk's gathered keys the block sees."""
+    mask: torch.Tensor
+    """[rows, m], float32, added to the scores of the last m keys; the keys before them are seen by all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGather:
+    """A prompt chunk and what it reads."""
+
+    blocks: tuple[QueryBlock, ...]
+    gather: torch.Tensor
+    """[Hkv * L], int64: arena rows of D elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Everything about a step that its layers share."""
+
+    buckets: tuple[ItemBucket, ...]
+    chunks: tuple[ChunkGather, ...]
+    num_arena_rows: int
+    """Rows of D elements from a layer's first to its last."""
+    gathered: tuple[torch.Tensor, torch.Tensor]
+    """Room for the keys and values of the largest bucket or chunk, [rows, D], used by one layer after the other."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of a step's query rows over keys and values in pages.
+
+    Semantics and arguments: `weft.kernels.attention_reference.paged_attention`. Page, head and token strides must be
+    multiples of the head dimension, and the same for keys and values.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    check_operands(q, k_pages, v_pages, batch, sliding_window)
+    key = ("cpu", k_pages.shape, k_pages.stride(), q.dtype, sliding_window)
+    plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window))
+    covered = sum(bucket.count for bucket in plan.buckets) + sum(chunk.query_len for chunk in batch.chunks)
+    out = q.new_empty(q.shape) if covered == q.shape[0] else q.new_zeros(q.shape)
+    heads, head_dim = k_pages.shape[1], q.shape[2]
+    # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
+    keys = k_pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1))
+    values = v_pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1))
+    for bucket in plan.buckets:
+        k, v = _gather(keys, values, bucket.gather, plan)
+        _attend_items(q, k, v, bucket, heads, scale, softcap, out)
+    for chunk in plan.chunks:
+        k, v = (gathered.view(heads, -1, head_dim) for gathered in _gather(keys, values, chunk.gather, plan))
+        for block in chunk.blocks:
+            _attend_chunk(q, k, v, block, heads, scale, softcap, out)
+    return out
+
+
+def _gather(
+    keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, plan: GatherPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (room[: len(rows)] for room in plan.gathered)
+    return torch.index_select(keys, 0, rows, out=k), torch.index_select(values, 0, rows, out=v)
+
+
+def _attend_items(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bucket: ItemBucket,
+    heads: int,
+    scale: float,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    num_heads, head_dim = q.shape[1:]
+    count, length = bucket.count, bucket.length
+    queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
+    queries = queries.reshape(count * heads, num_heads // heads, head_dim)
+    k = keys.view(count * heads, length, head_dim)
+    v = values.view(count * heads, length, head_dim)
+    scores = _product(queries, k.transpose(1, 2)).float().mul_(scale)  # [n * Hkv, group, L]
+    if softcap:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    if bucket.mask is not None:
+        scores += bucket.mask
+    result = _product(scores.softmax(-1).to(v.dtype), v).view(count, num_heads, head_dim)
+    if isinstance(bucket.rows, slice):
+        out[bucket.rows] = result
+    else:
+        out.index_copy_(0, bucket.rows, result)
+
+
+def _attend_chunk(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: QueryBlock,
+    heads: int,
+    scale: float,
+    softcap: float | None,
+    out: torch.Tensor,
+) -> None:
+    num_heads, head_dim = q.shape[1:]
+    group = num_heads // heads
+    queries = q[block.rows].unflatten(1, (heads, group)).transpose(0, 1)  # [Hkv, rows, group, D]
+    count = queries.shape[1]
+    k, v = keys[:, block.keys], values[:, block.keys]  # [Hkv, L, D]
+    scores = _product(queries.reshape(heads, count * group, head_dim), k.transpose(1, 2)).float().mul_(scale)
+    if softcap:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    # [Hkv, rows, group, m] against [rows, 1, m]
+    scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += block.mask.unsqueeze(1)
+    result = _product(scores.softmax(-1).to(v.dtype), v).view(heads, count, group, head_dim)
+    out[block.rows] = result.transpose(0, 1).reshape(count, num_heads, head_dim)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` per batch entry, summed in float32 and rounded to their dtype."""
+    if a.dtype == torch.float32 or b.numel() > SMALL_PRODUCT:
+        return torch.bmm(a, b)
+    return torch.bmm(a.float(), b.float()).to(a.dtype)
+
+
+def _plan(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: AttentionBatch, window: int | None
+) -> GatherPlan:
+    head_dim = q.shape[2]
+    strides = k_pages.stride()[:3]
+    expect_that("k_pages", all(s % head_dim == 0 for s in strides), f"strides in multiples of {head_dim}", strides)
+    expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"the strides of k_pages {strides}", v_pages.stride())
+    steps = tuple(stride // head_dim for stride in strides)
+    last = sum((extent - 1) * step for extent, step in zip(k_pages.shape[:3], steps, strict=True))
+    heads = k_pages.shape[1]
+    bucket_tokens = BUCKET_BYTES // (heads * head_dim * q.element_size())
+    buckets = tuple(_bucket(batch, members, heads, steps, window) for members in _group(batch, window, bucket_tokens))
+    chunks = tuple(_chunk(batch, chunk, heads, steps, window) for chunk in batch.chunks)
+    largest = max([0, *(len(bucket.gather) for bucket in buckets), *(len(chunk.gather) for chunk in chunks)])
+    return GatherPlan(
+        buckets=buckets,
+        chunks=chunks,
+        num_arena_rows=last + 1,
+        gathered=(q.new_empty((largest, head_dim)), q.new_empty((largest, head_dim))),
+    )
+
+
+def _group(batch: AttentionBatch, window: int | None, max_tokens: int) -> list[np.ndarray]:
+    """Indices of the items of each bucket: longest first, cut where padding would cost more than one more bucket."""
+    lens = batch.items_host[2] if window is None else np.minimum(batch.items_host[2], window)
+    order = np.argsort(-lens, kind="stable")
+    order = order[lens[order] > 0]
+    groups: list[np.ndarray] = []
+    start = waste = 0
+    for place, length in enumerate(lens[order].tolist()):
+        longest = int(lens[order[start]])
+        waste += longest - length
+        if waste > BUCKET_WASTE_TOKENS or (place + 1 - start) * longest > max(max_tokens, longest):
+            groups.append(np.sort(order[start:place]))
+            start, waste = place, 0
+    if start < len(order):
+        groups.append(np.sort(order[start:]))
+    return groups
+
+
+def _bucket(
+    batch: AttentionBatch, members: np.ndarray, heads: int, steps: tuple[int, ...], window: int | None
+) -> ItemBucket:
+    rows, requests, ends = batch.items_host[:, members].astype(np.int64)
+    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    lens = ends - starts
+    length = int(lens.max())
+    positions = starts[:, None] + np.arange(length)  # [n, L]
+    live = positions < ends[:, None]
+    positions = np.where(live, positions, starts[:, None])
+    gather = _arena_rows(batch, requests[:, None], positions, heads, steps)  # [n, Hkv, L]
+    mask = None
+    if not live.all():
+        added = np.where(live, np.float32(0), np.float32(-np.inf)).repeat(heads, axis=0)  # [n * Hkv, L]
+        mask = torch.from_numpy(added).unsqueeze(1)
+    count = len(members)
+    consecutive = int(rows[-1] - rows[0]) == count - 1
+    return ItemBucket(
+        rows=slice(int(rows[0]), int(rows[0]) + count) if consecutive else torch.from_numpy(rows),
+        gather=torch.from_numpy(gather.reshape(-1)),
+        mask=mask,
+        count=count,
+        length=length,
+    )
+
+
+def _chunk(
+    batch: AttentionBatch, chunk: PromptChunk, heads: int, steps: tuple[int, ...], window: int | None
+) -> ChunkGather:
+    start = 0 if window is None else max(0, chunk.context_len - chunk.query_len - window + 1)
+    positions = np.arange(start, chunk.context_len)
+    gather = _arena_rows(batch, np.full((1, 1), chunk.request), positions[None], heads, steps)
+    firsts = range(0, chunk.query_len, QUERY_ROWS)
+    blocks = tuple(_query_block(chunk, first, start, window) for first in firsts)
+    return ChunkGather(blocks, torch.from_numpy(gather.reshape(-1)))
+
+
+def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None) -> QueryBlock:
+    """Rows `first` and on of a chunk whose gathered keys begin at position `start`."""
+    stop = min(first + QUERY_ROWS, chunk.query_len)
+    queries = np.arange(first, stop) + chunk.context_len - chunk.query_len
+    end = int(queries[-1]) + 1
+    begin = start if window is None else max(start, int(queries[0]) - window + 1)
+    positions = np.arange(int(queries[0]) if window is None else begin, end)
+    hidden = positions > queries[:, None]
+    if window is not None:
+        hidden |= positions <= queries[:, None] - window
+    return QueryBlock(
+        rows=slice(chunk.row + first, chunk.row + stop),
+        keys=slice(begin - start, end - start),
+        mask=torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))),
+    )
+
+
+def _arena_rows(
+    batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: tuple[int, ...]
+) -> np.ndarray:
+    """Rows of D elements, counted from the layer's first, of [n, L] positions and all heads: [n, Hkv, L], int64."""
+    page_step, head_step, token_step = steps
+    pages = batch.block_table_host[requests, positions // batch.page_tokens].astype(np.int64)
+    rows = pages * page_step + positions % batch.page_tokens * token_step
+    of_heads: np.ndarray = rows[:, None] + (np.arange(heads) * head_step)[:, None]
+    return of_heads

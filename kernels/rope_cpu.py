@@ -1,0 +1,37 @@
+"""Rotary embedding on the CPU, computed in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.kernels.rope_reference import check_operands
+
+
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate queries and keys by their positions, in place.
+
+    Semantics and arguments: `weft.kernels.rope_reference.rope`.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    check_operands(q, k, cos, sin)
+    cosines = torch.cat((cos, cos), dim=-1).unsqueeze(1)  # [T, 1, D]
+    sines = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+    joined = _joined(q, k)
+    for x in (q, k) if joined is None else (joined,):
+        wide = x if x.dtype == torch.float32 else x.float()
+        swapped = wide.roll(x.shape[-1] // 2, -1)  # the halves of each head change places
+        wide.mul_(cosines).addcmul_(swapped, sines)
+        if wide is not x:
+            x.copy_(wide)
+
+
+def _joined(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    # Queries and keys that are neighbours in a fused projection are rotated as one tensor, with half the calls. Equal
+    # distances of addresses and of offsets mean that both are views of one storage.
+    distance = q.shape[1] * q.stride(1)
+    is_next = k.storage_offset() - q.storage_offset() == distance and q.stride() == k.stride()
+    if not is_next or k.data_ptr() - q.data_ptr() != distance * q.element_size():
+        return None
+    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())

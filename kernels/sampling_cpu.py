@@ -1,0 +1,182 @@
+"""Sampling on the CPU, row by row, without sorting the vocabulary.
+
+Every filter is a lower bound: it keeps the tokens that reach it. The tokens that reach a bound lie in blocks whose
+maximum reaches it, so one fast pass for the block maxima replaces most searches of a row. The draw walks the kept
+tokens in order of their ids. A row is computed alone, so it cannot depend on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from weft.kernels.checks import expect
+from weft.kernels.sampling import SamplingTensors
+from weft.kernels.sampling_reference import check_operands
+
+BLOCK = 128
+"""Tokens per block."""
+FEW_BLOCKS = (16, 128)
+"""How many of the likeliest blocks top-p looks at before it takes all tokens."""
+COARSE_SHIFT = 18
+"""Low bits of a probability that the coarse histogram of the mass ignores."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedRow:
+    """One row of logits, cut into blocks."""
+
+    values: torch.Tensor
+    """[blocks, BLOCK], float32; -inf behind the vocabulary."""
+    maxima: torch.Tensor
+    """[blocks], float32."""
+
+    def reaching(self, bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids, ascending, and logits of all tokens at or above `bound`."""
+        blocks = (self.maxima >= bound).nonzero()[:, 0]
+        values = self.values.index_select(0, blocks)
+        block, place = (values >= bound).nonzero(as_tuple=True)
+        return blocks[block] * BLOCK + place, values[block, place]
+
+    def kth_largest(self, k: int) -> torch.Tensor:
+        """The k-th largest logit; equals count as often as they occur."""
+        if k * 2 > len(self.maxima):
+            return self.values.view(-1).topk(k, sorted=False).values.amin()
+        # The k largest logits lie in the k blocks with the largest maxima.
+        _, values = self.reaching(self.maxima.topk(k, sorted=False).values.amin())
+        return values.topk(k, sorted=False).values.amin()
+
+
+def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+    """Choose one token per row.
+
+    Semantics and arguments: `weft.kernels.sampling_reference.sample`.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    check_operands(logits, sampling)
+    tokens = argmax(logits)
+    if sampling.is_greedy:
+        return tokens
+    drawn = [row for row, values in enumerate(sampling.host) if values[0] > 0]
+    values, maxima = _blocks(logits)
+    for row in drawn:
+        tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *sampling.host[row])
+    return tokens
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of the largest logit of each row, the first among equals, [B], int64.
+
+    torch.argmax walks a row one element at a time; maxima of blocks are vectorised.
+    """
+    values, maxima = _blocks(logits)
+    block = maxima.argmax(-1)
+    return block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
+
+
+def logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the unfiltered distribution.
+
+    Semantics, arguments and results: `weft.kernels.sampling_reference.logprobs`.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    expect("logits", logits, (None, None), torch.float32)
+    expect("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
+    total = torch.logsumexp(logits, dim=-1)
+    chosen = logits.gather(1, token_ids[:, None])
+    rank = (logits > chosen).sum(-1) + 1
+    top_ids = torch.empty((logits.shape[0], num_top), dtype=torch.int64)
+    values, maxima = _blocks(logits)
+    for index in range(logits.shape[0] if num_top else 0):
+        row = BlockedRow(values[index], maxima[index])
+        ids, candidates = row.reaching(row.kth_largest(num_top))
+        top_ids[index] = ids[candidates.sort(descending=True, stable=True).indices[:num_top]]
+    return chosen[:, 0] - total, rank, top_ids, logits.gather(1, top_ids) - total[:, None]
+
+
+def _blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits as [B, blocks, BLOCK] and the maximum of each block, [B, blocks]."""
+    short = -logits.shape[1] % BLOCK
+    padded = functional.pad(logits, (0, short), value=-torch.inf) if short else logits
+    values = padded.unflatten(1, (-1, BLOCK))
+    return values, values.amax(-1)
+
+
+def _draw(row: BlockedRow, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    ids: torch.Tensor | None
+    if 0 < top_k < row.values.numel():
+        ids, values = row.reaching(row.kth_largest(top_k))
+        p = torch.softmax(values / temperature, dim=0)
+        if top_p < 1:
+            p = _keep_mass(p, top_p * p.sum())
+    elif top_p < 1:
+        ids, p = _nucleus(row, temperature, top_p)
+    elif min_p > 0:
+        # Twice as wide as the bound of min-p, which is applied exactly below.
+        ids, values = row.reaching(row.maxima.amax() + temperature * torch.tensor(min_p / 2).log())
+        p = torch.softmax(values / temperature, dim=0)
+    else:
+        return _inverse_cdf(torch.softmax(row.values.view(-1) / temperature, dim=0), uniform)
+    if min_p > 0:
+        p = torch.where(p >= min_p * p.amax(), p, 0.0)
+    place = _inverse_cdf(p, uniform)
+    return place if ids is None else int(ids[place])
+
+
+def _nucleus(row: BlockedRow, temperature: float, top_p: float) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Ids, None for all, and probabilities, not renormalised, of the smallest set whose mass reaches `top_p`."""
+    p = torch.softmax(row.values.view(-1) / temperature, dim=0)
+    for count in FEW_BLOCKS:
+        if count < len(row.maxima):
+            ids, _ = row.reaching(row.maxima.topk(count, sorted=False).values.amin())
+            if float(p[ids].sum()) >= top_p:
+                return ids, _keep_mass(p[ids], torch.tensor(top_p))
+    return None, _keep_mass(p, top_p * p.sum())
+
+
+def _keep_mass(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Set to 0 all but the smallest set, most likely first, whose mass reaches `target`."""
+    if len(p) > BLOCK * FEW_BLOCKS[0]:
+        return torch.where(p >= _bound_by_bits(p, target), p, 0.0)
+    ordered = p.sort(descending=True).values
+    last = torch.searchsorted(ordered.cumsum(0), target.reshape(1)).clamp_(max=len(p) - 1)
+    return torch.where(p >= ordered[last], p, 0.0)
+
+
+def _bound_by_bits(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    # Positive floats sort as their bits do: a histogram over the high bits finds the bin where the mass is reached, and
+    # only that bin is sorted.
+    bins = p.view(torch.int32) >> COARSE_SHIFT
+    mass = torch.bincount(bins, weights=p).flip(0).cumsum(0)  # from the most likely bin down, float64
+    place = torch.searchsorted(mass, target.double().reshape(1)).clamp_(max=len(mass) - 1)
+    above = mass[place - 1] if int(place) > 0 else torch.zeros(1, dtype=torch.float64)
+    inside = p[bins == len(mass) - 1 - place].sort(descending=True).values
+    last = torch.searchsorted(inside.double().cumsum(0) + above, target.double().reshape(1))
+    return inside[last.clamp_(max=len(inside) - 1)]
+
+
+def _inverse_cdf(p: torch.Tensor, uniform: float) -> int:
+    """First place whose cumulative weight exceeds `uniform` times the total; weights need not sum to 1."""
+    if len(p) <= 2 * BLOCK or len(p) % BLOCK:
+        cumulative = p.cumsum(0)
+        return _first_above(cumulative, uniform * cumulative[-1])
+    blocks = p.view(-1, BLOCK)
+    cumulative = blocks.sum(-1).cumsum(0)
+    target = uniform * cumulative[-1]
+    block = _first_above(cumulative, target)
+    before = cumulative[block - 1] if block else 0.0
+    return block * BLOCK + _first_above(blocks[block].cumsum(0), target - before)
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> int:
+    # Rounding may put the target at the very end; just below it the last place with any weight is found.
+    below_end = torch.nextafter(cumulative[-1], cumulative.new_zeros(()))
+    return int(torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True))

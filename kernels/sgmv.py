@@ -1,0 +1,104 @@
+"""Operands of SGMV: many LoRA adapters of any rank applied to one batch, with weights read from pages.
+
+The rows of a batch are sorted by adapter slot, so a tile is a run of consecutive rows of one adapter. The kernels know
+neither who owns the pages nor what an adapter is called. Punica (arXiv:2310.18547) named the operation; S-LoRA
+(arXiv:2311.03285) put KV cache and adapters into one pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.kernels.checks import expect, expect_that
+
+GROUP_ROWS = 8
+"""Rank rows in a row group, the unit that `SgmvTables.offsets` places."""
+UNIT_BYTES = 256
+"""Offsets count in this many bytes, and rows start at multiples of it."""
+MAX_SLICES = 3
+"""Slices a site may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SgmvTables:
+    """Where the weights of the resident adapters lie. All addresses stay the same while adapters come and go."""
+
+    offsets: torch.Tensor
+    """[slots, layers, modules, 2 (A, B^T), max_rank / 8], int32: start of each row group in units of 256 bytes."""
+    ranks: torch.Tensor
+    """[slots, layers, modules], int32: rank rounded up to a multiple of 8; 0 is a module the adapter does not touch."""
+    scalings: torch.Tensor
+    """[slots, layers, modules], float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Runs of consecutive rows of one adapter, at most `rows` long."""
+
+    slot: torch.Tensor
+    """[capacity], int32: adapter slot; -1 is padding."""
+    start: torch.Tensor
+    """[capacity], int32: first row."""
+    length: torch.Tensor
+    """[capacity], int32: number of rows, 1 to `rows`."""
+    rows: int = 16
+    """Upper bound of `length`: 16 suits decode, 64 or 128 long prefill chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SgmvSite:
+    """A base linear layer whose output slices belong to modules that share its input."""
+
+    in_features: int
+    modules: tuple[int, ...]
+    """Consecutive indices into the tables, in slice order."""
+    widths: tuple[int, ...]
+    """Output features of each slice."""
+
+
+def check_operands(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    arena_elements: torch.Tensor,
+    tables: SgmvTables,
+    tiles: Tiles,
+    site: SgmvSite,
+    layer: int,
+) -> None:
+    """Check what a call to `sgmv` was given.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; the message names expected and got.
+    """
+    num_tokens = x.shape[0]
+    slots, layers, modules = tables.ranks.shape
+    device = x.device
+    expect("x", x, (num_tokens, site.in_features), arena_elements.dtype, device)
+    expect("y", y, (num_tokens, sum(site.widths)), arena_elements.dtype, device)
+    expect("arena_elements", arena_elements, (None, None), None, device)
+    expect("offsets", tables.offsets, (slots, layers, modules, 2, None), torch.int32, device)
+    expect("ranks", tables.ranks, (slots, layers, modules), torch.int32, device)
+    expect("scalings", tables.scalings, (slots, layers, modules), torch.float32, device)
+    expect("tiles.slot", tiles.slot, (None,), torch.int32, device)
+    expect("tiles.start", tiles.start, tiles.slot.shape, torch.int32, device)
+    expect("tiles.length", tiles.length, tiles.slot.shape, torch.int32, device)
+    expect_that("x", x.stride(1) == 1, "rows of consecutive elements", x.stride())
+    expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
+    expect_that("arena_elements", arena_elements.is_contiguous(), "one contiguous arena", arena_elements.stride())
+    expect_that("layer", 0 <= layer < layers, f"0 to {layers - 1}", layer)
+    first, last = site.modules[0], site.modules[-1]
+    expect_that(
+        "site.modules",
+        site.modules == tuple(range(first, last + 1)) and first >= 0 and last < modules,
+        f"consecutive indices below {modules}",
+        site.modules,
+    )
+    expect_that("site.widths", len(site.widths) == len(site.modules), "one width per module", site.widths)
+    expect_that("site.widths", len(site.widths) <= MAX_SLICES, f"at most {MAX_SLICES} slices", site.widths)
+
+
+def row_pitch_units(features: int, element_size: int) -> int:
+    """Units of 256 bytes from one row of `features` elements to the next."""
+    return -(-features * element_size // UNIT_BYTES)

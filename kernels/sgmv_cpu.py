@@ -1,0 +1,80 @@
+"""SGMV on the CPU: gathers the weights of one adapter after the other from their pages.
+
+For few calls and for tests of the paged path. A decode loop on the CPU should hold the weights of the running batch
+concatenated instead: gathering them again in every step costs more than the arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, check_operands, row_pitch_units
+
+
+def sgmv(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    arena_elements: torch.Tensor,
+    tables: SgmvTables,
+    tiles: Tiles,
+    site: SgmvSite,
+    layer: int,
+) -> None:
+    """Add the low-rank products of every tile's adapter to its rows.
+
+    Semantics and arguments: `weft.kernels.sgmv_reference.sgmv`. Tiles of one adapter that follow each other are joined
+    to a segment; a segment costs one gather and one product for A of all slices, and one of each per slice for B.
+
+    Raises:
+        ValueError: An operand does not fit.
+    """
+    check_operands(x, y, arena_elements, tables, tiles, site, layer)
+    first = site.modules[0]
+    span = slice(first, first + len(site.modules))
+    for slot, start, end in _segments(tiles):
+        ranks = tables.ranks[slot, layer, span].tolist()
+        if not any(ranks):
+            continue
+        scalings = tables.scalings[slot, layer, span].tolist()
+        offsets = tables.offsets[slot, layer, span]  # [slices, 2, max_rank / 8]
+        a_starts = torch.cat([_row_starts(o[0], r, site.in_features, x) for o, r in zip(offsets, ranks, strict=True)])
+        lora_a = _gather(arena_elements, a_starts, site.in_features)  # [sum of ranks, in]
+        hidden = x[start:end] @ lora_a.T  # [rows, sum of ranks]
+        column = plane = 0
+        for index, (rank, width) in enumerate(zip(ranks, site.widths, strict=True)):
+            if rank:
+                lora_bt = _gather(arena_elements, _row_starts(offsets[index, 1], rank, width, x), width)
+                block = y[start:end, column : column + width]
+                block.addmm_(hidden[:, plane : plane + rank], lora_bt, alpha=scalings[index])
+            column += width
+            plane += rank
+
+
+def _segments(tiles: Tiles) -> Iterator[tuple[int, int, int]]:
+    live = (t for t in zip(tiles.slot.tolist(), tiles.start.tolist(), tiles.length.tolist(), strict=True) if t[0] >= 0)
+    for slot, run in itertools.groupby(live, key=lambda tile: tile[0]):
+        start = end = -1
+        for _, tile_start, tile_length in run:
+            if tile_start != end:
+                if start >= 0:
+                    yield slot, start, end
+                start = tile_start
+            end = tile_start + tile_length
+        yield slot, start, end
+
+
+def _row_starts(offsets: torch.Tensor, rank: int, features: int, like: torch.Tensor) -> torch.Tensor:
+    """Start of each rank row in units, [rank], int64."""
+    pitch = row_pitch_units(features, like.element_size())
+    steps = torch.arange(GROUP_ROWS) * pitch
+    return (offsets[: rank // GROUP_ROWS, None].long() + steps).reshape(-1)
+
+
+def _gather(arena_elements: torch.Tensor, starts: torch.Tensor, features: int) -> torch.Tensor:
+    # Every row starts at a multiple of the unit, so overlapping windows at that stride hold each of them whole.
+    unit = UNIT_BYTES // arena_elements.element_size()
+    num_windows = (arena_elements.numel() - features) // unit + 1
+    return arena_elements.as_strided((num_windows, features), (unit, 1)).index_select(0, starts)

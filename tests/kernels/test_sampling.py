@@ -1,0 +1,178 @@
+import pytest
+import torch
+
+from sampling_rows import GREEDY, Parameters, sampling_of
+from weft.kernels import sampling_cpu, sampling_reference
+from weft.kernels.sampling import PenaltyTensors, RowPenalties, apply_penalties
+from weft.kernels.sampling_reference import probabilities
+
+CPU = torch.device("cpu")
+FILTERS: list[Parameters] = [  # temperature, top_k, top_p, min_p
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 5, 1.0, 0.0),
+    (1.3, 200, 1.0, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (0.5, 0, 0.5, 0.0),
+    (5.0, 0, 0.95, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (1.0, 0, 1.0, 1.0),
+    (1.0, 50, 0.8, 0.0),
+    (0.8, 40, 0.9, 0.05),
+    (1.0, 100_000, 0.99, 0.01),
+]
+VOCABULARIES = [7, 640, 1000, 32_000]
+
+
+def logits_of(vocab_size: int, rows: int = 1, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def draws(logits: torch.Tensor, parameters: Parameters, uniforms: list[float]) -> torch.Tensor:
+    sampling = sampling_of([(parameters, uniform) for uniform in uniforms])
+    return sampling_cpu.sample(logits.expand(len(uniforms), -1), sampling)
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("parameters", FILTERS, ids=str)
+def test_evenly_spaced_draws_follow_the_exact_distribution(vocab_size: int, parameters: Parameters) -> None:
+    logits = logits_of(vocab_size)
+    p = probabilities(logits[0], *parameters)
+    count = 200
+    uniforms = [(i + 0.5) / count for i in range(count)]
+    tokens = draws(logits, parameters, uniforms)
+    # A draw belongs to the token whose interval of the cumulative distribution holds it, up to rounding at its ends.
+    ends = p.cumsum(0)[tokens]
+    u = torch.tensor(uniforms, dtype=torch.float64)
+    assert (u < ends + 2e-6).all()
+    assert (u > ends - p[tokens] - 2e-6).all()
+    assert (p[tokens] > 0).all()
+
+
+def test_random_draws_pass_a_chi_square_test() -> None:
+    logits = logits_of(16, spread=1.0)
+    p = probabilities(logits[0], 0.9, 12, 0.95, 0.02)
+    count = 4000
+    tokens = draws(
+        logits, (0.9, 12, 0.95, 0.02), torch.rand(count, generator=torch.Generator().manual_seed(1)).tolist()
+    )
+    seen = torch.bincount(tokens, minlength=16).double()
+    kept = p > 0
+    assert not seen[~kept].any()
+    statistic = ((seen - count * p) ** 2 / (count * p))[kept].sum().item()
+    freedom = int(kept.sum()) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1.0])
+@pytest.mark.parametrize("parameters", FILTERS, ids=str)
+def test_draws_at_the_ends_yield_kept_tokens(uniform: float, parameters: Parameters) -> None:
+    logits = logits_of(1000)
+    token = draws(logits, parameters, [uniform])
+    p = probabilities(logits[0], *parameters)
+    kept = (p > 0).nonzero()[:, 0]
+    assert p[token] > 0
+    expected = kept[0] if uniform == 0 else kept[-1]
+    assert p[min(token, expected) : max(token, expected) + 1].sum() < 1e-5 + p[token] + p[expected]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 127, 128, 640, 1000, 32_000])
+def test_greedy_takes_the_first_of_equals(vocab_size: int) -> None:
+    logits = torch.randint(-3, 3, (20, vocab_size), generator=torch.Generator().manual_seed(0)).float()
+    tokens = sampling_cpu.sample(logits, sampling_of([(GREEDY, 0.0)] * 20))
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert tokens.dtype == torch.int64
+
+
+def test_greedy_over_masked_logits() -> None:
+    logits = torch.full((2, 300), -torch.inf)
+    logits[0, 299] = -5.0
+    assert sampling_cpu.argmax(logits).tolist() == [299, 0]
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    logits = logits_of(5000, rows=len(FILTERS) + 1)
+    rows = [(parameters, 0.37) for parameters in FILTERS] + [(GREEDY, 0.0)]
+    together = sampling_cpu.sample(logits, sampling_of(rows))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = sampling_cpu.sample(logits[order], sampling_of([rows[i] for i in order]))
+    assert torch.equal(shuffled, together[order])
+    for index, row in enumerate(rows):
+        assert sampling_cpu.sample(logits[index : index + 1], sampling_of([row])) == together[index]
+
+
+def test_equals_at_the_bound_are_kept_together() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    assert set(draws(logits, (1.0, 2, 1.0, 0.0), [i / 50 for i in range(50)]).tolist()) == {0, 1, 2, 3}
+    assert probabilities(logits[0], 1.0, 2, 1.0, 0.0)[4] == 0
+
+
+def test_equals_in_other_blocks_are_kept_together() -> None:
+    logits = torch.zeros(1, 4000)
+    logits[0, ::100] = 5.0
+    tokens = draws(logits, (1.0, 3, 1.0, 0.0), [(i + 0.5) / 40 for i in range(40)])
+    assert tokens.tolist() == list(range(0, 4000, 100))
+
+
+def test_a_flat_distribution_reaches_top_p_too() -> None:
+    logits = logits_of(32_000, spread=0.1)
+    p = probabilities(logits[0], 1.0, 0, 0.9, 0.0)
+    assert int((p > 0).sum()) > 20_000
+    tokens = draws(logits, (1.0, 0, 0.9, 0.0), [(i + 0.5) / 100 for i in range(100)])
+    assert (p[tokens] > 0).all()
+
+
+def test_reference_draws_by_the_same_rule() -> None:
+    logits = logits_of(1000, rows=40)
+    rows = [(FILTERS[i % len(FILTERS)], (i + 0.5) / 40) for i in range(39)] + [(GREEDY, 0.0)]
+    assert torch.equal(
+        sampling_reference.sample(logits, sampling_of(rows)), sampling_cpu.sample(logits, sampling_of(rows))
+    )
+
+
+def test_penalties_are_those_of_openai_and_transformers() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5, 3.0], [1.0, 1.0, 1.0, 1.0, 1.0], [2.0, -2.0, 1.0, 0.5, 3.0]])
+    rows = [
+        RowPenalties(row=0, prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition=2.0),
+        RowPenalties(row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25),
+    ]
+    apply_penalties(logits, PenaltyTensors.build(rows, 5, CPU))
+    expected = [[1.0, -4.0, 0.5, 0.25, 3.0], [1.0] * 5, [2.0, -3.25, 1.0, 0.5, 2.25]]
+    assert torch.allclose(logits, torch.tensor(expected))
+
+
+def test_biases_are_added_after_penalties_and_unknown_tokens_ignored() -> None:
+    logits = torch.tensor([[4.0, 1.0], [1.0, 1.0]])
+    rows = [RowPenalties(row=0, output_token_ids=[0], repetition=2.0, bias={0: 3.0, 2: 100.0, -1: 5.0})]
+    apply_penalties(logits, PenaltyTensors.build(rows, 2, CPU))
+    assert logits.tolist() == [[5.0, 1.0], [1.0, 1.0]]
+
+
+def test_no_penalties_change_nothing() -> None:
+    logits = logits_of(10)
+    before = logits.clone()
+    apply_penalties(logits, PenaltyTensors.build([], 10, CPU))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 640, 1000])
+def test_logprobs_equal_the_reference(vocab_size: int) -> None:
+    logits = logits_of(vocab_size, rows=5)
+    logits[1] = logits[1].round()  # equals, whose order is by id
+    tokens = torch.tensor([0, 1, 2, 3, int(logits[4].argmax())])
+    for num_top in (0, 1, 5):
+        actual = sampling_cpu.logprobs(logits, tokens, num_top)
+        expected = sampling_reference.logprobs(logits, tokens, num_top)
+        assert torch.allclose(actual[0], expected[0], atol=1e-5)
+        assert torch.equal(actual[1], expected[1])
+        assert torch.equal(actual[2], expected[2])
+        assert torch.allclose(actual[3], expected[3], atol=1e-5)
+    assert actual[1][4] == 1
+
+
+def test_misfits_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"logits: expected shape \[2, any\], got \[1, 7\]"):
+        sampling_cpu.sample(logits_of(7), sampling_of([(FILTERS[0], 0.5)] * 2))
+    with pytest.raises(ValueError, match=r"logits: expected dtype torch\.float32, got torch\.float16"):
+        sampling_cpu.sample(logits_of(7).half(), sampling_of([(FILTERS[0], 0.5)]))

@@ -1,0 +1,126 @@
+"""Compiles all Triton kernels for sm_90 without a GPU and prints how wide their memory accesses are.
+
+A program, not to be imported: it needs a process in which TRITON_INTERPRET is not set. Prints one JSON object,
+variant -> counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from weft.kernels import attention_triton, kv_write_triton, norm_triton, rope_triton, sampling_triton, sgmv_triton
+
+PATTERNS = {
+    "async_16": r"cp\.async\.c[ag]\.shared\.global\S* .*, 0x10\b",
+    "async_narrow": r"cp\.async\.ca\.shared\.global\S* .*, 0x[48]\b",
+    "load_16_bytes": r"ld\.global\S*\.(?:v4\.b32|v2\.b64)\b",
+    "load_2_bytes": r"ld\.global\S*\.[bu]16\b",
+    "store_16_bytes": r"st\.global\S*\.(?:v4\.b32|v2\.b64)\b",
+    "store_2_bytes": r"st\.global\S*\.[bu]16\b",
+    "tensor_core": r"mma\.sync|wgmma\.mma_async",
+}
+
+
+def ptx_of(
+    kernel: Any, dtype: str, constants: Mapping[str, object], scalars: Mapping[str, str], warps: int, stages: int
+) -> str:
+    """PTX of one variant; pointers, strides and the vocabulary are multiples of 16, as the launchers' are."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        annotation = kernel.params[index].annotation
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = _pointer(name, dtype) or scalars.get(name) or ("i64" if "64" in annotation else "i32")
+        is_stride = signature[name] == "i64" and not kernel.params[index].do_not_specialize
+        if is_stride or name == "V" or signature[name].startswith("*"):
+            attributes[index,] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    target = GPUTarget("cuda", 90, 32)
+    return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])
+
+
+FLOATS = ("x", "y", "q", "k", "v", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight")
+WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
+TABLES = ("offsets", "ranks", "block_table", "query_indptr", "context_lens", "top_ks")
+LONGS = ("positions", "slot_mapping", "tokens")
+
+
+def _pointer(name: str, dtype: str) -> str | None:
+    if name in FLOATS:
+        return f"*{dtype}"
+    if name in WIDE or name.startswith("partial"):
+        return "*fp32"
+    if name in LONGS:
+        return "*i64"
+    return "*i32" if name in TABLES or name.startswith(("tile_", "item_")) else None
+
+
+def _sgmv_variants() -> dict[str, str]:
+    found = {}
+    # Llama-3-8B: q, k, v of unequal width; a decode tile with split-K and a prefill tile.
+    for tile_rows, capacity in ((16, 8), (64, 64)):
+        rank_block, column_block, k_block, split_k = sgmv_triton.block_sizes(4096, tile_rows, capacity, 8)
+        shared = {"MODULE": 0, "NUM_SLICES": 3, "UNIT": 128, "GROUPS": 8, "SPLIT_K": split_k, "BM": tile_rows}
+        shared["INTERPRET"] = False
+        shrink = {**shared, "K": 4096, "PITCH": 4096, "BR": rank_block, "BK": k_block}
+        expand = {**shared, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": column_block, "BR": 16}
+        for dtype in ("bf16", "fp16", "fp32"):
+            name = f"{tile_rows} {dtype}"
+            found[f"shrink {name}"] = ptx_of(sgmv_triton.shrink_kernel, dtype, shrink, {}, 4, 3)
+            found[f"expand {name}"] = ptx_of(sgmv_triton.expand_kernel, dtype, expand, {}, 4, 2)
+    return found
+
+
+def _attention_variants() -> dict[str, str]:
+    shared = {"GROUP": 4, "D": 128, "BLOCK_D": 128, "PAGE_TOKENS": 16, "BLOCK_N": 64, "INTERPRET": False}
+    scalars = {"scale": "fp32", "softcap": "fp32"}
+    plain, limited = {"WINDOW": 0, "SOFTCAP": False}, {"WINDOW": 4096, "SOFTCAP": True}
+    items = {**shared, "BLOCK_G": 16, "SPLIT": 256}
+    chunks = {**shared, "BLOCK_M": 64}
+    reduce = {"D": 128, "BLOCK_D": 128, "SPLIT": 256, "NUM_SPLITS": 5, "BLOCK_S": 8}
+    item_kernel, chunk_kernel = attention_triton.item_kernel, attention_triton.chunk_kernel
+    return {
+        "items": ptx_of(item_kernel, "bf16", {**items, **plain, "NUM_SPLITS": 8}, scalars, 4, 2),
+        "items limited": ptx_of(item_kernel, "bf16", {**items, **limited, "NUM_SPLITS": 1}, scalars, 4, 2),
+        "reduce": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 0}, {}, 4, 2),
+        "reduce limited": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 300}, {}, 4, 2),
+        "chunks": ptx_of(chunk_kernel, "bf16", {**chunks, **plain}, scalars, 4, 2),
+        "chunks limited": ptx_of(chunk_kernel, "bf16", {**chunks, **limited}, scalars, 4, 2),
+    }
+
+
+def _rowwise_variants() -> dict[str, str]:
+    norm = {"N": 4096, "BLOCK": 4096}
+    rope = {"HALF": 64, "BLOCK_H": 16, "BLOCK_D": 64}
+    kv_write = {"PAGE_TOKENS": 16, "HEADS": 8, "D": 128, "BLOCK": 1024}
+    eps = {"eps": "fp32"}
+    return {
+        "norm": ptx_of(norm_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
+        "norm add": ptx_of(norm_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 4, 2),
+        "rope": ptx_of(rope_triton.rope_kernel, "bf16", rope, {}, 4, 2),
+        "kv_write": ptx_of(kv_write_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
+        "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
+    }
+
+
+def main() -> None:
+    """Print the counts of all variants."""
+    variants = {**_sgmv_variants(), **_attention_variants(), **_rowwise_variants()}
+    counts = {
+        name: {kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()}
+        for name, ptx in variants.items()
+    }
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Keys and values scattered over poisoned pages, and the cases that cover attention."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from weft.kernels.attention_batch import AttentionBatch
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+NUM_LAYERS = 2
+LAYER = 1
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call: (query rows, context) of each request and the sizes of the heads."""
+
+    requests: tuple[tuple[int, int], ...]
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    page_tokens: int = 16
+    dtype: torch.dtype = F32
+    window: int | None = None
+    softcap: float | None = None
+    padding_rows: int = 0
+
+    def __str__(self) -> str:
+        lens = ",".join(f"{rows}/{context}" for rows, context in self.requests[:4])
+        kind = f"{self.q_heads}:{self.kv_heads}x{self.head_dim}p{self.page_tokens}-{str(self.dtype)[6:]}"
+        return f"{lens}-{kind}-w{self.window}-s{self.softcap}"
+
+
+DECODE = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 100))
+MIXED = ((1, 40), (20, 20), (3, 33), (12, 60), (1, 0), (17, 17), (1, 64))
+INTERPRETER_CASES = [
+    AttentionCase(DECODE),
+    AttentionCase(DECODE, q_heads=14, kv_heads=2, head_dim=64, page_tokens=64, dtype=BF16),
+    AttentionCase(((1, 700), (1, 3), (1, 256), (1, 257)), q_heads=7, kv_heads=1),
+    AttentionCase(((1, 600), (1, 90)), window=300, dtype=F16),
+    AttentionCase(((2, 70), (8, 30)), window=20, softcap=5.0),
+    AttentionCase(MIXED, padding_rows=2),
+    AttentionCase(MIXED, q_heads=4, kv_heads=4, head_dim=16, page_tokens=32, dtype=BF16),
+    AttentionCase(((130, 133), (9, 9)), q_heads=7, kv_heads=1, softcap=10.0),
+    AttentionCase(((40, 100), (10, 10)), window=16, head_dim=24, dtype=F16),
+]
+FULL_CASES = [
+    *(
+        AttentionCase(requests, q_heads, kv_heads, head_dim, page_tokens, dtype, window, softcap, padding)
+        for requests, padding in ((DECODE, 0), (MIXED, 3), (((1, 1500), (64, 512), (512, 512), (1, 257)), 0))
+        for q_heads, kv_heads, head_dim, page_tokens in ((14, 2, 64, 64), (32, 8, 128, 16), (4, 4, 16, 32))
+        for dtype in (F32, F16, BF16)
+        for window, softcap in ((None, None), (100, None), (None, 20.0), (37, 8.0))
+    ),
+]
+
+
+class ScatteredKv:
+    """The operands of one call: an arena with strided layers whose unused places are NaN, page 0 zero."""
+
+    def __init__(self, case: AttentionCase, device: torch.device | str = "cpu", seed: int = 0) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(seed)
+        blocks = [-(-context // case.page_tokens) for _, context in case.requests]
+        num_pages = sum(blocks) + 5
+        pages = random.Random(seed).sample(range(1, num_pages), sum(blocks))
+        shape = (num_pages, NUM_LAYERS, 2, case.kv_heads, case.page_tokens, case.head_dim)
+        self.arena = torch.full(shape, float("nan"), dtype=case.dtype)
+        self.arena[0] = 0
+        self.block_tables: list[list[int]] = []
+        for count, (_, context) in zip(blocks, case.requests, strict=True):
+            table, pages = pages[:count], pages[count:]
+            self.block_tables.append(table)
+            for start, page in zip(range(0, context, case.page_tokens), table, strict=True):
+                live = min(case.page_tokens, context - start)
+                values = torch.randn((2, case.kv_heads, live, case.head_dim), generator=generator)
+                self.arena[page, LAYER, :, :, :live] = values.to(case.dtype)
+        rows = sum(rows for rows, _ in case.requests) + case.padding_rows
+        fused = torch.randn((rows, case.q_heads + 3, case.head_dim), generator=generator).to(case.dtype)
+        self.q = fused.to(device)[:, 1 : case.q_heads + 1]  # strided, as a slice of a fused projection
+        self.arena = self.arena.to(device)
+        self.k_pages, self.v_pages = self.arena[:, LAYER, 0], self.arena[:, LAYER, 1]
+        self.batch = self.build(torch.device(device))
+        self.scale = case.head_dim**-0.5
+
+    def build(self, device: torch.device) -> AttentionBatch:
+        return AttentionBatch.build(
+            self.block_tables,
+            [rows for rows, _ in self.case.requests],
+            [context for _, context in self.case.requests],
+            device,
+            self.case.page_tokens,
+        )

@@ -1,0 +1,1 @@
+"""A LoRA from bytes to device: checkpoint, packing, residency, segments. Knows no scheduling, HTTP or SQL."""

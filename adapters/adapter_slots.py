@@ -1,0 +1,103 @@
+"""The rows of the adapter tables: who has which, and how often it was reused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from weft.errors import PageAccountingError, StaleSlotError
+
+
+class SlotLease(NamedTuple):
+    """An adapter slot as of one generation."""
+
+    slot: int
+    generation: int
+    digest: str
+
+
+class AdapterSlots:
+    """Hands out adapter slots; each time a slot is taken its generation goes up.
+
+    Args:
+        count: Slots.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count - 1, -1, -1))
+        self._cooling: list[tuple[int, int]] = []
+        """(last step that may use it, slot)."""
+        self._generations = [0] * count
+        self._digests: list[str | None] = [None] * count
+        self._completed_step = 0
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken now."""
+        return len(self._free)
+
+    def take(self, digest: str) -> int | None:
+        """Take a slot for an adapter, or None."""
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        self._generations[slot] += 1
+        self._digests[slot] = digest
+        return slot
+
+    def lease(self, slot: int) -> SlotLease:
+        """The slot as it is now.
+
+        Raises:
+            StaleSlotError: Nobody has it.
+        """
+        digest = self._digests[slot]
+        if digest is None:
+            raise StaleSlotError(f"adapter slot {slot} is free")
+        return SlotLease(slot, self._generations[slot], digest)
+
+    def give_back(self, slot: int, last_step: int) -> None:
+        """Free a slot; it can be taken again once `last_step` is complete.
+
+        Raises:
+            PageAccountingError: Nobody has it.
+        """
+        if self._digests[slot] is None:
+            raise PageAccountingError(f"adapter slot {slot} is free already")
+        self._digests[slot] = None
+        if last_step <= self._completed_step:
+            self._free.append(slot)
+        else:
+            self._cooling.append((last_step, slot))
+
+    def complete(self, step: int) -> None:
+        """Note that all steps up to `step` are complete."""
+        self._completed_step = max(self._completed_step, step)
+        self._free.extend(slot for last_step, slot in self._cooling if last_step <= self._completed_step)
+        self._cooling = [(last_step, slot) for last_step, slot in self._cooling if last_step > self._completed_step]
+
+    def check_lease(self, lease: SlotLease) -> None:
+        """Verify that a lease still holds.
+
+        Raises:
+            StaleSlotError: The slot was freed or reused since, or never had that adapter.
+        """
+        slot, generation, digest = lease
+        if not 0 <= slot < len(self._digests):
+            raise StaleSlotError(f"there is no adapter slot {slot}")
+        if self._generations[slot] != generation or self._digests[slot] != digest:
+            raise StaleSlotError(
+                f"adapter slot {slot} is at generation {self._generations[slot]} with {self._digests[slot]}, "
+                f"expected generation {generation} with {digest}"
+            )
+
+    def check(self, owners: Mapping[int, str]) -> None:
+        """Verify that exactly these slots are taken, by these adapters.
+
+        Raises:
+            PageAccountingError: If not, or if a slot is in two places.
+        """
+        taken = {slot: digest for slot, digest in enumerate(self._digests) if digest is not None}
+        free = [*self._free, *(slot for _, slot in self._cooling)]
+        if taken != owners or sorted([*free, *taken]) != list(range(len(self._digests))):
+            raise PageAccountingError(f"adapter slots: {len(taken)} taken, {len(free)} free, owners are {owners}")

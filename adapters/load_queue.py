@@ -1,0 +1,110 @@
+"""Work for loader threads: copies of ready images before loads of further adapters. Knows not what the work does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weft.adapters.host_images import HostImage
+from weft.errors import AdapterUnavailableError, WeftError
+
+logger = logging.getLogger(__name__)
+
+
+class LoadExecutor(Protocol):
+    """Runs work some time; a ThreadPoolExecutor, or what a simulator makes of it."""
+
+    def submit(self, fn: Callable[[], None], /) -> Future[None]:
+        """Run `fn` on some thread, now or later."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work."""
+
+
+@dataclass(eq=False)
+class LoadJob:
+    """One piece of work for one adapter, and what came of it."""
+
+    digest: str
+    task: Callable[[], HostImage]
+    image: HostImage | None = field(default=None, init=False)
+    error: WeftError | None = field(default=None, init=False)
+    """Set when there is no image."""
+
+
+class LoadQueue:
+    """Jobs that wait, and jobs that are done.
+
+    Args:
+        executor: Runs them.
+        notify: Called by the executor's thread whenever a job is done.
+    """
+
+    def __init__(self, executor: LoadExecutor, notify: Callable[[], None] | None = None) -> None:
+        self._executor = executor
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._urgent: deque[LoadJob] = deque()
+        self._waiting: deque[LoadJob] = deque()
+        self._done: deque[LoadJob] = deque()
+
+    def submit(self, job: LoadJob, *, urgent: bool = False) -> None:
+        """Queue a job; urgent ones are run before all others."""
+        with self._lock:
+            (self._urgent if urgent else self._waiting).append(job)
+        # Which job a thread takes is decided when it starts, not now: a copy never waits behind a row of loads.
+        self._executor.submit(self._run_next).add_done_callback(_log_fault)
+
+    def cancel(self, job: LoadJob) -> bool:
+        """Take a job back; False when it has started."""
+        with self._lock:
+            for queue in (self._urgent, self._waiting):
+                if job in queue:
+                    queue.remove(job)
+                    return True
+        return False
+
+    def take_done(self) -> list[LoadJob]:
+        """Jobs that ended since the last call, in the order in which they did."""
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def close(self) -> None:
+        """Drop what waits, and return when what runs is done."""
+        with self._lock:
+            self._urgent.clear()
+            self._waiting.clear()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            queue = self._urgent or self._waiting
+            if not queue:
+                return
+            job = queue.popleft()
+        job.error = AdapterUnavailableError("Loading the adapter failed inside the server; its log says why.")
+        try:
+            job.image = job.task()
+        except WeftError as error:
+            job.error = error
+        except (OSError, MemoryError) as error:
+            logger.warning("loading adapter %s failed: %s", job.digest, error)
+            job.error = AdapterUnavailableError(f"The adapter's weights could not be read: {type(error).__name__}.")
+        finally:
+            if job.image is not None:
+                job.error = None
+            self._done.append(job)
+            if self._notify is not None:
+                self._notify()
+
+
+def _log_fault(future: Future[None]) -> None:
+    if not future.cancelled() and (fault := future.exception()) is not None:
+        logger.error("loading an adapter raised", exc_info=fault)

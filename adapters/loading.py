@@ -1,0 +1,101 @@
+"""From a stored blob to a page image: read, hash, check, pack. Runs in loader threads and owns nothing."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from weft.adapters.base_shape import BaseShape
+from weft.adapters.checkpoint import Checkpoint, check_weights
+from weft.adapters.host_images import HostImage, HostImages
+from weft.adapters.layout import LoraLayout, plan_layout
+from weft.adapters.packing import pack
+from weft.adapters.ref import AdapterRef
+from weft.errors import AdapterIncompatibleError, NeverFitsError
+from weft.memory.geometry import PageGeometry
+
+
+class BlobReader(Protocol):
+    """Where weights come from."""
+
+    def open_verified(self, sha256: str, /) -> bytes | memoryview:
+        """The blob's bytes, hashed; raises AdapterUnavailableError when it is missing or corrupt."""
+
+
+class AdapterLoader:
+    """Makes page images. Thread-safe.
+
+    Args:
+        blobs: Where weights come from.
+        images: Where the images' memory comes from.
+        base: Shape of the base model.
+        geometry: Sizes of a page.
+        dtype: Element type of the arena.
+        max_rank: Largest rank that the tables hold.
+        max_pages: Most pages an adapter may have.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobReader,
+        images: HostImages,
+        base: BaseShape,
+        geometry: PageGeometry,
+        dtype: torch.dtype,
+        max_rank: int,
+        max_pages: int,
+    ) -> None:
+        self._blobs = blobs
+        self._images = images
+        self._base = base
+        self._geometry = geometry
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._max_pages = max_pages
+
+    def load(self, ref: AdapterRef) -> HostImage:
+        """Read and pack one adapter; the caller adds the image to the host images.
+
+        Raises:
+            AdapterUnavailableError: The blob is missing or corrupt.
+            AdapterFormatError: The blob is not a LoRA checkpoint that fits its config.
+            AdapterIncompatibleError: The adapter is not for this base, or its rank exceeds the setting.
+            NeverFitsError: It needs more pages than it may have.
+        """
+        content = self._blobs.open_verified(ref.weights_sha256)
+        checkpoint = check_weights(ref.config, content, self._base)
+        layout = self._plan(checkpoint)
+        slab_pages = self._images.reserve(layout.num_pages)
+        try:
+            if slab_pages is None:
+                pages = list(torch.empty((layout.num_pages, self._geometry.page_bytes), dtype=torch.uint8))
+            else:
+                pages = self._images.slab_views(slab_pages)
+            pack(checkpoint, content, layout, self._base, self._geometry, self._dtype, pages)
+        except BaseException:
+            self._images.cancel(slab_pages or [])
+            raise
+        return HostImage(
+            digest=ref.digest,
+            layout=layout,
+            ranks=checkpoint.ranks,
+            scalings=checkpoint.scalings,
+            pages=pages,
+            slab_pages=slab_pages or (),
+        )
+
+    def _plan(self, checkpoint: Checkpoint) -> LoraLayout:
+        if checkpoint.largest_rank > self._max_rank:
+            raise AdapterIncompatibleError(
+                f"The adapter has rank {checkpoint.largest_rank}; this server is set to at most {self._max_rank} "
+                "(adapter.max_rank).",
+                code="config.rank_invalid",
+            )
+        layout = plan_layout(checkpoint.ranks, self._base, self._geometry)
+        if layout.num_pages > self._max_pages:
+            raise NeverFitsError(
+                f"The adapter needs {layout.num_pages} pages; at most {self._max_pages} are there for one adapter, "
+                "because the pool must also hold a block of KV cache. Give the server a larger memory.gib.",
+            )
+        return layout

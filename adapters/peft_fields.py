@@ -1,0 +1,95 @@
+"""What the fields of PEFT's `adapter_config.json` mean to Weft, as tables. Covers PEFT 0.2 to 0.21.
+
+A field is one of three: read (`adapter_config` interprets it), inert (it has no effect on an adapter that is already
+trained), or a feature, which must have one of its neutral values, PEFT's own defaults among them. Run
+`scripts/list_peft_defaults.py` to see the fields and defaults of the installed PEFT; a test compares them with these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FEATURE = "config.feature_unsupported"
+FIELD = "config.field_unsupported"
+
+READ_FIELDS = frozenset(
+    {
+        "peft_type",
+        "task_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "auto_mapping",
+    }
+)
+"""Fields that `adapter_config` interprets."""
+
+MODULE_LIST_FIELDS = frozenset({"target_modules", "exclude_modules", "layers_pattern"})
+"""A string, a list of strings or null. Never matched against anything: the tensors say what the adapter changes."""
+
+INERT_FIELDS = MODULE_LIST_FIELDS | {
+    "layers_to_transform",
+    "base_model_name_or_path",
+    "revision",
+    "peft_version",
+    "inference_mode",
+    "lora_dropout",
+    "ensure_weight_tying",
+    "qalora_group_size",
+    "runtime_config",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+}
+"""Fields without effect on a trained adapter, whatever they say. `init_lora_weights` tells whether loftq_config,
+eva_config, corda_config or lora_ga_config were used, and qalora_group_size belongs to use_qalora."""
+
+INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+"""Named values of `init_lora_weights` that start A and B in their own way and leave the base as it is."""
+
+BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "lora_ga")
+"""Initialisations (or their prefixes) that subtract the initial B @ A from the base weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A field that changes the result when it is used, which Weft does not serve."""
+
+    neutral: tuple[object, ...]
+    """Values that switch the feature off, compared with their types."""
+    what: str
+    mend: str
+    code: str = FEATURE
+
+
+_RETRAIN = "Retrain without it."
+_MERGE_OR_RETRAIN = "Retrain without it, or merge the adapter into a base model of its own."
+
+FEATURES = {
+    "use_dora": Feature((False, None), "DoRA", "Retrain with use_dora=false."),
+    "modules_to_save": Feature(
+        (None, []), "full copies of base modules", "Retrain with modules_to_save=null, or save without them."
+    ),
+    "bias": Feature(("none", None), "trained biases", 'Retrain with bias="none".'),
+    "lora_bias": Feature((False, None), "a bias on lora_B", "Retrain with lora_bias=false."),
+    "fan_in_fan_out": Feature((False, None), "transposed base weights (Conv1D)", "Set it to false for linear layers."),
+    "layer_replication": Feature((None, []), "repeated layers", _MERGE_OR_RETRAIN),
+    "trainable_token_indices": Feature((None, [], {}), "trained token embeddings", _RETRAIN),
+    "target_parameters": Feature((None, []), "LoRA on bare parameters", "Target linear layers with target_modules."),
+    "alora_invocation_tokens": Feature((None,), "activated LoRA", _RETRAIN),
+    "use_qalora": Feature((False, None), "QALoRA", "Retrain with use_qalora=false."),
+    "use_bdlora": Feature((None, False), "block-diagonal LoRA", _RETRAIN),
+    "arrow_config": Feature((None,), "Arrow routing", "Upload the task adapters one by one."),
+    "kasa_config": Feature((None,), "KaSA, which changes the base", _RETRAIN),
+    "monteclora_config": Feature((None,), "Monte Carlo LoRA", _RETRAIN),
+    "velora_config": Feature((None,), "VeLoRA", _RETRAIN),
+    "enable_lora": Feature((None,), "merged linear layers", _RETRAIN),
+    "merge_weights": Feature((False, None), "merged weights", "Save the adapter unmerged."),
+    "megatron_config": Feature((None, {}), "Megatron parallel layers", "Convert the adapter to plain PEFT.", FIELD),
+    "megatron_core": Feature(("megatron.core", None), "a module to import", "Set it to null.", FIELD),
+}
+"""By field name."""

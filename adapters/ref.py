@@ -1,0 +1,85 @@
+"""The name by which everything below the registry knows an adapter version. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """The fields of `adapter_config.json` that change the result."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Module path suffix to rank; literal suffixes only, the first that matches at a dot wins (as in PEFT)."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Module path suffix to alpha, matched like `rank_pattern`."""
+
+    def module_rank(self, module_path: str) -> int:
+        """Rank of one module, by its full path (`model.layers.0.self_attn.q_proj`)."""
+        return self.rank_pattern.get(_first_match(self.rank_pattern, module_path), self.rank)
+
+    def module_scaling(self, module_path: str) -> float:
+        """What `B @ A` is multiplied with at one module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+        rank = self.module_rank(module_path)
+        alpha = self.alpha_pattern.get(_first_match(self.alpha_pattern, module_path), self.alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def canonical(self) -> dict[str, object]:
+        """The fields as JSON types, in a form that equal specs share."""
+        return {
+            "r": self.rank,
+            "lora_alpha": float(self.alpha),
+            "use_rslora": self.use_rslora,
+            "rank_pattern": list(self.rank_pattern.items()),
+            "alpha_pattern": [[key, float(alpha)] for key, alpha in self.alpha_pattern.items()],
+        }
+
+    @classmethod
+    def from_canonical(cls, fields: Mapping[str, Any]) -> LoraSpec:
+        """The inverse of `canonical`, for fields that Weft wrote."""
+        return cls(
+            rank=fields["r"],
+            alpha=fields["lora_alpha"],
+            use_rslora=fields["use_rslora"],
+            rank_pattern=dict(fields["rank_pattern"]),
+            alpha_pattern=dict(fields["alpha_pattern"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRef:
+    """One immutable adapter version, ready to be loaded."""
+
+    tenant_id: str
+    adapter_id: str
+    version: int
+    digest: str
+    """`sha256:<64 hex>` of the canonical content; equal digests compute equal results."""
+    weights_sha256: str
+    """64 hex digits: the blob with the safetensors file."""
+    config: LoraSpec
+
+
+def content_digest(spec: LoraSpec, weights_sha256: str) -> str:
+    """Digest of an adapter version: config fields that change the result, and the weights."""
+    content = {"format": 1, "config": spec.canonical(), "weights": weights_sha256}
+    encoded = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return "sha256:" + hashlib.sha256(encoded).hexdigest()
+
+
+def _first_match(pattern: dict[str, object] | dict[str, int] | dict[str, float], module_path: str) -> str:
+    if not pattern:
+        return ""
+    parts = module_path.split(".")
+    matches = [key for start in range(len(parts)) if (key := ".".join(parts[start:])) in pattern]
+    if len(matches) <= 1:
+        return matches[0] if matches else ""
+    return next(key for key in pattern if key in matches)

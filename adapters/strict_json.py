@@ -1,0 +1,99 @@
+"""JSON from strangers: bounded depth, no duplicate keys, no number that takes long to read.
+
+Knows nothing of what the document means; its callers give each refusal their own code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+MAX_INT = 1 << 53
+"""Largest integer that every JSON reader keeps exactly."""
+MAX_SHOWN = 96
+"""Characters of a value that a message quotes."""
+_BEYOND = 10**20
+_LONGEST_INT = 20
+_LONGEST_FLOAT = 400
+# Also consumes a string without an end: a scan that tried again from each later quote would be quadratic.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+\\?(?:"|\Z)', re.DOTALL)
+_BRACKET = re.compile(rb"[][{}]")
+
+
+class JsonRefusedError(ValueError):
+    """The document is not acceptable JSON."""
+
+
+class TooDeepError(JsonRefusedError):
+    """Arrays and objects are nested too deeply."""
+
+
+class DuplicateKeyError(JsonRefusedError):
+    """An object has two entries of one name."""
+
+
+def check_depth(raw: bytes, max_depth: int) -> None:
+    """Refuse more than `max_depth` open brackets at once, without parsing.
+
+    Raises:
+        TooDeepError: It is nested deeper.
+    """
+    depth = 0
+    for bracket in _BRACKET.finditer(_STRING.sub(b"", raw)):
+        depth += 1 if bracket[0] in b"[{" else -1
+        if depth > max_depth:
+            raise TooDeepError(f"nested more than {max_depth} levels deep")
+
+
+def parse(raw: bytes, max_depth: int) -> object:
+    """Parse UTF-8 JSON without a byte order mark.
+
+    NaN, Infinity and overlong or overflowing numbers come back as non-finite floats, integers of more than 20 digits
+    as plus or minus 10**20: callers that check ranges refuse them by name.
+
+    Args:
+        raw: The document; its size is the caller's to bound.
+        max_depth: Most open brackets at once.
+
+    Raises:
+        JsonRefusedError: Not JSON (or TooDeepError, DuplicateKeyError).
+    """
+    check_depth(raw, max_depth)
+    try:
+        text = raw.decode("utf-8")
+        parsed: object = json.loads(
+            text, object_pairs_hook=_unique, parse_int=_bounded_int, parse_float=_bounded_float, parse_constant=float
+        )
+    except UnicodeDecodeError:
+        raise JsonRefusedError("not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise JsonRefusedError(f"{error.msg} at character {error.pos}") from None
+    return parsed
+
+
+def shown(value: object) -> str:
+    """A value from a stranger as printable ASCII of bounded length, for messages."""
+    text = ascii(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise DuplicateKeyError(f"{shown(key)} is there twice")
+            seen.add(key)
+    return entries
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits) <= _LONGEST_INT:
+        return int(digits)
+    return -_BEYOND if digits.startswith("-") else _BEYOND
+
+
+def _bounded_float(digits: str) -> float:
+    return float(digits) if len(digits) <= _LONGEST_FLOAT else math.nan

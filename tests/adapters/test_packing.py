@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters_factory import RandomLora, random_lora, tiny_base
+from residency_parts import tiny_geometry
+from weft.adapters.checkpoint import check_weights, read_checkpoint
+from weft.adapters.layout import LoraLayout, plan_layout
+from weft.adapters.packing import pack
+from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
+
+BASE = tiny_base()
+
+
+def pack_lora(
+    lora: RandomLora, folder: Path, dtype: torch.dtype, stored: torch.dtype = torch.float32
+) -> tuple[LoraLayout, torch.Tensor]:
+    """The layout, and page images that were NaN before: dtype [pages, page_elements]."""
+    path = lora.save(folder, stored) / "adapter_model.safetensors"
+    checkpoint = read_checkpoint((folder / "adapter_config.json").read_bytes(), path, BASE, 256)
+    geometry = tiny_geometry(BASE, dtype)
+    layout = plan_layout(checkpoint.ranks, BASE, geometry)
+    images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
+    pack(checkpoint, path.read_bytes(), layout, BASE, geometry, dtype, images)
+    return layout, images.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [1, 8, 20])
+def test_every_row_lies_where_the_layout_says_and_all_else_is_zero(
+    tmp_path: Path, rank: int, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    lora = random_lora(BASE, rank, seed=rank, rank_pattern={"v_proj": 3})
+    layout, images = pack_lora(lora, tmp_path, dtype, stored)
+    for group in layout.groups:
+        key = (group.layer, group.module)
+        matrix = lora.lora_a[key] if group.part == 0 else lora.lora_b[key].t()
+        rows = matrix.to(stored).to(dtype)[GROUP_ROWS * group.group : GROUP_ROWS * (group.group + 1)]
+        pitch = row_pitch_bytes(rows.shape[1], dtype.itemsize) // dtype.itemsize
+        start = group.offset_units * PITCH_BYTES // dtype.itemsize
+        block = images[group.page, start : start + GROUP_ROWS * pitch].view(GROUP_ROWS, pitch)
+        assert torch.equal(block[: len(rows), : rows.shape[1]], rows)
+        block[: len(rows), : rows.shape[1]] = 0
+    assert not images.view(torch.uint8).any()
+
+
+def test_the_same_adapter_packs_to_the_same_bytes(tmp_path: Path) -> None:
+    lora = random_lora(BASE, 8, seed=0)
+    _, first = pack_lora(lora, tmp_path / "a", torch.bfloat16)
+    _, second = pack_lora(lora, tmp_path / "b", torch.bfloat16)
+    assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def test_weights_in_memory_are_checked_like_those_in_a_file(tmp_path: Path) -> None:
+    path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
+    from_file = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 64)
+    assert check_weights(from_file.spec, path.read_bytes(), BASE) == from_file

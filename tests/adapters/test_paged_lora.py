@@ -1,0 +1,79 @@
+"""Steps that read weights from their pages, with every implementation of the operation that runs here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lora_arena import BASE, BATCHES, fill
+from weft.adapters.layout import LoraLayout
+from weft.adapters.paged_lora import PagedLora
+from weft.adapters.segments import Segment
+from weft.config import environment
+from weft.kernels import sgmv_cpu, sgmv_reference
+from weft.kernels.dispatch import Sgmv
+
+OPERATIONS = {"dispatched": None, "cpu": sgmv_cpu.sgmv, "reference": sgmv_reference.sgmv}
+INTERPRETED = """
+import torch
+from lora_arena import BASE, fill
+from weft.adapters.paged_lora import PagedLora
+from weft.kernels.dispatch import triton_kernels
+torch.set_num_threads(1)
+arena = fill()
+arena.check(PagedLora(arena.arena, arena.tables, BASE, triton_kernels().sgmv), [-1, 0, 1, 2, 2, *[3] * 18, 4, 5, 6])
+"""
+
+
+@pytest.mark.parametrize("sgmv", OPERATIONS.values(), ids=OPERATIONS.keys())
+@pytest.mark.parametrize("row_slots", BATCHES.values(), ids=BATCHES.keys())
+def test_a_step_equals_plain_products(row_slots: list[int], sgmv: Sgmv | None) -> None:
+    lora_arena = fill()
+    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE, sgmv), row_slots)
+
+
+def test_a_step_equals_plain_products_in_bf16() -> None:
+    lora_arena = fill(torch.bfloat16)
+    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE), BATCHES["a prompt beside single rows"])
+
+
+def test_a_step_equals_plain_products_with_the_triton_kernels() -> None:
+    support = Path(__file__).parents[1] / "support"
+    script = f"import sys; sys.path.insert(0, {str(support)!r})\n{INTERPRETED}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env={**environment(), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_prompt_of_many_rows_is_cut_into_the_larger_tiles() -> None:
+    lora_arena = fill()
+    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE), [-1, *[0] * 300, 1, *[2] * 260])
+
+
+def test_a_batch_of_the_base_only_has_no_lora_work() -> None:
+    lora_arena = fill()
+    paged = PagedLora(lora_arena.arena, lora_arena.tables, BASE)
+    assert paged.prepare([-1, -1]) is None
+    assert paged.prepare([]) is None
+    lora_arena.tables.write(3, LoraLayout(1, 0, ()), [], {}, {})
+    assert paged.prepare([-1, 3]) is None
+
+
+def test_some_segments_of_a_batch_leave_the_other_rows_alone() -> None:
+    lora_arena = fill()
+    step = PagedLora(lora_arena.arena, lora_arena.tables, BASE).prepare_segments([Segment(2, 3, 2)], 6)
+    assert step is not None
+    x = torch.randn(6, BASE.modules[0].in_features)
+    y = torch.zeros(6, sum(BASE.site_widths(0)))
+    step.apply(0, 0, x, y)
+    assert y.any(dim=1).tolist() == [False, False, False, True, True, False]

@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters_factory import Q_AND_V, random_lora
+from residency_parts import ResidencyParts, make_residency, store
+from weft.adapters.ref import AdapterRef
+from weft.adapters.residency import MAX_UNDER_WAY, Residency
+from weft.errors import (
+    AdapterIncompatibleError,
+    AdapterUnavailableError,
+    EngineError,
+    NeverFitsError,
+    PageAccountingError,
+    StaleSlotError,
+)
+
+
+def prepare(
+    folder: Path, count: int = 3, *, rank: int = 8, **sizes: int
+) -> tuple[ResidencyParts, list[AdapterRef], int]:
+    """Parts, stored adapters of equal size, and the pages of one."""
+    parts = make_residency(folder, **sizes)  # type: ignore[arg-type]
+    refs = store(parts, folder, [random_lora(parts.base, rank, seed=seed) for seed in range(count)])
+    probe = make_residency(folder / "probe", num_pages=200)
+    probe.blobs.root = parts.blobs.root
+    probe.load(refs[0])
+    pages = probe.residency.pages_needed(refs[0])
+    assert pages is not None
+    return parts, refs, pages
+
+
+def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    residency = parts.residency
+    assert (residency.state(ref.digest), residency.pages_needed(ref)) == ("stored", None)
+    residency.want(ref)
+    assert residency.waiting_reason(ref.digest) == "LOADING"
+    assert residency.acquire(ref.digest) is None
+    parts.executor.run_one()
+    assert residency.state(ref.digest) == "stored"  # nothing the engine sees changes before tick
+    residency.tick(0)
+    assert residency.state(ref.digest) == "host"
+    parts.executor.run_one()
+    residency.tick(0)
+    assert residency.state(ref.digest) == "device"
+    assert parts.pool.counts()["adapter"] == pages == residency.pages_needed(ref)
+    assert residency.evict_idle(1) == 0  # it is held
+    residency.unwant(ref.digest)
+    assert residency.evict_idle(1) == pages
+    assert residency.state(ref.digest) == "host"
+    assert (residency.loads, residency.evictions) == ({"stored>device:ok": 1}, 1)
+    residency.check()
+
+
+def test_the_arena_holds_exactly_the_checkpoint_after_load_eviction_and_reload(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, num_pages=40)
+    for _ in range(2):
+        for ref in refs:
+            assert parts.matches(parts.load(ref), parts.loras[ref.digest])
+        parts.residency.evict_idle(1000)
+    assert parts.residency.loads == {"stored>device:ok": 3, "host>device:ok": 3}
+
+
+def test_an_adapter_that_runs_is_never_evicted(tmp_path: Path) -> None:
+    parts, (first, second, _), pages = prepare(tmp_path)
+    residency = parts.residency
+    parts.load(first)
+    lease = residency.acquire(first.digest)
+    assert lease is not None
+    parts.load(second)
+    assert residency.evict_idle(1000) == pages
+    residency.check_slot(*lease)
+    residency.release(first.digest)
+    assert residency.evict_idle(1000) == pages
+    with pytest.raises(StaleSlotError):
+        residency.check_slot(*lease)
+
+
+def test_idle_adapters_make_way_least_recently_used_first(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, count=4, slots=3, num_pages=100)
+    for ref in refs[:3]:
+        parts.load(ref)
+    assert parts.residency.acquire(refs[0].digest) is not None
+    parts.residency.release(refs[0].digest)
+    parts.load(refs[3])
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "host", "device", "device"]
+
+
+def test_without_room_an_adapter_waits_with_nothing_and_evicts_nothing_in_vain(tmp_path: Path) -> None:
+    parts, (first, second, _), pages = prepare(tmp_path)
+    kv = parts.pool.allocate(parts.pool.num_free - pages, "kv")
+    assert kv is not None
+    parts.load(first)
+    assert parts.residency.acquire(first.digest) is not None
+    parts.residency.want(second)
+    parts.settle()
+    assert parts.residency.waiting_reason(second.digest) == "NO_ROOM"
+    assert parts.residency.state(first.digest) == "device"
+    parts.pool.free(kv, 0)
+    parts.settle()
+    assert parts.residency.state(second.digest) == "device"
+
+
+def test_pages_and_slot_of_an_evicted_adapter_wait_for_the_step_that_may_read_them(tmp_path: Path) -> None:
+    parts, (first, *_), pages = prepare(tmp_path, slots=1)
+    parts.load(first)
+    lease = parts.residency.acquire(first.digest)
+    assert lease is not None
+    parts.residency.release(first.digest, last_step=7)
+    assert parts.residency.evict_idle(1000) == 0
+    parts.residency.forget(first.digest)
+    assert parts.pool.num_quarantined == pages
+    with pytest.raises(StaleSlotError):
+        parts.residency.check_slot(*lease)
+    parts.residency.want(first)
+    parts.settle(step=6)
+    assert parts.residency.waiting_reason(first.digest) == "NO_ROOM"
+    parts.settle(step=7)
+    again = parts.residency.acquire(first.digest)
+    assert again is not None
+    assert again.generation > lease.generation
+
+
+def test_a_slot_that_was_reused_is_noticed(tmp_path: Path) -> None:
+    parts, (first, second, _), _ = prepare(tmp_path, slots=1)
+    parts.load(first)
+    old = parts.residency.acquire(first.digest)
+    assert old is not None
+    parts.residency.release(first.digest)
+    parts.load(second)
+    new = parts.residency.acquire(second.digest)
+    assert new is not None
+    assert new.slot == old.slot
+    for slot, generation, digest in (
+        old,
+        (old.slot, new.generation, first.digest),
+        (old.slot, old.generation, second.digest),
+        (-1, 1, first.digest),
+        (5, 1, first.digest),
+    ):
+        with pytest.raises(StaleSlotError):
+            parts.residency.check_slot(slot, generation, digest)
+    parts.residency.check_slot(*new)
+
+
+def test_adapters_that_only_wait_hold_at_most_a_quarter_of_the_pool(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, count=8, slots=8)
+    quarter = parts.pool.capacity // 4
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.settle()
+    on_device = [ref for ref in refs if parts.residency.state(ref.digest) == "device"]
+    assert len(on_device) == max(1, quarter // pages)
+    assert parts.residency.waiting_reason(refs[-1].digest) == "NO_ROOM"
+    assert parts.residency.acquire(on_device[0].digest) is not None  # it runs now, so its hold counts no more
+    parts.settle()
+    assert sum(parts.residency.state(ref.digest) == "device" for ref in refs) == len(on_device) + 1
+
+
+def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    path = parts.blobs.path(ref.weights_sha256)
+    sound = path.read_bytes()
+    for broken, code in ((None, "adapter_blob_missing"), (sound[:-1] + b"\x00", "adapter_blob_corrupt")):
+        path.unlink()
+        if broken is not None:
+            path.write_bytes(broken)
+        parts.residency.want(ref)
+        parts.residency.want(ref)
+        parts.executor.run_all()
+        (failure,) = parts.residency.tick(0)
+        assert failure.digest == ref.digest
+        assert isinstance(failure.error, AdapterUnavailableError)
+        assert failure.error.code == code
+        assert parts.residency.tick(0) == []
+        parts.residency.unwant(ref.digest)  # the request's hold went with the failure
+        parts.residency.check()
+        path.write_bytes(sound)
+    parts.load(ref)
+    assert parts.residency.loads == {"stored>device:failed": 2, "stored>device:ok": 1}
+
+
+def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, rank=64, num_pages=12, slab_pages=0)
+    assert pages > 11
+    parts.residency.want(refs[0])
+    parts.executor.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert isinstance(failure.error, NeverFitsError)
+    assert str(pages) in failure.error.message
+
+
+def test_a_rank_above_the_setting_is_refused(tmp_path: Path) -> None:
+    parts = make_residency(tmp_path, max_rank=8)
+    (ref,) = store(parts, tmp_path, [random_lora(parts.base, 16, seed=0, modules=Q_AND_V)])
+    parts.residency.want(ref)
+    parts.executor.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert isinstance(failure.error, AdapterIncompatibleError)
+
+
+def test_a_fault_in_a_loader_thread_fails_the_adapter_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+
+    def raise_fault(_: str) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(parts.blobs, "open_verified", raise_fault)
+    parts.residency.want(ref)
+    parts.executor.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert failure.error.code == "adapter_load_failed"
+    parts.residency.check()
+
+
+def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
+    parts, (ref, other, _), _ = prepare(tmp_path)
+    residency = parts.residency
+    residency.forget(ref.digest)  # stored
+    residency.want(ref)
+    residency.unwant(ref.digest)
+    assert not residency.residents()  # the load had not started
+    residency.want(ref)
+    residency.forget(ref.digest)  # loading for a request that waits: it is served
+    parts.settle()
+    assert residency.state(ref.digest) == "device"
+    lease = residency.acquire(ref.digest)
+    assert lease is not None
+    residency.unwant(ref.digest)
+    residency.forget(ref.digest)  # running
+    residency.check_slot(*lease)
+    residency.release(ref.digest)
+    assert residency.state(ref.digest) == "stored"
+    parts.load(other)
+    residency.forget(other.digest)  # idle
+    assert residency.state(other.digest) == "stored"
+    assert parts.pool.counts()["adapter"] == 0
+    assert parts.slab.num_free == parts.slab.num_pages
+    residency.check()
+
+
+def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.residency.want(ref)
+    parts.executor.run_one()
+    parts.residency.unwant(ref.digest)
+    parts.residency.forget(ref.digest)
+    parts.settle()
+    assert parts.residency.state(ref.digest) == "stored"
+    assert parts.slab.num_free == parts.slab.num_pages
+    parts.residency.check()
+
+
+def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.residency.want(ref)
+    parts.executor.run_one()
+    parts.residency.unwant(ref.digest)
+    parts.settle()
+    assert parts.residency.state(ref.digest) == "host"
+    assert parts.pool.counts()["adapter"] == 0
+
+
+def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    parts.residency.want(ref)
+    parts.executor.run_one()
+    parts.residency.tick(0)
+    parts.residency.unwant(ref.digest)
+    assert parts.residency.evict_idle(1000) == 0  # its pages are being written
+    parts.settle()
+    assert parts.residency.evict_idle(1000) == pages
+
+
+def test_dropped_holds_let_go_of_all_but_one(tmp_path: Path) -> None:
+    parts, (first, second, third), _ = prepare(tmp_path, num_pages=100)
+    for ref in (first, second, third):
+        parts.residency.want(ref)
+    parts.settle()
+    parts.residency.drop_holds(second.digest)
+    parts.residency.evict_idle(1000)
+    assert [parts.residency.state(ref.digest) for ref in (first, second, third)] == ["host", "device", "host"]
+
+
+def test_a_pinned_adapter_stays(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    parts.residency.pin(ref.digest, True)
+    parts.load(ref)
+    assert parts.residency.evict_idle(1000) == 0
+    assert [adapter.pinned for adapter in parts.residency.residents()] == [True]
+    parts.residency.pin(ref.digest, False)
+    assert parts.residency.evict_idle(1000) == pages
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [({"slots": 4, "num_pages": 200}, 2), ({"slots": 3}, 1), ({"slots": 1}, 0)])
+def test_pins_never_keep_others_out(tmp_path: Path, sizes: dict[str, int], kept: int) -> None:
+    parts, refs, _ = prepare(tmp_path, count=5, **{"num_pages": 100, **sizes})
+    for ref in refs:
+        parts.residency.pin(ref.digest, True)
+    for ref in refs:
+        parts.load(ref)
+    parts.residency.evict_idle(1000)
+    on_device = [parts.residency.state(ref.digest) == "device" for ref in refs]
+    assert on_device == [True] * kept + [False] * (5 - kept)
+
+
+def test_pins_keep_half_of_the_pages_at_most(tmp_path: Path) -> None:
+    _, _, pages = prepare(tmp_path / "probe")
+    parts, refs, _ = prepare(tmp_path / "small", num_pages=1 + 3 * pages)
+    for ref in refs:
+        parts.residency.pin(ref.digest, True)
+        parts.load(ref)
+    assert parts.residency.evict_idle(1000) == 2 * pages
+    assert parts.residency.state(refs[0].digest) == "device"
+
+
+def test_the_host_slab_is_bounded_and_drops_the_least_recently_used(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, count=3, slab_pages=1)
+    parts.slab.__init__(2 * pages, parts.arena.geometry.page_bytes, False)  # type: ignore[misc]
+    for ref in refs:
+        parts.load(ref)
+        parts.residency.evict_idle(1000)
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["stored", "host", "host"]
+    parts.residency.check()
+
+
+def test_without_any_room_in_the_slab_adapters_are_served_all_the_same(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path, slab_pages=1)
+    assert parts.matches(parts.load(ref), parts.loras[ref.digest])
+    parts.residency.evict_idle(1000)
+    assert parts.residency.state(ref.digest) == "stored"
+
+
+def test_only_so_many_loads_are_under_way_and_the_rest_follow(tmp_path: Path) -> None:
+    count = MAX_UNDER_WAY + 3
+    parts = make_residency(tmp_path, num_pages=200, slots=32)
+    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(count)]
+    refs = store(parts, tmp_path, loras)
+    for ref in refs:
+        parts.residency.want(ref)
+    assert len(parts.executor.pending) == MAX_UNDER_WAY
+    assert parts.residency.waiting_reason(refs[-1].digest) == "NO_ROOM"
+    parts.settle()
+    assert all(parts.residency.state(ref.digest) == "device" for ref in refs)
+
+
+def test_a_copy_is_run_before_loads_that_came_earlier(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, count=3, num_pages=100)
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.executor.run_one()
+    parts.residency.tick(0)  # the first one's copy is queued behind two loads
+    parts.executor.run_one()
+    parts.residency.tick(0)
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "stored", "stored"]
+
+
+def test_a_reference_too_many_given_back_is_noticed(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.load(ref)
+    with pytest.raises(EngineError):
+        parts.residency.release(ref.digest)
+
+
+def test_check_finds_a_page_that_left_by_the_back_door(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.load(ref)
+    page = next(page for page, state in enumerate(parts.pool._states) if state == "adapter")
+    parts.pool.free([page], 0)
+    with pytest.raises(PageAccountingError):
+        parts.residency.check()
+
+
+def test_nothing_of_the_host_pages_earlier_content_reaches_the_arena(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.slab.pages.fill_(0xFF)
+    parts.load(ref)
+    owned = [page for page, state in enumerate(parts.pool._states) if state == "adapter"]
+    assert torch.isfinite(parts.arena.elements[owned]).all()
+
+
+def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_path: Path) -> None:
+    parts = make_residency(tmp_path, num_pages=16, slab_pages=8, slots=3)
+    refs = store(parts, tmp_path, [random_lora(parts.base, 8, seed=seed) for seed in range(6)])
+    draw = random.Random(0)
+    executor = ThreadPoolExecutor(max_workers=3)
+    residency = Residency(parts.blobs, parts.pool, parts.arena, parts.slab, parts.tables, executor)
+    served: Counter[str] = Counter()
+    deadline = time.monotonic() + 20
+    step = 0
+    while min(served[ref.digest] for ref in refs) < 4:
+        assert time.monotonic() < deadline, served
+        ref = draw.choice(refs)
+        residency.want(ref)
+        for _ in range(50):
+            step += 1
+            assert residency.tick(step) == []
+            if (lease := residency.acquire(ref.digest)) is not None:
+                assert parts.matches(lease.slot, parts.loras[ref.digest])
+                served[ref.digest] += 1
+                residency.release(ref.digest)
+                break
+            time.sleep(0.0005)
+        residency.unwant(ref.digest)
+        if draw.random() < 0.2:
+            residency.forget(draw.choice(refs).digest)
+        residency.check()
+        parts.pool.check()
+    residency.close()
+    residency.check()
+
+
+def test_the_loader_thread_says_when_there_is_something_to_take_in(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    told: list[str] = []
+    residency = Residency(
+        parts.blobs,
+        parts.pool,
+        parts.arena,
+        parts.slab,
+        parts.tables,
+        parts.executor,
+        notify=lambda: told.append("done"),
+    )
+    residency.want(ref)
+    assert told == []
+    parts.executor.run_one()
+    assert told == ["done"]

@@ -1,0 +1,128 @@
+"""Adapters packed into scattered pages of a poisoned arena, and the comparison of steps with plain products."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from adapters_factory import Q_AND_V, RandomLora, random_lora, tiny_base
+from numerics import assert_close
+from residency_parts import tiny_geometry
+from weft.adapters.base_shape import SITES, BaseShape
+from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.layout import plan_layout
+from weft.adapters.lora_step import LoraBatcher
+from weft.adapters.packing import pack
+from weft.adapters.tables import AdapterTables
+from weft.memory.arena import Arena
+
+MAX_RANK = 64
+BASE = tiny_base()
+
+BATCHES = {
+    "one row": [2],
+    "one adapter": [0] * 5,
+    "base and one row each": [-1, -1, *range(8)],
+    "few rows": [-1, 0, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7],
+    "a prompt beside single rows": [-1, 0, 1, *[2] * 70, 3, 5],
+    "prompts only": [*[0] * 40, *[1] * 33, *[5] * 50, *[6] * 17],
+    "gaps between slots": [1, 4, 4, 7],
+}
+"""Adapter slots of the rows, for the adapters of `fill`."""
+
+
+class LoraArena:
+    """An arena of random pages, all NaN but those of the adapters put into it."""
+
+    def __init__(self, base: BaseShape, dtype: torch.dtype, slots: int = 12, num_pages: int = 400) -> None:
+        self.base = base
+        geometry = tiny_geometry(base, dtype)
+        self.arena = Arena(geometry, num_pages, torch.device("cpu"), dtype)
+        self.arena.poison(range(1, num_pages))
+        self.tables = AdapterTables(slots, base, MAX_RANK, geometry, self.arena.device)
+        self.loras: dict[int, RandomLora] = {}
+        self.generations: dict[int, int] = {}
+        self._pages: dict[int, list[int]] = {}
+        self._free = list(range(1, num_pages))
+        random.Random(0).shuffle(self._free)
+
+    def put(self, slot: int, lora: RandomLora) -> None:
+        """Replace what the slot holds, as an eviction and a load would."""
+        old = self._pages.pop(slot, [])
+        self.arena.poison(old)
+        with tempfile.TemporaryDirectory() as folder:
+            path = lora.save(Path(folder)) / "adapter_model.safetensors"
+            config = (path.parent / "adapter_config.json").read_bytes()
+            checkpoint = read_checkpoint(config, path, self.base, MAX_RANK)
+            weights = path.read_bytes()
+        geometry, dtype = self.arena.geometry, self.arena.dtype
+        layout = plan_layout(checkpoint.ranks, self.base, geometry)
+        images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
+        pack(checkpoint, weights, layout, self.base, geometry, dtype, images)
+        pages = [self._free.pop(0) for _ in range(layout.num_pages)]
+        self.arena.bytes[pages] = images
+        self._free += old
+        self._pages[slot] = pages
+        self.tables.write(slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
+        self.loras[slot] = lora
+        self.generations[slot] = self.generations.get(slot, 0) + 1
+
+    def step_generations(self, row_slots: Sequence[int]) -> dict[int, int]:
+        return {slot: self.generations[slot] for slot in set(row_slots) - {-1}}
+
+    def run(self, batcher: LoraBatcher, row_slots: Sequence[int], seed: int = 0) -> dict[tuple[int, int], torch.Tensor]:
+        """The outputs of all sites for random inputs, by (layer, site)."""
+        step = batcher.prepare(row_slots, self.step_generations(row_slots))
+        outputs = {}
+        for (layer, site), (x, y) in self._inputs(len(row_slots), seed).items():
+            if step is not None:
+                step.apply(layer, site, x, y)
+            outputs[layer, site] = y
+        return outputs
+
+    def check(self, batcher: LoraBatcher, row_slots: Sequence[int], seed: int = 0) -> None:
+        """Compare a step with plain products; rows of the base must not change in a single bit."""
+        outputs = self.run(batcher, row_slots, seed)
+        for (layer, site), (x, y) in self._inputs(len(row_slots), seed).items():
+            expected = y.clone()
+            for slot in sorted(set(row_slots) - {-1}):
+                rows = [row for row, row_slot in enumerate(row_slots) if row_slot == slot]
+                expected[rows] = (y[rows].double() + self.loras[slot].delta(layer, site, x[rows])).to(y.dtype)
+            assert_close(outputs[layer, site], expected)
+            base_rows = [row for row, row_slot in enumerate(row_slots) if row_slot == -1]
+            assert torch.equal(outputs[layer, site][base_rows], y[base_rows])
+
+    def _inputs(self, num_rows: int, seed: int) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        inputs = {}
+        for layer in range(self.base.num_layers):
+            for site, shape in enumerate(SITES):
+                x = torch.randn(num_rows, self.base.modules[shape.modules[0]].in_features, generator=generator)
+                y = torch.randn(num_rows, sum(self.base.site_widths(site)), generator=generator)
+                inputs[layer, site] = (x.to(self.arena.dtype), y.to(self.arena.dtype))
+        return inputs
+
+
+def mixed_loras(base: BaseShape = BASE) -> list[RandomLora]:
+    """Ranks 1 to 64, all modules and few, patterns, one layer only."""
+    return [
+        random_lora(base, 8, seed=1),
+        random_lora(base, 16, seed=2, modules=Q_AND_V),
+        random_lora(base, 64, seed=3),
+        random_lora(base, 1, seed=4, alpha=3.0),
+        random_lora(base, 4, seed=5, layers=(1,)),
+        random_lora(base, 24, seed=6, modules=(3, 6), alpha=8.0, use_rslora=True),
+        random_lora(base, 8, seed=7, rank_pattern={"q_proj": 32, "up_proj": 2}, alpha_pattern={"v_proj": 5.0}),
+        random_lora(base, 8, seed=8, modules=(4, 5)),
+    ]
+
+
+def fill(dtype: torch.dtype = torch.float32, loras: Sequence[RandomLora] | None = None) -> LoraArena:
+    lora_arena = LoraArena(BASE, dtype)
+    for slot, lora in enumerate(mixed_loras() if loras is None else loras):
+        lora_arena.put(slot, lora)
+    return lora_arena

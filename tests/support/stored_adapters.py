@@ -1,0 +1,39 @@
+"""Put an adapter folder, as PEFT saves it, into a blob store, as an upload would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.adapters.base_shape import BaseShape
+from weft.adapters.blobs import LocalBlobs
+from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.layout import plan_layout
+from weft.adapters.ref import AdapterRef, content_digest
+from weft.memory.geometry import PageGeometry
+
+
+def store_adapter(
+    blobs: LocalBlobs, folder: Path, base: BaseShape, *, tenant: str = "t", max_rank: int = 64
+) -> AdapterRef:
+    checkpoint = read_checkpoint(
+        (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", base, max_rank
+    )
+    writer = blobs.create()
+    writer.write((folder / "adapter_model.safetensors").read_bytes())
+    weights_sha256 = writer.commit()
+    return AdapterRef(
+        tenant_id=tenant,
+        adapter_id=folder.name,
+        version=1,
+        digest=content_digest(checkpoint.spec, weights_sha256),
+        weights_sha256=weights_sha256,
+        config=checkpoint.spec,
+    )
+
+
+def adapter_pages(folder: Path, base: BaseShape, geometry: PageGeometry, *, max_rank: int = 64) -> int:
+    """Device pages that the adapter takes."""
+    checkpoint = read_checkpoint(
+        (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", base, max_rank
+    )
+    return plan_layout(checkpoint.ranks, base, geometry).num_pages

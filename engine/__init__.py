@@ -1,0 +1,1 @@
+"""Requests into tokens, one step at a time. Knows no SQL and no HTTP."""

@@ -1,0 +1,178 @@
+"""Puts the parts of an engine together, from settings to a core that is ready for its first request.
+
+The only place that knows all parts; none of them knows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.adapters.base_shape import BaseShape
+from weft.adapters.batch_weights import BatchWeights
+from weft.adapters.blobs import LocalBlobs
+from weft.adapters.lora_step import LoraBatcher
+from weft.adapters.paged_lora import PagedLora
+from weft.adapters.residency import Residency
+from weft.adapters.tables import AdapterTables
+from weft.config import Config
+from weft.engine.core import EngineCore
+from weft.engine.eos import read_eos_token_ids
+from weft.engine.fit import ModelLimits
+from weft.engine.memory_plan import format_plan, free_memory, max_model_len, plan_memory
+from weft.engine.model.decoder import Decoder
+from weft.engine.model.device import choose_device, choose_dtype, choose_threads
+from weft.engine.model.linear import make_linear
+from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
+from weft.engine.model.weights import base_digest, load_decoder, resolve_model
+from weft.engine.runner import ModelRunner
+from weft.engine.sampler import Sampler
+from weft.engine.scheduler import Scheduler
+from weft.engine.status import EngineReady, MemoryPlan
+from weft.kernels.dispatch import kernels_for
+from weft.memory.arena import Arena
+from weft.memory.geometry import PageGeometry, page_geometry
+from weft.memory.host_slab import HostSlab
+from weft.memory.pool import PagePool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """An engine, and what its owner needs to know of it."""
+
+    core: EngineCore
+    ready: EngineReady
+    tokenizer_path: Path
+    """Folder of the checkpoint, where the tokenizer's files are."""
+    residency: Residency
+    pool: PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What holds pages."""
+
+    arena: Arena
+    pool: PagePool
+    slab: HostSlab
+    tables: AdapterTables
+
+
+def build_engine(config: Config, *, notify: Callable[[], None] | None = None) -> EngineParts:
+    """Load the model and build everything around it.
+
+    Args:
+        config: All settings.
+        notify: Called by a loader thread when the core has a finished load to take in.
+
+    Raises:
+        ConfigError: The model, the device or the memory do not allow what the settings ask for.
+    """
+    folder = resolve_model(config.model.path)
+    spec = read_spec(folder)
+    device = choose_device(config.model.device)
+    dtype = choose_dtype(config.model.dtype, spec.dtype, device)
+
+    shape = base_shape(spec, "")  # its sizes; the digest is known once the weights are read
+    geometry = _geometry(spec, shape, dtype)
+    plan = plan_memory(config, spec, shape, geometry, device, free_memory(device))
+    if device.type == "cpu":
+        torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
+    longest = max_model_len(config, spec, plan)
+    decoder, base = _load(folder, spec, dtype, device, longest)
+    memory = _allocate(config, plan, base, geometry, device, dtype)
+    residency = Residency(
+        LocalBlobs(config.blob_dir),
+        memory.pool,
+        memory.arena,
+        memory.slab,
+        memory.tables,
+        ThreadPoolExecutor(config.adapter.load_threads, "adapter-loader"),
+        notify=notify,
+    )
+    limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
+    ready = EngineReady(
+        boot_id=secrets.token_hex(8),
+        model_path=config.model.path,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=longest,
+        vocab_size=spec.vocab_size,
+        base=base,
+        geometry=geometry,
+        memory=plan,
+        max_rank=config.adapter.max_rank,
+    )
+    core = EngineCore(
+        Scheduler(config.scheduler, geometry, memory.pool, residency, limits),
+        _runner(decoder, memory, plan, residency),
+        residency,
+        memory.pool,
+        boot_id=ready.boot_id,
+    )
+    logger.debug("%s", format_plan(plan, ready))
+    return EngineParts(core, ready, folder, residency, memory.pool)
+
+
+def _geometry(spec: DecoderSpec, shape: BaseShape, dtype: torch.dtype) -> PageGeometry:
+    return page_geometry(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype_bytes=dtype.itemsize,
+        largest_row_features=shape.largest_row_features,
+    )
+
+
+def _load(
+    folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, num_positions: int
+) -> tuple[Decoder, BaseShape]:
+    """Load the weights while a second thread hashes the same files, so that they are read from disk once."""
+    with ThreadPoolExecutor(1, "base-digest") as hashing:
+        digest = hashing.submit(base_digest, folder)
+        decoder = load_decoder(folder, spec, dtype, device, num_positions=num_positions)
+        return decoder, base_shape(spec, digest.result())
+
+
+def _allocate(
+    config: Config,
+    plan: MemoryPlan,
+    base: BaseShape,
+    geometry: PageGeometry,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Memory:
+    num_pages = plan.num_pages + 1  # and the zero page
+    arena = Arena(geometry, num_pages, device, dtype)
+    if config.memory.poison:
+        arena.poison(range(1, num_pages))
+    return _Memory(
+        arena=arena,
+        pool=PagePool(num_pages, arena.poison if config.memory.poison else None),
+        slab=HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda"),
+        tables=AdapterTables(config.adapter.slots, base, config.adapter.max_rank, geometry, device),
+    )
+
+
+def _runner(decoder: Decoder, memory: _Memory, plan: MemoryPlan, residency: Residency) -> ModelRunner:
+    arena, tables = memory.arena, memory.tables
+    lora: LoraBatcher = (
+        BatchWeights(arena, tables, tables.base, plan.batch_weights_bytes, make_linear)
+        if decoder.device.type == "cpu"
+        else PagedLora(arena, tables, tables.base)
+    )
+    return ModelRunner(
+        decoder=decoder,
+        arena=arena,
+        lora=lora,
+        check_slot=residency.check_slot,
+        sampler=Sampler(kernels_for(decoder.device)),
+    )

@@ -1,0 +1,201 @@
+"""The engine's heart: one call of `pump` is one step. Runs in the engine process, in `weft.LLM`, and in tests alike.
+
+Knows neither transport nor text. A failing request or step never takes the engine down.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from weft.engine.failures import INTERNAL
+from weft.engine.neighbours import CoreResidency, StepRunner
+from weft.engine.plan import Chunk, StepPlan
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.scheduler import Scheduler
+from weft.engine.status import EngineStatus, StepStats
+from weft.errors import EngineError
+from weft.memory.pool import PagePool
+
+logger = logging.getLogger(__name__)
+
+NUM_KEPT_STEPS = 256
+NUM_KEPT_TENANTS = 256
+MAX_FAILED_PLANS = 3
+"""Plans in a row that may fail before the engine gives up; the supervisor starts a fresh one."""
+
+
+class EngineCore:
+    """Scheduler, residency and runner, driven by `pump`. Not thread-safe.
+
+    Args:
+        scheduler: Decides what to compute.
+        runner: Computes it.
+        residency: Brings adapters to the device.
+        pool: Pages of both.
+        boot_id: Names this life of the engine.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        residency: CoreResidency,
+        pool: PagePool,
+        *,
+        boot_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._residency = residency
+        self._pool = pool
+        self._boot_id = boot_id
+        self._clock = clock
+        self._status_seq = 0
+        self._num_steps = 0
+        self._completed_step = 0
+        self._failed_plans = 0
+        self._is_checked = True
+        self._last_steps: deque[StepStats] = deque(maxlen=NUM_KEPT_STEPS)
+        self._last_step_s: float | None = None
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Take a request in.
+
+        Raises:
+            RequestError: It can never be served; the class and message say why.
+            QueueFullError: Too many requests wait.
+        """
+        self._scheduler.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request whose client is gone; unknown ids are fine."""
+        self._scheduler.finish(request_id, "abort")
+
+    def drop_adapter(self, digest: str) -> None:
+        """Let go of a deleted adapter; requests that run with it finish."""
+        self._residency.forget(digest)
+
+    def pin_adapter(self, digest: str, is_pinned: bool) -> None:
+        """Set whether an adapter, once on the device, may be evicted from it."""
+        self._residency.pin(digest, is_pinned)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps computed since start."""
+        return self._num_steps
+
+    def has_work(self) -> bool:
+        """Whether `pump` has something to do besides finishing loads."""
+        return self._scheduler.has_work()
+
+    def pump(self) -> list[RequestOutput]:
+        """Finish loads, plan a step, compute it, and return what it did; nothing to compute is fine.
+
+        Raises:
+            EngineError: Planning failed several times in a row, or pages were lost: this engine cannot go on.
+        """
+        for failure in self._residency.tick(self._completed_step):
+            self._scheduler.fail_adapter(failure.digest, failure.error)
+        plan = self._plan()
+        if plan is None:
+            outputs = self._scheduler.take_outputs()
+            self._check_when_idle()
+            return outputs
+        self._is_checked = False
+        return self._run(plan)
+
+    def status(self) -> EngineStatus:
+        """A snapshot."""
+        self._status_seq += 1
+        age = None if self._last_step_s is None else self._clock() - self._last_step_s
+        return EngineStatus(
+            boot_id=self._boot_id,
+            seq=self._status_seq,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            waiting_reasons=self._scheduler.waiting_reasons(),
+            pages=self._pool.counts(),
+            residents=list(self._residency.residents()),
+            last_steps=list(self._last_steps),
+            last_step_age_s=age,
+            num_steps=self._num_steps,
+            preemptions=self._scheduler.num_preemptions,
+            loads=dict(self._residency.loads),
+            load_seconds=self._residency.load_seconds,
+            evictions=self._residency.evictions,
+            backlog_tokens=self._scheduler.backlog_tokens(),
+            service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
+        )
+
+    def check(self) -> None:
+        """Verify that pages, slots and requests add up.
+
+        Raises:
+            EngineError: They do not.
+        """
+        self._pool.check()
+        self._scheduler.check()
+        self._residency.check()
+
+    def close(self) -> None:
+        """End background loads and give the memory back; requests that still live are dropped."""
+        self._residency.close()
+        self._runner.close()
+
+    def _plan(self) -> StepPlan | None:
+        try:
+            plan = self._scheduler.plan()
+        except Exception as error:
+            logger.exception("planning a step failed")
+            self._failed_plans += 1
+            if self._failed_plans >= MAX_FAILED_PLANS:
+                raise EngineError("planning failed several times in a row") from error
+            self._scheduler.fail_running()
+            self.check()
+            return None
+        self._failed_plans = 0
+        return plan
+
+    def _run(self, plan: StepPlan) -> list[RequestOutput]:
+        started_s = self._clock()
+        try:
+            outputs = self._scheduler.commit(plan, self._runner.execute(plan))
+        except Exception:
+            logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.chunks))
+            for chunk in plan.chunks:
+                self._scheduler.finish(chunk.request_id, "error", INTERNAL)
+            outputs = self._scheduler.take_outputs()
+        self._completed_step = plan.step
+        self._pool.complete(plan.step)
+        self._record(plan, started_s)
+        return outputs
+
+    def _record(self, plan: StepPlan, started_s: float) -> None:
+        self._num_steps += 1
+        self._last_step_s = self._clock()
+        self._last_steps.append(
+            StepStats(
+                step=plan.step,
+                seconds=self._last_step_s - started_s,
+                requests=len(plan.chunks),
+                tokens=plan.num_tokens,
+                prefill_tokens=sum(len(chunk.token_ids) for chunk in plan.chunks if _is_prefill(chunk)),
+                adapters=len({chunk.adapter.digest for chunk in plan.chunks if chunk.adapter is not None}),
+                base_requests=sum(chunk.adapter is None for chunk in plan.chunks),
+            )
+        )
+
+    def _check_when_idle(self) -> None:
+        if self._is_checked or self._scheduler.has_work():
+            return
+        self.check()
+        self._is_checked = True
+
+
+def _is_prefill(chunk: Chunk) -> bool:
+    return chunk.sample is None or chunk.sample.output_index == 0 or len(chunk.token_ids) > 1

@@ -1,0 +1,81 @@
+"""Whether a request can be served at all: by the model's limits, and by an empty pool. Knows nothing of the queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.engine.request import GenerationRequest
+from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError
+from weft.memory.geometry import PageGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What the model bounds."""
+
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+    vocab_size: int
+    """Token ids are below this."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a generation."""
+
+
+def kv_tokens(request: GenerationRequest) -> int:
+    """Most tokens of a request whose keys and values are stored: the last generated token's never are."""
+    return len(request.prompt_token_ids) + max(request.params.max_tokens - 1, 0)
+
+
+def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
+    """Refuse what the model cannot compute.
+
+    Raises:
+        InvalidRequestError: The prompt is empty, a token id is unknown, a weight is not positive, or there are more
+            generated tokens than wanted.
+        ContextLengthError: Prompt plus `max_tokens` exceed the model's length.
+    """
+    prompt, generated, params = request.prompt_token_ids, request.generated_token_ids, request.params
+    if not prompt:
+        raise InvalidRequestError("prompt must have at least one token, got none.", param="prompt")
+    if not request.flow.weight > 0:
+        raise InvalidRequestError(f"weight must be above 0, got {request.flow.weight}.", param="weight")
+    if len(prompt) + params.max_tokens > limits.max_model_len:
+        raise ContextLengthError(
+            f"This model takes {limits.max_model_len} tokens, but {len(prompt)} in the prompt and "
+            f"{params.max_tokens} to generate are {len(prompt) + params.max_tokens}. "
+            "Shorten the prompt or lower max_tokens.",
+            param="max_tokens",
+        )
+    for param, token_ids in (("prompt", prompt), ("prompt", generated), ("logit_bias", params.logit_bias)):
+        _check_vocabulary(param, token_ids, limits.vocab_size)
+    if len(generated) > params.max_tokens:
+        raise InvalidRequestError(
+            f"max_tokens must be at least the {len(generated)} tokens generated already, got {params.max_tokens}.",
+            param="max_tokens",
+        )
+
+
+def check_fits(request: GenerationRequest, geometry: PageGeometry, pool_pages: int, adapter_pages: int | None) -> None:
+    """Refuse what even an empty pool of `pool_pages` pages could not hold; `adapter_pages` is None while unknown.
+
+    Raises:
+        NeverFitsError: With the numbers.
+    """
+    kv_pages = geometry.pages(kv_tokens(request))
+    if kv_pages + (adapter_pages or 0) <= pool_pages:
+        return
+    adapter_part = f" and {adapter_pages} pages for its adapter" if adapter_pages else ""
+    raise NeverFitsError(
+        f"The request needs {kv_pages} pages for {kv_tokens(request)} tokens{adapter_part}, but the pool has "
+        f"{pool_pages} pages in all. Shorten the prompt, lower max_tokens, or give the server a larger memory.gib.",
+        param="max_tokens",
+    )
+
+
+def _check_vocabulary(param: str, token_ids: list[int] | dict[int, float], vocab_size: int) -> None:
+    if not token_ids:
+        return
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise InvalidRequestError(f"{param} must have token ids from 0 to {vocab_size - 1}, got {wrong}.", param=param)

@@ -1,0 +1,289 @@
+"""The engine in one's own process, for scripts and batch work: prompts in, completions out."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.adapters.blobs import LocalBlobs
+from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.ref import AdapterRef, content_digest
+from weft.config import (
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    RegistryConfig,
+    SchedulerConfig,
+)
+from weft.engine.build import build_engine
+from weft.engine.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprobs
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.text import TextStream
+from weft.engine.tokenizer import Tokenizer
+from weft.errors import (
+    AdapterError,
+    AdapterFormatError,
+    CapacityError,
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    WeftError,
+)
+from weft.errors import RequestError as RefusedError
+
+BLOCKED_WAIT_S = 0.02
+_SECTIONS = {"model": ModelConfig, "memory": MemoryConfig, "adapter": AdapterConfig, "scheduler": SchedulerConfig}
+_COPY_BYTES = 1 << 20
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_Stamp = tuple[tuple[int, int, int], ...]
+"""Inode, size and time of change of an adapter's files."""
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """What became of one prompt."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    """One per token, when asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One per prompt token, when asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it."""
+
+
+class LLM:
+    """A model with its adapters, in this process. Use as a context manager, or call `close`.
+
+    Args:
+        model: Folder of a Hugging Face checkpoint, or a hub id.
+        settings: Fields of the sections model, memory, adapter and scheduler of `weft.config`, by name (`dtype`,
+            `max_rank`, `step_tokens`), or with the section in front (`memory_gib`).
+
+    Raises:
+        ConfigError: A setting is unknown or wrong, or the model cannot be loaded.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:  # noqa: ANN401 - each section checks its own
+        self._loaded = threading.Event()
+        self._ids = itertools.count(1)
+        self._refs: dict[Path, tuple[_Stamp, AdapterRef]] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-"))
+        try:
+            self._config = _config(str(model), self._folder, settings)
+            self._parts = build_engine(self._config, notify=self._loaded.set)
+            self.tokenizer = Tokenizer(self._parts.tokenizer_path)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._core = self._parts.core
+        self._blobs = LocalBlobs(self._config.blob_dir)
+
+    def load_adapter(self, path: str | Path) -> AdapterRef:
+        """Check a PEFT checkpoint and make it known; it comes to the device with its first request.
+
+        Args:
+            path: Folder with `adapter_config.json` and `adapter_model.safetensors`.
+
+        Raises:
+            AdapterFormatError: A file is missing, or not what PEFT writes.
+            AdapterIncompatibleError: It is not for this model.
+        """
+        folder = Path(path)
+        stamp = _stamp(folder)
+        config_file, weights = (folder / name for name in _ADAPTER_FILES)
+        ready = self._parts.ready
+        checkpoint = read_checkpoint(config_file.read_bytes(), weights, ready.base, ready.max_rank)
+        weights_sha256 = self._store(weights)
+        ref = AdapterRef(
+            tenant_id="local",
+            adapter_id=str(folder),
+            version=1,
+            digest=content_digest(checkpoint.spec, weights_sha256),
+            weights_sha256=weights_sha256,
+            config=checkpoint.spec,
+        )
+        self._refs[folder] = (stamp, ref)
+        return ref
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: AdapterRef | str | Path | Sequence[AdapterRef | str | Path | None] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts, all in one batch.
+
+        Args:
+            prompts: Texts, or token ids.
+            params: One for all, or one per prompt.
+            adapter: One for all, or one per prompt: what `load_adapter` returned, or a folder; None is the base.
+
+        Returns:
+            One completion per prompt, in their order.
+
+        Raises:
+            RequestError: A prompt cannot be served; none was.
+            CapacityError: More prompts than may wait, or an adapter could not be loaded.
+        """
+        texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        all_params = _spread(params or SamplingParams(), len(texts), "params", SamplingParams)
+        adapters = _spread(adapter, len(texts), "adapter", (AdapterRef, str, Path, type(None)))
+        requests = [
+            GenerationRequest(
+                request_id=str(next(self._ids)),
+                prompt_token_ids=self.tokenizer.encode(text) if isinstance(text, str) else list(text),
+                params=own,
+                adapter=self._ref(chosen),
+            )
+            for text, own, chosen in zip(texts, all_params, adapters, strict=True)
+        ]
+        run = _Run(self.tokenizer, requests)
+        try:
+            for request in requests:
+                self._core.submit(request)
+            self._pump(run)
+        finally:
+            for request in requests:
+                self._core.abort(request.request_id)
+            self._core.pump()
+        return run.completions
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        adapter: AdapterRef | str | Path | None = None,
+    ) -> Completion:
+        """Answer a conversation, written by the model's chat template."""
+        (completion,) = self.generate([self.tokenizer.chat_prompt(messages)], params, adapter)
+        return completion
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._core.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _pump(self, run: _Run) -> None:
+        while run.num_unfinished:
+            self._loaded.clear()
+            steps_before = self._core.num_steps
+            for output in self._core.pump():
+                if run.take(output):
+                    self._core.abort(output.request_id)
+            if self._core.num_steps == steps_before:
+                self._loaded.wait(BLOCKED_WAIT_S)
+
+    def _ref(self, adapter: AdapterRef | str | Path | None) -> AdapterRef | None:
+        if adapter is None or isinstance(adapter, AdapterRef):
+            return adapter
+        stamp, ref = self._refs.get(Path(adapter), (None, None))
+        # A folder that was trained again since is another adapter.
+        return ref if ref is not None and stamp == _stamp(Path(adapter)) else self.load_adapter(adapter)
+
+    def _store(self, weights: Path) -> str:
+        with weights.open("rb") as source, self._blobs.create() as writer:
+            while chunk := source.read(_COPY_BYTES):
+                writer.write(chunk)
+            return writer.commit()
+
+
+class _Run:
+    """The completions of one `generate`, as they grow."""
+
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]) -> None:
+        self.completions = [Completion(prompt_token_ids=request.prompt_token_ids) for request in requests]
+        self.num_unfinished = len(requests)
+        self._streams = {
+            request.request_id: (completion, TextStream(tokenizer, request.params, request.prompt_token_ids))
+            for request, completion in zip(requests, self.completions, strict=True)
+        }
+
+    def take(self, output: RequestOutput) -> bool:
+        """Add an output; returns whether the engine must be told that the request has ended."""
+        if output.request_id not in self._streams:
+            return False
+        if output.error is not None:
+            raise _raised(output)
+        completion, stream = self._streams[output.request_id]
+        delta = stream.push(output)
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + delta.logprobs
+        completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
+        if delta.finish_reason is None:
+            return False
+        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+        del self._streams[output.request_id]
+        self.num_unfinished -= 1
+        return output.finish_reason is None
+
+
+def _stamp(folder: Path) -> _Stamp:
+    stamp = []
+    for file in (folder / name for name in _ADAPTER_FILES):
+        if not file.is_file():
+            raise AdapterFormatError(f"An adapter's folder must have {file.name}, got {folder} without it.")
+        stat = file.stat()
+        stamp.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(stamp)
+
+
+def _raised(output: RequestOutput) -> WeftError:
+    error = output.error
+    if error is None:
+        return EngineError("The engine ended the request without a reason.")
+    kinds = {"request": RefusedError, "adapter": AdapterError, "capacity": CapacityError, "internal": EngineError}
+    return kinds[error.kind](error.message, code=error.code)
+
+
+def _spread(given: Any, count: int, name: str, kinds: type | tuple[type, ...]) -> list[Any]:  # noqa: ANN401
+    """One value for each prompt."""
+    if isinstance(given, kinds):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequestError(f"{name} must be one, or one for each of {count} prompts, got {len(given)}.")
+    return list(given)
+
+
+def _config(model: str, folder: Path, settings: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    sections["model"]["path"] = model
+    for setting, value in settings.items():
+        places = [
+            (section, each.name)
+            for section, kind in _SECTIONS.items()
+            for each in fields(kind)
+            if setting in (each.name, f"{section}_{each.name}") and each.name != "path"
+        ]
+        if not places:
+            raise ConfigError(f"{setting} is not a setting of the model, memory, adapter or scheduler.", param=setting)
+        section, name = places[0]
+        sections[section][name] = value
+    return Config(
+        model=ModelConfig(**sections["model"]),
+        memory=MemoryConfig(**sections["memory"]),
+        adapter=AdapterConfig(**sections["adapter"]),
+        scheduler=SchedulerConfig(**sections["scheduler"]),
+        registry=RegistryConfig(blob_url=str(folder)),
+    )

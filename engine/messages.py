@@ -1,0 +1,157 @@
+"""What the engine process and its client say to each other: tagged msgpack, with a limit on size. No pickle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.config import Config
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.status import EngineReady, EngineStatus
+
+MAX_MESSAGE_BYTES = 256 << 20
+"""No honest message is larger: prompt logprobs of a long prompt are tens of megabytes."""
+MAX_LAUNCH_BYTES = 1 << 20
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """The first line on the engine's standard input, as JSON."""
+
+    config: Config
+    address: str
+    """ZeroMQ address that the client listens on."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Take a request in."""
+
+    request: GenerationRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request."""
+
+    request_id: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
+    """Let go of a deleted adapter."""
+
+    digest: str
+
+
+class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
+    """Set whether an adapter may be evicted from the device."""
+
+    digest: str
+    is_pinned: bool
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
+    """Send a snapshot."""
+
+    query_id: int
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """End the process."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded."""
+
+    ready: EngineReady
+    memory_plan: str
+    """The memory plan, written for people."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The engine cannot start; the process ends."""
+
+    message: str
+    code: str
+    is_setting: bool
+    """Whether a setting is wrong, so that trying again is no use."""
+    param: str | None = None
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """All that one step did."""
+
+    outputs: list[RequestOutput]
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """The snapshot that was asked for."""
+
+    query_id: int
+    status: EngineStatus
+
+
+ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Close
+FromEngine = Ready | StartFailed | Outputs | Status
+
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        ValueError: It exceeds `MAX_MESSAGE_BYTES`, or holds a number that msgpack has no room for.
+    """
+    encoded = _encoder.encode(message)
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message may have {MAX_MESSAGE_BYTES} bytes, got {len(encoded)}")
+    return encoded
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    """A message from the client.
+
+    Raises:
+        msgspec.DecodeError: It is not one.
+    """
+    return _to_engine.decode(frame)
+
+
+def decode_from_engine(frame: bytes) -> FromEngine:
+    """A message from the engine.
+
+    Raises:
+        msgspec.DecodeError: It is not one.
+    """
+    return _from_engine.decode(frame)
+
+
+def encode_launch(launch: Launch) -> bytes:
+    """The launch line."""
+    return msgspec.json.encode(launch, enc_hook=_path_to_text) + b"\n"
+
+
+def decode_launch(line: bytes) -> Launch:
+    """The launch line, read.
+
+    Raises:
+        msgspec.DecodeError: It is not one.
+        ConfigError: A setting is out of range.
+    """
+    return msgspec.json.decode(line, type=Launch, dec_hook=_text_to_path)
+
+
+def _path_to_text(value: object) -> str:
+    """Msgspec's hook for what it cannot encode; it takes NotImplementedError for what we do not know either."""
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value))
+
+
+def _text_to_path(kind: type[Any], value: object) -> Path:
+    """The way back; msgspec turns NotImplementedError into its own error."""
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(kind)

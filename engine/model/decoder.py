@@ -1,0 +1,194 @@
+"""The decoder of the Llama family, described by a `DecoderSpec`: token ids in, normed hidden rows and logits out.
+
+Rows of all requests stand one under another; which row attends to what is said by the attention batch alone. Knows
+nothing of requests, adapters and pages: adapters come in through `lora`, pages through the views of the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.engine.model.linear import Linear
+from weft.engine.model.rope import RopeTable
+from weft.engine.model.spec import DecoderSpec
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.dispatch import Kernels
+from weft.kernels.kv_slots import KvSlots
+
+if TYPE_CHECKING:
+    from weft.adapters.lora_step import LoraStep
+    from weft.memory.arena import Arena
+
+QKV, OUT, GATE_UP, DOWN = range(4)
+"""Indices of the sites in `weft.adapters.base_shape.SITES`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """Weights of one layer; norms are [features], linears are laid out for the device."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class KvViews:
+    """The arena as the layers see it."""
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Per layer: keys and values, [num_pages, num_kv_heads, page_tokens, head_dim], strided."""
+    groups: tuple[int, ...]
+    """Per layer: its layer group, an index into block tables and slot mappings."""
+
+    @classmethod
+    def of(cls, arena: Arena) -> KvViews:
+        """The views of an arena; they stay valid as long as it lives."""
+        layers = range(arena.geometry.num_layers)
+        return cls(
+            tuple(arena.kv(layer) for layer in layers),
+            tuple(layer // arena.geometry.layers_per_group for layer in layers),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """The rows of one step, T of them, and where they read and write. All on the decoder's device."""
+
+    tokens: torch.Tensor
+    """Token ids, [T], int64."""
+    positions: torch.Tensor
+    """Positions in their sequences, [T], int64."""
+    slot_mapping: tuple[KvSlots, ...]
+    """KV slot of each row, per layer group; -1 is not stored."""
+    attention: tuple[AttentionBatch, ...]
+    """What each row attends to, per layer group; rows that it does not cover are padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of a step share."""
+
+    rows: StepRows
+    cos: torch.Tensor
+    sin: torch.Tensor
+    kv: KvViews
+    lora: LoraStep | None
+
+
+class Decoder:
+    """Weights and how they are applied.
+
+    Args:
+        spec: What the decoder is made of.
+        kernels: The operations for its device.
+        embedding: [vocab_size, hidden_size].
+        layers: In order.
+        norm: Of the last hidden rows, [hidden_size].
+        head: hidden_size to vocab_size.
+        rope: Sines and cosines of every position that is used.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: DecoderSpec,
+        kernels: Kernels,
+        embedding: torch.Tensor,
+        layers: Sequence[DecoderLayer],
+        norm: torch.Tensor,
+        head: Linear,
+        rope: RopeTable,
+    ) -> None:
+        self.spec = spec
+        self._kernels = kernels
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._next_norms = (*(layer.input_norm for layer in layers[1:]), norm)
+        self._head = head
+        self._rope = rope
+        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self._scale = spec.head_dim**-0.5
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of weights and activations."""
+        return self._embedding.dtype
+
+    def forward(self, rows: StepRows, kv: KvViews, lora: LoraStep | None = None) -> torch.Tensor:
+        """Run all layers, writing keys and values of the rows into the pages.
+
+        Args:
+            rows: The step.
+            kv: The pages, which are read and written.
+            lora: The adapters of the rows; None where all rows are the base model's.
+
+        Returns:
+            Hidden rows after the last norm, [T, hidden_size].
+        """
+        eps = self.spec.norm_eps
+        add_norm = self._kernels.fused_add_rms_norm
+        residual = torch.nn.functional.embedding(rows.tokens, self._embedding)
+        x = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        cos = self._rope.cos.index_select(0, rows.positions)  # once for all layers
+        sin = self._rope.sin.index_select(0, rows.positions)
+        step = _Step(rows, cos, sin, kv, lora)
+        for index, layer in enumerate(self._layers):
+            x = self._attend(index, layer, x, step)
+            x, residual = add_norm(x, residual, layer.post_norm, eps)
+            x = self._feed_forward(index, layer, x, lora)
+            x, residual = add_norm(x, residual, self._next_norms[index], eps)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token, float32 [n, vocab_size], for hidden rows [n, hidden_size]."""
+        return self._head(hidden).float()
+
+    def _attend(self, index: int, layer: DecoderLayer, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        spec, kernels, lora, group = self.spec, self._kernels, step.lora, step.kv.groups[index]
+        k_pages, v_pages = step.kv.layers[index]
+
+        qkv = layer.qkv(x)
+        if lora is not None:
+            lora.apply(index, QKV, x, qkv)
+        q, k, v = torch.split(qkv.view(len(x), -1, spec.head_dim), self._heads, dim=1)  # [T, heads, head_dim]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = kernels.rms_norm(q, layer.q_norm, spec.norm_eps)
+            k = kernels.rms_norm(k, layer.k_norm, spec.norm_eps)
+        kernels.rope(q, k, step.cos, step.sin)
+        kernels.kv_write(k, v, k_pages, v_pages, step.rows.slot_mapping[group])
+        seen = kernels.paged_attention(
+            q, k_pages, v_pages, step.rows.attention[group], self._scale, sliding_window=spec.sliding_windows[index]
+        )
+        seen = seen.reshape(len(x), spec.q_features)
+
+        y = layer.o(seen)
+        if lora is not None:
+            lora.apply(index, OUT, seen, y)
+        return y
+
+    def _feed_forward(self, index: int, layer: DecoderLayer, x: torch.Tensor, lora: LoraStep | None) -> torch.Tensor:
+        gate_up = layer.gate_up(x)
+        if lora is not None:
+            lora.apply(index, GATE_UP, x, gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        inner = torch.nn.functional.silu(gate).mul_(up)
+
+        y = layer.down(inner)
+        if lora is not None:
+            lora.apply(index, DOWN, inner, y)
+        return y

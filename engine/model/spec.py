@@ -1,0 +1,294 @@
+"""A Hugging Face `config.json` as data that the one decoder runs on.
+
+`ARCHITECTURES` says what an architecture of the Llama family is made of; a new one is a new entry. What the config asks
+for and the decoder does not do is an error by name: a key is understood, known to be without effect on the result,
+switched off, or refused. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
+from weft.engine.model.config_fields import ConfigFields
+from weft.engine.model.rope_spec import RopeSpec, rope_spec
+from weft.errors import ConfigError
+
+MIB = 1 << 20
+MAX_CONFIG_BYTES = MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """Everything that tells one decoder from another, apart from its weights."""
+
+    architecture: str
+    """As in `architectures` of the config: `LlamaForCausalLM`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    max_positions: int
+    """Tokens of the longest sequence that the model was made for."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normalised per head before the rotation."""
+    is_tied: bool
+    """Whether the head is the embedding table."""
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: how many tokens back attention sees, the token itself counted; None sees all."""
+    dtype: str | None
+    """Number format that the checkpoint asks for, as torch names it."""
+
+    @property
+    def q_features(self) -> int:
+        """Elements of the queries of one token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Elements of the keys (or values) of one token."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the checkpoint; a tied head is counted once."""
+        biases = self.qkv_bias * (self.q_features + 2 * self.kv_features) + self.o_bias * self.hidden_size
+        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        linears = sum(shape.in_features * shape.out_features for shape in module_shapes(self))
+        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        tables = (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
+        return self.num_layers * (linears + biases + norms) + self.hidden_size + tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What an architecture is made of. A string in place of a bool is the config key that says it."""
+
+    model_type: str
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    window: Literal["none", "every_layer", "by_layer"] = "none"
+    """Which layers see a sliding window only; `by_layer` follows layer_types or max_window_layers."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Values that transformers takes where the config is silent."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        model_type="llama",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        defaults={"max_position_embeddings": 2048},
+    ),
+    "MistralForCausalLM": Architecture(
+        model_type="mistral",
+        window="every_layer",
+        defaults={"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        model_type="qwen2",
+        qkv_bias=True,
+        window="by_layer",
+        defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        model_type="qwen3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        window="by_layer",
+        defaults={
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "head_dim": 128,
+        },
+    ),
+}
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys that training, generation settings or bookkeeping left behind. Keys starting with _ or unsloth are such too."""
+
+
+def read_spec(folder: Path) -> DecoderSpec:
+    """Read the spec of the checkpoint in `folder`.
+
+    Raises:
+        ConfigError: `config.json` is missing, too large or not a JSON object, or as `decoder_spec`.
+    """
+    path = folder / "config.json"
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+        config = json.loads(raw) if len(raw) <= MAX_CONFIG_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.path: {path} must be a JSON object of at most 1 MiB", param="model.path")
+    return decoder_spec(config)
+
+
+def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
+    """Translate a `config.json`.
+
+    Raises:
+        ConfigError: The architecture is not served, a needed key is missing or of a wrong kind, or a key asks for
+            something that the decoder does not do; the message names it.
+    """
+    name, architecture = _architecture(config)
+    fields = ConfigFields(config, architecture.defaults)
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    max_positions = fields.integer("max_position_embeddings")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+    rope = rope_spec(fields, max_positions)
+    fields.require("hidden_act", "silu", default="silu")
+    spec = DecoderSpec(
+        architecture=name,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_positions=max(max_positions, rope.max_positions),
+        qkv_bias=_part(fields, architecture.qkv_bias),
+        o_bias=_part(fields, architecture.o_bias),
+        mlp_bias=_part(fields, architecture.mlp_bias),
+        qk_norm=architecture.qk_norm,
+        is_tied=fields.flag("tie_word_embeddings", False),
+        sliding_windows=_sliding_windows(fields, architecture, num_layers),
+        dtype=fields.text("dtype") or fields.text("torch_dtype"),
+    )
+    fields.refuse_unread(WITHOUT_EFFECT)
+    _check_heads(spec)
+    return spec
+
+
+def module_shapes(spec: DecoderSpec) -> tuple[ModuleShape, ...]:
+    """The linear layers of one decoder layer, in the order of `MODULE_PATHS`."""
+    hidden, inter = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.q_features, spec.kv_features
+    sizes = ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inter), (hidden, inter), (inter, hidden))
+    return tuple(ModuleShape(path, *size) for path, size in zip(MODULE_PATHS, sizes, strict=True))
+
+
+def base_shape(spec: DecoderSpec, digest: str) -> BaseShape:
+    """What the base looks like to an adapter.
+
+    Args:
+        spec: The decoder.
+        digest: `sha256:<64 hex>` of config and weights.
+    """
+    return BaseShape(digest=digest, num_layers=spec.num_layers, modules=module_shapes(spec))
+
+
+def _architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
+    if config.get("quantization_config") is not None:
+        raise ConfigError(
+            "quantization_config: quantized checkpoints are not served; take the model's original weights",
+            param="quantization_config",
+        )
+    if config.get("auto_map"):
+        raise ConfigError("auto_map: models that bring their own code are not served", param="auto_map")
+    names = config.get("architectures") or [
+        name for name, entry in ARCHITECTURES.items() if entry.model_type == config.get("model_type")
+    ]
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    entry = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if entry is None:
+        raise ConfigError(
+            f"architectures: {name or config.get('model_type')!r} is not served; "
+            f"served are {', '.join(sorted(ARCHITECTURES))}",
+            param="architectures",
+        )
+    if config.get("model_type", entry.model_type) != entry.model_type:
+        raise ConfigError(
+            f"model_type: expected {entry.model_type!r} for {name}, got {config['model_type']!r}", param="model_type"
+        )
+    return str(name), entry
+
+
+def _part(fields: ConfigFields, value: bool | str) -> bool:
+    return fields.flag(value, False) if isinstance(value, str) else value
+
+
+def _sliding_windows(fields: ConfigFields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    if architecture.window == "none":
+        return (None,) * num_layers
+    window = fields.optional_integer("sliding_window")
+    if architecture.window == "every_layer":
+        return (window,) * num_layers
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    first = fields.integer("max_window_layers", minimum=0)
+    given = fields.texts("layer_types")
+    kinds = given or ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"layer_types: expected full_attention or sliding_attention for each of {num_layers} layers",
+            param="layer_types",
+        )
+    if window is None and given:
+        fields.require("layer_types", ["full_attention"] * num_layers, default=given)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _check_heads(spec: DecoderSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise ConfigError(
+            f"num_key_value_heads: {spec.num_kv_heads} does not divide num_attention_heads {spec.num_heads}",
+            param="num_key_value_heads",
+        )
+    if spec.head_dim % 2:
+        raise ConfigError(f"head_dim: must be even, got {spec.head_dim}", param="head_dim")

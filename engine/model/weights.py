@@ -1,0 +1,218 @@
+"""Safetensors into a decoder: strict about names and shapes, q,k,v and gate,up fused, weights laid out for the device.
+
+Reads safetensors only and runs no code of the checkpoint's. Knows nothing of adapters and pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from weft.engine.model.decoder import Decoder, DecoderLayer
+from weft.engine.model.linear import Linear, make_linear
+from weft.engine.model.rope import rope_table
+from weft.engine.model.spec import DecoderSpec, module_shapes
+from weft.errors import ConfigError
+from weft.kernels.dispatch import kernels_for
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+HUB_DUPLICATES = ("consolidated*", "*/*")
+"""The same weights in other formats, as some repositories carry them."""
+
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def resolve_model(path: str) -> Path:
+    """Find the checkpoint's folder, downloading it if `path` is a hub id.
+
+    Raises:
+        ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if not HUB_ID.fullmatch(path):
+        raise ConfigError(f"model.path: no folder {path!r}, and it is not a hub id", param="model.path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DUPLICATES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model.path: no folder {path!r}, and the Hugging Face hub did not deliver it: {error}", param="model.path"
+        ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order of name.
+
+    Raises:
+        ConfigError: There are none, or the index is broken or names files outside the folder.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise ConfigError(
+            f"model.path: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read",
+            param="model.path",
+        )
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = [folder / name for name in names if Path(name).name == name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model.path: cannot read {index}: {error}", param="model.path") from error
+    missing = sorted(set(names) - {file.name for file in files if file.is_file()})
+    if missing or not files:
+        raise ConfigError(f"model.path: {index} names files that are not there: {missing}", param="model.path")
+    return files
+
+
+def base_digest(folder: Path) -> str:
+    """`sha256:<64 hex>` of a checkpoint: its config, and the sizes and digests of its weight files."""
+    content: list[object] = [1, hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()]
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            content.append([path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()])
+    return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the checkpoint must have."""
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (spec.vocab_size, hidden), _NORM: (hidden,)}
+    if not spec.is_tied:
+        shapes[_HEAD] = (spec.vocab_size, hidden)
+    biases = (spec.qkv_bias,) * 3 + (spec.o_bias,) + (spec.mlp_bias,) * 3
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if spec.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (spec.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (spec.head_dim,)
+        for module, has_bias in zip(module_shapes(spec), biases, strict=True):
+            shapes[f"{prefix}{module.path}.weight"] = (module.out_features, module.in_features)
+            if has_bias:
+                shapes[f"{prefix}{module.path}.bias"] = (module.out_features,)
+    return shapes
+
+
+def load_decoder(
+    folder: Path,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    num_positions: int | None = None,
+) -> Decoder:
+    """Load a checkpoint.
+
+    Args:
+        folder: With the safetensors files.
+        spec: Of the checkpoint in that folder.
+        dtype: What the weights are converted to.
+        device: Where the decoder runs.
+        num_positions: Positions that will be used; None takes the model's own limit.
+
+    Raises:
+        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it.
+    """
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(stack, weight_files(folder), dtype, device)
+        checkpoint.check(spec)
+        embedding = checkpoint.tensor(_EMBEDDING)
+        return Decoder(
+            spec=spec,
+            kernels=kernels_for(device),
+            embedding=embedding,
+            layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
+            norm=checkpoint.tensor(_NORM),
+            head=make_linear(embedding if spec.is_tied else checkpoint.tensor(_HEAD)),
+            rope=rope_table(spec.rope, spec.head_dim, num_positions or spec.max_positions, device),
+        )
+
+
+class _Checkpoint:
+    """The tensors of all files of a checkpoint by name."""
+
+    def __init__(self, stack: ExitStack, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._files: dict[str, Any] = {}
+        for path in files:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
+            for name in file.keys():  # noqa: SIM118 - the file is no dict
+                if name in self._files:
+                    raise ConfigError(f"model.path: tensor {name} is in two files", param="model.path")
+                self._files[name] = file
+
+    def check(self, spec: DecoderSpec) -> None:
+        expected = expected_tensors(spec)
+        missing = sorted(expected.keys() - self._files.keys())
+        if missing:
+            raise ConfigError(f"model.path: the checkpoint lacks {_listed(missing)}", param="model.path")
+        harmless = {_HEAD} if spec.is_tied else set()
+        unexpected = sorted(
+            name
+            for name in self._files.keys() - expected.keys() - harmless
+            if not name.endswith("rotary_emb.inv_freq")  # older checkpoints carry it; it follows from the config
+        )
+        if unexpected:
+            raise ConfigError(
+                f"model.path: the checkpoint has tensors that {spec.architecture} does not: {_listed(unexpected)}",
+                param="model.path",
+            )
+        for name, shape in expected.items():
+            entry = self._files[name].get_slice(name)
+            if tuple(entry.get_shape()) != shape or entry.get_dtype() not in FLOAT_DTYPES:
+                raise ConfigError(
+                    f"model.path: {name} must be a float tensor of shape {list(shape)}, "
+                    f"got {entry.get_dtype()} {list(entry.get_shape())}",
+                    param="model.path",
+                )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor.to(self._device, self._dtype, copy=True).contiguous()
+
+    def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
+        """The linears `names` as one, their outputs side by side."""
+        weight = torch.cat([self.tensor(f"{prefix}{name}.weight") for name in names])
+        bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
+        return make_linear(weight, bias)
+
+
+def _load_layer(checkpoint: _Checkpoint, spec: DecoderSpec, prefix: str) -> DecoderLayer:
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    return DecoderLayer(
+        input_norm=checkpoint.tensor(f"{prefix}input_layernorm.weight"),
+        qkv=checkpoint.linear(attention, ("q_proj", "k_proj", "v_proj"), spec.qkv_bias),
+        q_norm=checkpoint.tensor(f"{attention}q_norm.weight") if spec.qk_norm else None,
+        k_norm=checkpoint.tensor(f"{attention}k_norm.weight") if spec.qk_norm else None,
+        o=checkpoint.linear(attention, ("o_proj",), spec.o_bias),
+        post_norm=checkpoint.tensor(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=checkpoint.linear(mlp, ("gate_proj", "up_proj"), spec.mlp_bias),
+        down=checkpoint.linear(mlp, ("down_proj",), spec.mlp_bias),
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,117 @@
+"""What scheduler and core need of their neighbours, as protocols: the real parts fit, and a simulator's do too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from weft.adapters.ref import AdapterRef
+from weft.engine.plan import ChunkResult, StepPlan
+from weft.engine.status import ResidentAdapter
+from weft.errors import WeftError
+
+
+class SlotLease(Protocol):
+    """A running reference to an adapter on the device."""
+
+    @property
+    def slot(self) -> int:
+        """Row of the adapter tables."""
+
+    @property
+    def generation(self) -> int:
+        """Reuse count of the slot when the lease was taken."""
+
+    @property
+    def digest(self) -> str:
+        """Whose weights the slot held then."""
+
+
+class LoadFailure(Protocol):
+    """An adapter that could not be loaded."""
+
+    @property
+    def digest(self) -> str:
+        """Which adapter."""
+
+    @property
+    def error(self) -> WeftError:
+        """Why."""
+
+
+class AdapterResidency(Protocol):
+    """Where adapters are, and the holds on them; `weft.adapters.residency.Residency` is the real one."""
+
+    def state(self, digest: str, /) -> Literal["device", "host", "stored"]:
+        """Where the adapter is now."""
+
+    def pages_needed(self, ref: AdapterRef, /) -> int | None:
+        """Pages it takes on the device; None while unknown."""
+
+    def want(self, ref: AdapterRef, /) -> None:
+        """Start loading if needed, and hold it for one waiting request."""
+
+    def unwant(self, digest: str, /) -> None:
+        """Drop one hold."""
+
+    def drop_holds(self, keep: str | None = None, /) -> None:
+        """Drop the holds of all waiting requests, except those on the adapter `keep`."""
+
+    def acquire(self, digest: str, /) -> SlotLease | None:
+        """Take a running reference; None while it is not on the device."""
+
+    def release(self, digest: str, last_step: int = 0, /) -> None:
+        """Give a running reference back; `last_step` is the last step that may still read the adapter."""
+
+    def waiting_reason(self, digest: str, /) -> Literal["LOADING", "NO_ROOM"]:
+        """Why a wanted adapter is not on the device yet."""
+
+    def evict_idle(self, num_pages: int, /) -> int:
+        """Evict idle adapters until `num_pages` pages were freed; returns how many were."""
+
+    def check_slot(self, slot: int, generation: int, digest: str, /) -> None:
+        """Raise StaleSlotError unless the slot still is what the lease says."""
+
+    def residents(self) -> Sequence[ResidentAdapter]:
+        """Adapters on the device, in the host slab, or on their way."""
+
+
+class CoreResidency(AdapterResidency, Protocol):
+    """What the core needs on top: it drives the loads and reports them."""
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """Loads since start, by `from>to:result`."""
+
+    @property
+    def load_seconds(self) -> float:
+        """Sum over all loads."""
+
+    @property
+    def evictions(self) -> int:
+        """Adapters evicted from the device."""
+
+    def tick(self, step: int, /) -> Sequence[LoadFailure]:
+        """Finish loads and start copies; `step` is the last completed step."""
+
+    def pin(self, digest: str, pinned: bool, /) -> None:
+        """Set whether the adapter may be evicted."""
+
+    def forget(self, digest: str, /) -> None:
+        """Let go of a deleted adapter as soon as nobody uses it."""
+
+    def check(self) -> None:
+        """Raise where the accounts do not add up."""
+
+    def close(self) -> None:
+        """End the loading threads."""
+
+
+class StepRunner(Protocol):
+    """Carries out a plan; `weft.engine.runner.ModelRunner` is the real one."""
+
+    def execute(self, plan: StepPlan, /) -> list[ChunkResult]:
+        """Run the step; one result per chunk, in the plan's order."""
+
+    def close(self) -> None:
+        """Give the device memory back."""

@@ -1,0 +1,87 @@
+"""What one step shall do, as plain data: all that happens on the device follows from it.
+
+The scheduler makes the plan, the runner carries it out and asks nobody. It can be serialised and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.engine.request import TokenLogprobs
+from weft.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRef:
+    """An adapter slot as of one generation."""
+
+    slot: int
+    """Row of the adapter tables, >= 0."""
+    generation: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """How the token after a chunk is chosen."""
+
+    params: SamplingParams
+    seed: int
+    """The request's seed, drawn if the client gave none."""
+    choice_index: int
+    output_index: int
+    """How many tokens were generated before this one; the counter of the draw."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """Filled only when `params.needs_history`."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """Filled only when `params.needs_history`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Consecutive tokens of one request that are computed in this step."""
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    """Position of the first token; all before it are in the KV cache."""
+    block_table: list[list[int]]
+    """[num_groups][num_blocks]: pages that hold positions 0 to start + len(token_ids) - 1."""
+    adapter: SlotRef | None = None
+    """None is the base model."""
+    sample: SampleSpec | None = None
+    """None when the prompt goes on after this chunk, or no token is wanted."""
+    prompt_targets: list[int] | None = None
+    """For prompt logprobs: the token that follows each position of the chunk (shorter by one where the prompt ends)."""
+    num_prompt_logprobs: int = 0
+    """Alternatives per prompt position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step."""
+
+    step: int
+    """Counts up from 1."""
+    chunks: list[Chunk]
+    zero_pages: list[int] = field(default_factory=list)
+    """Pages just handed out as KV; they are zeroed before anything else."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkResult:
+    """What a step yielded for one chunk, in the order of the plan."""
+
+    request_id: str
+    token_id: int | None = None
+    """The sampled token; None where the chunk had no `sample`, and where the scores were no numbers."""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per entry of `prompt_targets`."""
+    is_unsound: bool = False
+    """Whether the model's scores were NaN or overflowed, which is the end of the request."""

@@ -1,0 +1,91 @@
+"""What goes into the engine and what comes out, as plain data that any transport can carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.adapters.ref import AdapterRef
+from weft.engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+AdapterState = Literal["base", "device", "host", "stored"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowKey:
+    """What the order of admission may look at; the engine knows no names."""
+
+    lane: int = 0
+    """0 is interactive; higher lanes go after it."""
+    tenant: str = ""
+    """Opaque id of who is served."""
+    weight: float = 1.0
+    """Share of the tenant under fair order."""
+    deadline_s: float | None = None
+    """Monotonic second by which the answer is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One generation asked for by a client."""
+
+    request_id: str
+    """Unique while the engine lives; made by the server."""
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    adapter: AdapterRef | None = None
+    """None is the base model."""
+    flow: FlowKey = field(default_factory=FlowKey)
+    choice_index: int = 0
+    """Which of n choices this is; part of the sampling key."""
+    generated_token_ids: list[int] = field(default_factory=list)
+    """Tokens generated earlier elsewhere; they count as output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: natural logs of the unfiltered model distribution."""
+
+    token_id: int
+    """The token that stands there."""
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top_ids: list[int] = field(default_factory=list)
+    """The most likely tokens, most likely first."""
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestError:
+    """Why a request ended in error."""
+
+    code: str
+    """Code of the `weft.errors` class that fits."""
+    message: str
+    kind: Literal["request", "adapter", "capacity", "internal"] = "request"
+    """Whose doing it is; the server maps it to a status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step, or one refusal, did for one request. The last one carries `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    """New tokens, in order."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One per new token, when asked for."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One per prompt token, the first None; comes once, with or before the first token."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The end-of-sequence or stop token that ended it; it is the last of `token_ids`."""
+    error: RequestError | None = None
+    adapter_state: AdapterState | None = None
+    """Where the adapter was when the request arrived; comes once, with the first output."""
+    queue_s: float | None = None
+    """Seconds from arrival to the first step; comes once, with the first output."""
+    cached_tokens: int = 0
+    """Prompt tokens taken from the prefix cache; comes once, with the first output."""

@@ -1,0 +1,170 @@
+"""One request inside the scheduler: its tokens, pages, lease and place in life. The scheduler acts on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from weft.engine.fit import kv_tokens
+from weft.engine.neighbours import SlotLease
+from weft.engine.plan import Chunk, SampleSpec, SlotRef
+from weft.engine.request import AdapterState, GenerationRequest, TokenLogprobs
+from weft.memory.block_table import BlockTable
+from weft.memory.geometry import PageGeometry
+
+WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES"]
+
+
+class OutputFacts(NamedTuple):
+    """What is told once."""
+
+    adapter_state: AdapterState | None = None
+    queue_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """A request that is waiting or running; finished ones are forgotten."""
+
+    request: GenerationRequest
+    arrival_index: int
+    """Counts up per engine; older means smaller."""
+    arrived_s: float
+    seed: int
+    """The client's seed, or one drawn on arrival."""
+    adapter_state: AdapterState
+    """Where the adapter was on arrival."""
+    geometry: PageGeometry
+    blocks: BlockTable
+    output_token_ids: list[int]
+    adapter_pages: int | None = 0
+    """Pages its adapter takes on the device; None while unknown."""
+    status: Literal["waiting", "running"] = "waiting"
+    waiting_reason: WaitingReason = "NEW"
+    num_computed: int = 0
+    """Tokens whose keys and values are in the pages."""
+    lease: SlotLease | None = None
+    is_holding: bool = False
+    """Whether it holds its adapter while it waits."""
+    num_charged: int = 0
+    """Tokens that were computed at least once; recomputing them after a preemption costs the tenant nothing."""
+    last_step: int = 0
+    """The last step that reads or writes its pages."""
+    queue_s: float | None = None
+    """Seconds from arrival to its first step."""
+    num_preemptions: int = 0
+    progress_mark: int = 0
+    """It may be preempted again once this many tokens are computed."""
+    num_bypasses: int = 0
+    """Steps in which a request behind it was admitted while it lacked pages."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sent_prompt_logprobs: bool = False
+    sent_first_output: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The id its client gave it."""
+        return self.request.request_id
+
+    @property
+    def tenant(self) -> str:
+        """Whom it is served for."""
+        return self.request.flow.tenant
+
+    @property
+    def digest(self) -> str | None:
+        """Its adapter; None is the base."""
+        return self.request.adapter.digest if self.request.adapter else None
+
+    @property
+    def age_key(self) -> tuple[int, int]:
+        """Sorts from the most to the least entitled to pages: lane, then arrival."""
+        return self.request.flow.lane, self.arrival_index
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens in the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return self.num_prompt + len(self.output_token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens that are still to be computed; 1 while it decodes."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether it was preempted and has not made a page of progress since."""
+        return self.num_computed < self.progress_mark
+
+    @property
+    def tokens_to_reserve(self) -> int:
+        """Tokens for which a preempted request takes pages on return, so that it needs none while protected."""
+        if not self.num_preemptions:
+            return 0
+        return max(self.num_tokens, min(self.progress_mark, kv_tokens(self.request)))
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Tokens still to compute, as far as its limits say."""
+        return max(self.num_prompt + self.request.params.max_tokens - self.num_computed, 0)
+
+    def chunk(self, count: int) -> Chunk:
+        """The next `count` tokens as part of a step; its pages are there already."""
+        start, end = self.num_computed, self.num_computed + count
+        num_blocks = self.geometry.blocks(end)
+        lease = self.lease
+        return Chunk(
+            request_id=self.request_id,
+            token_ids=self._tokens(start, end),
+            start=start,
+            block_table=[pages[:num_blocks] for pages in self.blocks.pages],
+            adapter=SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest) if lease else None,
+            sample=self._sample_spec() if end == self.num_tokens else None,
+            prompt_targets=self._prompt_targets(start, end),
+            num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
+        )
+
+    def restart(self) -> None:
+        """Back to waiting with its tokens and no pages, to be computed anew."""
+        self.num_preemptions += 1
+        self.progress_mark = self.num_computed + self.geometry.page_tokens
+        self.status, self.waiting_reason = "waiting", "NO_PAGES"
+        self.blocks, self.num_computed, self.lease = BlockTable(self.geometry), 0, None
+        self.prompt_logprobs = []
+
+    def first_output_facts(self) -> OutputFacts:
+        """What only the first output carries; empty from the second call on."""
+        if self.sent_first_output:
+            return OutputFacts()
+        self.sent_first_output = True
+        return OutputFacts(self.adapter_state, self.queue_s)
+
+    def _tokens(self, start: int, end: int) -> list[int]:
+        prompt = self.request.prompt_token_ids
+        if start >= self.num_prompt:
+            return self.output_token_ids[start - self.num_prompt : end - self.num_prompt]
+        return prompt[start:end] + self.output_token_ids[: max(end - self.num_prompt, 0)]
+
+    def _sample_spec(self) -> SampleSpec | None:
+        params = self.request.params
+        if params.max_tokens == 0:
+            return None
+        history = params.needs_history
+        return SampleSpec(
+            params=params,
+            seed=self.seed,
+            choice_index=self.request.choice_index,
+            output_index=len(self.output_token_ids),
+            prompt_token_ids=self.request.prompt_token_ids if history else [],
+            output_token_ids=list(self.output_token_ids) if history else [],
+        )
+
+    def _prompt_targets(self, start: int, end: int) -> list[int] | None:
+        if self.request.params.prompt_logprobs is None or self.sent_prompt_logprobs:
+            return None
+        return self.request.prompt_token_ids[start + 1 : end + 1] or None

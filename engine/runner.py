@@ -1,0 +1,113 @@
+"""Carries out a step plan: zero pages, build the batch, run the decoder, sample. Asks neither scheduler nor pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from weft.adapters.lora_step import LoraBatcher, LoraStep
+from weft.engine.batch import Batch, build_batch
+from weft.engine.model.decoder import Decoder, KvViews
+from weft.engine.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.request import TokenLogprobs
+from weft.engine.sampler import Sampler
+from weft.memory.arena import Arena
+
+CheckSlot = Callable[[int, int, str], None]
+"""(slot, generation, digest): raises StaleSlotError unless the adapter slot still is what the plan says."""
+LOGPROB_ROWS = 64
+"""Prompt rows whose logits are held at once."""
+
+
+class ModelRunner:
+    """The one place where a step touches the device.
+
+    Args:
+        decoder: The base model.
+        arena: Its pages.
+        lora: The adapters.
+        check_slot: Called for every adapter of a step before it runs.
+        sampler: Chooses tokens.
+    """
+
+    def __init__(
+        self, *, decoder: Decoder, arena: Arena, lora: LoraBatcher, check_slot: CheckSlot, sampler: Sampler
+    ) -> None:
+        self._decoder = decoder
+        self._arena = arena
+        self._kv = KvViews.of(arena)
+        self._lora = lora
+        self._check_slot = check_slot
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[ChunkResult]:
+        """Run one step.
+
+        Returns:
+            One result per chunk, in the order of the plan.
+
+        Raises:
+            StaleSlotError: An adapter slot has been reused since the plan was made.
+            EngineError: The plan contradicts itself; nothing was computed.
+        """
+        batch = build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
+        for slot, adapter in batch.adapters.items():
+            self._check_slot(slot, adapter.generation, adapter.digest)
+        self._arena.zero(plan.zero_pages)
+        hidden = self._decoder.forward(batch.rows, self._kv, self._prepare_lora(batch))
+        sampled = self._sample(plan.chunks, batch, hidden)
+        results = []
+        for index, chunk in enumerate(plan.chunks):
+            token_id, logprobs = sampled.get(index, (None, None))
+            prompt_logprobs = self._prompt_logprobs(chunk, batch.first_rows[index], hidden)
+            is_unsound = token_id is None and chunk.sample is not None
+            results.append(
+                ChunkResult(
+                    request_id=chunk.request_id,
+                    token_id=token_id,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    is_unsound=is_unsound or not all(math.isfinite(entry.logprob) for entry in prompt_logprobs),
+                )
+            )
+        return results
+
+    def close(self) -> None:
+        """Let go of what the runner holds of the device; it must not be used afterwards."""
+        self._kv = KvViews((), ())
+
+    def _prepare_lora(self, batch: Batch) -> LoraStep | None:
+        if not batch.adapters:
+            return None
+        generations = {slot: adapter.generation for slot, adapter in batch.adapters.items()}
+        return self._lora.prepare(batch.row_slots, generations)
+
+    def _sample(
+        self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor
+    ) -> dict[int, tuple[int | None, TokenLogprobs | None]]:
+        """The sampled token of each chunk that wants one, by its place in the plan."""
+        wanted = [(index, chunk.sample) for index, chunk in enumerate(chunks) if chunk.sample is not None]
+        if not wanted:
+            return {}
+        rows = [batch.last_row(index, chunks[index]) for index, _ in wanted]
+        tokens = self._sampler.sample(self._logits(hidden, rows), [spec for _, spec in wanted])
+        return {index: token for (index, _), token in zip(wanted, tokens, strict=True)}
+
+    def _prompt_logprobs(self, chunk: Chunk, first_row: int, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        targets = chunk.prompt_targets or []
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(targets), LOGPROB_ROWS):
+            part = targets[start : start + LOGPROB_ROWS]
+            rows = list(range(first_row + start, first_row + start + len(part)))
+            found += self._sampler.logprobs(self._logits(hidden, rows), part, chunk.num_prompt_logprobs)
+        return found
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        # As everywhere on the CPU, a lone row is computed as two, so that it rounds as it does in a larger batch.
+        padded = rows * 2 if len(rows) == 1 else rows
+        if padded != list(range(len(hidden))):
+            hidden = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
+        return self._decoder.logits(hidden)[: len(rows)]

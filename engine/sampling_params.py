@@ -1,0 +1,113 @@
+"""What a client may ask of the sampler."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from weft.errors import InvalidRequestError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean the most likely token."""
+
+
+def _check(ok: bool, param: str, expected: str, got: object) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{param} must be {expected}, got {got!r}.", param=param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends.
+
+    Raises:
+        InvalidRequestError: A value is out of range; `param` names it.
+    """
+
+    max_tokens: int = 16
+    """Most tokens to generate; 0 computes the prompt only (for echo with logprobs)."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely one."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence among the generated tokens."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Token id to an addend of its logit, -100 to 100."""
+    seed: int | None = None
+    """Makes sampling repeatable; None draws a fresh seed."""
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and this many alternatives; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end generation; they are not part of the output."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end generation."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_tokens >= 0, "max_tokens", ">= 0", self.max_tokens)
+        _check(_within(self.temperature, 0, 100), "temperature", "from 0 to 100", self.temperature)
+        _check(self.top_k >= -1, "top_k", ">= -1", self.top_k)
+        _check(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0, at most 1", self.top_p)
+        _check(_within(self.min_p, 0, 1), "min_p", "from 0 to 1", self.min_p)
+        _check(
+            _within(self.presence_penalty, -2, 2),
+            "presence_penalty",
+            "from -2 to 2",
+            self.presence_penalty,
+        )
+        _check(
+            _within(self.frequency_penalty, -2, 2),
+            "frequency_penalty",
+            "from -2 to 2",
+            self.frequency_penalty,
+        )
+        _check(
+            _within(self.repetition_penalty, 0, 10) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "above 0, at most 10",
+            self.repetition_penalty,
+        )
+        for token_id, bias in self.logit_bias.items():
+            _check(token_id >= 0, "logit_bias", "a map from token ids >= 0", token_id)
+            _check(_within(bias, -100, 100), "logit_bias", "from -100 to 100", bias)
+        _check(
+            self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
+            "seed",
+            "a 64-bit integer",
+            self.seed,
+        )
+        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0", self.logprobs)
+        _check(
+            self.prompt_logprobs is None or self.prompt_logprobs >= 0,
+            "prompt_logprobs",
+            ">= 0",
+            self.prompt_logprobs,
+        )
+        _check(all(self.stop), "stop", "non-empty strings", "")
+        _check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", ">= 0", self.stop_token_ids)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, with no draw."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high

@@ -1,0 +1,141 @@
+"""A request's tokens as text: decoded as they come, cut at stop strings. Knows neither engine nor transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weft.engine.detokenizer import Decodes, Detokenizer
+from weft.engine.request import FinishReason, RequestOutput, TokenLogprobs
+from weft.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """What one output adds for the reader."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Delivered tokens; those after a stop string are not among them."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One per delivered token, when asked for."""
+    text_offsets: list[int] = field(default_factory=list)
+    """Characters of output before each token."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it; None for the end-of-sequence token."""
+
+
+class _Match(NamedTuple):
+    end: int
+    start: int
+    stop: str
+
+
+class StopScanner:
+    """Lets text through up to the first stop string, and holds back what may be the start of one.
+
+    The stop string that is complete first wins, and of those complete at the same character the longest; so the result
+    does not depend on how the text was cut into parts.
+
+    Args:
+        stops: The stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add text; returns what may be shown, and the stop string that was found."""
+        self._held += text
+        matches = [
+            _Match(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0
+        ]
+        if matches:
+            match = min(matches)
+            shown, self._held = self._held[: match.start], ""
+            return shown, match.stop
+        cut = len(self._held) - self._num_held()
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, None
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the text that starts a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """Turns the outputs of one request into text.
+
+    When a delta has `finish_reason`, the stream has ended; if the output had none, the caller aborts the request.
+
+    Args:
+        tokenizer: Decodes tokens.
+        params: What ends the text.
+        prompt_ids: The prompt, so that the first token is spaced as its continuation.
+    """
+
+    def __init__(self, tokenizer: Decodes, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._scanner = StopScanner(params.stop)
+        self._num_characters = 0
+        self.num_tokens = 0
+        """Tokens delivered: up to and with the one that completed a stop string. This is what is billed."""
+        self.is_finished = False
+
+    def push(self, output: RequestOutput) -> TextDelta:
+        """Add an output; nothing comes after the end."""
+        if self.is_finished:
+            return TextDelta()
+        shown: list[str] = []
+        offsets: list[int] = []
+        stop: str | None = None
+        for token_id in output.token_ids:
+            offsets.append(self._num_characters)
+            # A token that ends the generation is counted, but its text is not part of the answer.
+            text = "" if token_id == output.stop_token_id else self._detokenizer.push(token_id)
+            stop = self._show(text, shown)
+            if stop is not None:
+                break
+        if stop is None and output.finish_reason is not None:
+            stop = self._end(shown)
+        self.num_tokens += len(offsets)
+        self.is_finished = stop is not None or output.finish_reason is not None
+        return TextDelta(
+            text="".join(shown),
+            token_ids=output.token_ids[: len(offsets)],
+            logprobs=output.logprobs[: len(offsets)] if output.logprobs is not None else None,
+            text_offsets=offsets,
+            finish_reason="stop" if stop is not None else output.finish_reason,
+            stop_reason=stop if stop is not None else self._stop_token(output),
+        )
+
+    def _show(self, text: str, shown: list[str]) -> str | None:
+        self._num_characters += len(text)
+        part, stop = self._scanner.push(text)
+        shown.append(part)
+        return stop
+
+    def _end(self, shown: list[str]) -> str | None:
+        rest = self._detokenizer.flush()
+        part, stop = self._scanner.push(rest)
+        shown.append(part)
+        if stop is None:
+            shown.append(self._scanner.flush())
+        return stop
+
+    def _stop_token(self, output: RequestOutput) -> int | None:
+        is_chosen = output.stop_token_id in self._params.stop_token_ids
+        return output.stop_token_id if is_chosen else None

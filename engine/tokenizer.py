@@ -1,0 +1,154 @@
+"""The model's tokenizer and chat template, through `transformers`; no code of the checkpoint is ever run.
+
+`transformers` is imported when a tokenizer is made. Encoding and rendering take milliseconds and belong in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from weft.engine.eos import read_eos_token_ids
+from weft.errors import ConfigError, InvalidRequestError
+
+
+class Tokenizer:
+    """Text to token ids and back. Thread-safe.
+
+    Args:
+        path: Folder of the checkpoint, or a hub id.
+
+    Raises:
+        ConfigError: There is no tokenizer that the `tokenizers` library can run.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any
+        self._backend: Any
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"model.path must have a tokenizer, got {path}: {error}", param="model.path") from error
+        # transformers' own encode changes shared state on every call, which is not safe in threads.
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is None:
+            raise ConfigError(f"model.path must have a tokenizer.json, got {path}", param="model.path")
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._eos_token_ids = read_eos_token_ids(Path(path))
+        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        own = self._tokenizer.eos_token_id
+        return self._eos_token_ids if own is None else self._eos_token_ids | {own}
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this have a text; the model may know more."""
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat_prompt` works."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with the model's own start token if wanted."""
+        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; unknown ids have none."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks.
+
+        Raises:
+            InvalidRequestError: The model has no chat template, or its template refuses these messages.
+        """
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation as the model's template writes it.
+
+        Raises:
+            InvalidRequestError: The model has no chat template, or its template refuses these messages.
+        """
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise InvalidRequestError(
+                "This model has no chat template. Use /v1/completions with the prompt as the model expects it.",
+                code="no_chat_template",
+                param="messages",
+            )
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise InvalidRequestError(
+                "The model's chat template does not take these messages: check their roles, order and content.",
+                param="messages",
+            ) from error
+        return rendered
+
+    def may_end_text(self, token_id: int) -> bool:
+        """Whether text up to this token can be final: a raw byte may need others, and special tokens are not there."""
+        return token_id not in self._byte_tokens and token_id not in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; tokens may hold parts of characters."""
+        if token_id in self._byte_tokens:
+            return bytes([self._byte_tokens[token_id]])
+        piece: str | None = self._backend.id_to_token(token_id)
+        if piece is not None and self._is_byte_level and all(letter in _BYTE_OF_LETTER for letter in piece):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
+        return self.token_text(token_id).encode()
+
+    def _token_text(self, token_id: int) -> str:
+        """Text of one token as it stands inside a text, special tokens spelled out."""
+        anchor = self._anchor
+        before = self.decode(anchor, skip_special_tokens=False)
+        return self.decode([*anchor, token_id], skip_special_tokens=False)[len(before) :]
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """A token to stand before another, because decoders drop the space that starts a text."""
+        return self.encode("a", add_special_tokens=False)[-1:]
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return "ByteLevel" in str(self._backend.decoder)
+
+    @cached_property
+    def _byte_tokens(self) -> dict[int, int]:
+        if self._is_byte_level:
+            return {}
+        found = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        ids = {self._backend.token_to_id(piece): byte for piece, byte in found.items()}
+        return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The letters by which byte-level vocabularies spell bytes: printable ones as they are, others from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    letters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_level_alphabet()

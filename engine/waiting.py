@@ -1,0 +1,94 @@
+"""Requests without pages, and the holds they have on adapters. Decides who is looked at, not who is admitted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, KeysView
+
+from weft.engine.neighbours import AdapterResidency
+from weft.engine.order import AdmissionOrder
+from weft.engine.request_state import RequestState
+
+MAX_BYPASSES = 16
+"""Steps in which others may be admitted past a request that lacks pages."""
+
+
+class WaitingQueue:
+    """All waiting requests. A hold keeps an adapter coming to the device, or on it, for a request near the front.
+
+    Args:
+        order: The policy.
+        residency: Where adapters are.
+        look_ahead: Most requests looked at, and so most holds, at a time.
+    """
+
+    def __init__(self, order: AdmissionOrder, residency: AdapterResidency, look_ahead: int) -> None:
+        self._order = order
+        self._residency = residency
+        self._look_ahead = look_ahead
+        self._states: dict[str, RequestState] = {}
+        self.has_changed = False
+        """Whether a request came or went; the reader resets it."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    @property
+    def request_ids(self) -> KeysView[str]:
+        """Who waits."""
+        return self._states.keys()
+
+    def add(self, state: RequestState) -> None:
+        """Let a request wait."""
+        self._states[state.request_id] = state
+        self._order.arrive(state.tenant)
+        self.has_changed = True
+
+    def remove(self, state: RequestState) -> None:
+        """It no longer waits; its hold goes too."""
+        del self._states[state.request_id]
+        self._order.leave(state.tenant)
+        self._unhold(state)
+        self.has_changed = True
+
+    def candidates(self) -> list[RequestState]:
+        """Whom to look at: the one that was bypassed too often, alone, or the first in the policy's order.
+
+        Others lose their holds, so that their adapters are not in the way.
+        """
+        overdue = [state for state in self if state.num_bypasses >= MAX_BYPASSES]
+        if overdue:
+            candidates = [min(overdue, key=lambda state: state.age_key)]
+        else:
+            candidates = self._order.order(self, self._look_ahead)
+        ahead = {state.request_id for state in candidates}
+        for state in self:
+            if state.is_holding and state.request_id not in ahead:
+                self._unhold(state)
+        return candidates
+
+    def hold(self, state: RequestState) -> None:
+        """Have the request's adapter loaded and kept for it."""
+        if not state.is_holding and state.request.adapter is not None:
+            self._residency.want(state.request.adapter)
+            state.is_holding = True
+
+    def drop_holds(self, keep: str | None) -> bool:
+        """Drop all holds but those on one adapter; returns whether there were any."""
+        dropped = [state for state in self if state.is_holding and state.digest != keep]
+        self._residency.drop_holds(keep)
+        for state in dropped:
+            state.is_holding = False
+        return bool(dropped)
+
+    def reasons(self) -> dict[str, int]:
+        """Requests by what they wait for."""
+        return dict(Counter(state.waiting_reason for state in self))
+
+    def _unhold(self, state: RequestState) -> None:
+        if state.is_holding and state.digest is not None:
+            state.is_holding = False
+            self._residency.unwant(state.digest)

@@ -1,0 +1,118 @@
+"""An engine built from settings alone answers as transformers and PEFT do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from drive_core import run_all
+from stored_adapters import store_adapter
+from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
+from weft.adapters.blobs import LocalBlobs
+from weft.adapters.ref import AdapterRef
+from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from weft.engine.build import EngineParts, build_engine
+from weft.engine.memory_plan import format_plan
+from weft.engine.model.weights import base_digest
+from weft.engine.request import GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+from weft.errors import ConfigError, ContextLengthError
+
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen2")
+
+
+def settings(model: Path, data_dir: Path, **model_fields: object) -> Config:
+    return Config(
+        model=ModelConfig(path=str(model), threads=1, **{"dtype": "float32", **model_fields}),  # type: ignore[arg-type]
+        memory=MemoryConfig(gib=0.02, host_gib=0.01, batch_weights_mib=64, poison=True),
+        scheduler=SchedulerConfig(max_running=4, step_tokens=16),
+        server=ServerConfig(data_dir=data_dir),
+    )
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Iterator[EngineParts]:
+    parts = build_engine(settings(model, tmp_path))
+    yield parts
+    parts.core.close()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def request(request_id: str, tokens: list[int], adapter: AdapterRef | None = None) -> GenerationRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=adapter)
+
+
+def greedy(model: Path, adapter: Path | None, tokens: list[int]) -> list[int]:
+    reference = load_reference(model)
+    if adapter is not None:
+        reference = PeftModel.from_pretrained(reference, str(adapter)).eval()
+    sequence = list(tokens)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            sequence.append(int(reference(torch.tensor([sequence])).logits[0, -1].argmax()))
+    return sequence[len(tokens) :]
+
+
+def test_mixed_requests_are_answered_as_by_the_reference(model: Path, engine: EngineParts, tmp_path: Path) -> None:
+    folders: list[Path | None] = [
+        None,
+        make_adapter(model, tmp_path / "qv", rank=8, seed=1),
+        make_adapter(model, tmp_path / "all", rank=20, seed=2, targets=ALL_LINEAR),
+    ]
+    blobs = LocalBlobs(tmp_path / "blobs")
+    refs = [None if folder is None else store_adapter(blobs, folder, engine.ready.base) for folder in folders]
+    which = [0, 1, 2, 1, 0, 2]
+    prompts = [prompt(3 + 7 * place, seed=place) for place in range(len(which))]
+    requests = [request(str(i), prompts[i], refs[which[i]]) for i in range(len(which))]
+
+    answers = run_all(engine.core, requests)
+
+    expected = {str(i): greedy(model, folders[which[i]], prompts[i]) for i in range(len(which))}
+    assert answers == expected
+    assert len({tuple(answer) for answer in answers.values()}) == len(which)
+    engine.core.check()
+    assert engine.pool.counts()["kv"] == 0
+
+
+def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:
+    ready = engine.ready
+
+    assert ready.base.digest == base_digest(model)
+    assert (ready.device, ready.dtype, ready.vocab_size) == ("cpu", "float32", 320)
+    assert ready.max_model_len == 512
+    assert engine.pool.counts()["free"] == ready.memory.num_pages
+    assert engine.tokenizer_path == model
+    assert "512 tokens a request" in format_plan(ready.memory, ready)
+
+
+def test_the_asked_length_is_a_limit(model: Path, tmp_path: Path) -> None:
+    parts = build_engine(settings(model, tmp_path, max_model_len=16))
+    try:
+        assert parts.ready.max_model_len == 16
+        with pytest.raises(ContextLengthError):
+            parts.core.submit(request("long", prompt(5, seed=0)))
+    finally:
+        parts.core.close()
+
+
+def test_a_longer_limit_than_the_model_has_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="512 positions"):
+        build_engine(settings(model, tmp_path, max_model_len=513))
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        build_engine(settings(tmp_path / "nowhere", tmp_path))

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from engine_simulator import Simulator, adapter, expected_tokens, request
+from weft.engine.core import MAX_FAILED_PLANS, NUM_KEPT_STEPS
+from weft.engine.plan import ChunkResult, StepPlan
+from weft.errors import EngineError, PageAccountingError
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(caplog: pytest.LogCaptureFixture) -> None:
+    simulator = Simulator()
+    simulator.runner.fail_on = {6}
+    for name in ("a", "b"):
+        simulator.core.submit(request(name, max_tokens=20, ref=adapter("x") if name == "a" else None))
+    with caplog.at_level(logging.ERROR):
+        while simulator.core.num_steps < 6:
+            simulator.pump()
+    assert "the device is on fire" in caplog.text
+    for name in ("a", "b"):
+        error = simulator.last(name).error
+        assert error is not None
+        assert (error.code, error.kind) == ("internal_error", "internal")
+        assert "fire" not in error.message
+    simulator.core.submit(request("c"))
+    simulator.run()
+    assert simulator.tokens("c") == expected_tokens(request("c"), 6)
+    assert simulator.pool.counts()["kv"] == 0
+    assert simulator.residency.num_leases() == 0
+
+
+def test_results_that_do_not_fit_the_plan_fail_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator()
+
+    def execute(plan: StepPlan) -> list[ChunkResult]:
+        return []
+
+    monkeypatch.setattr(simulator.runner, "execute", execute)
+    simulator.core.submit(request("one"))
+    simulator.pump()
+    assert simulator.last("one").finish_reason == "error"
+
+
+def test_what_was_committed_before_a_step_failed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator()
+    execute = simulator.runner.execute
+
+    def break_the_second(plan: StepPlan) -> list[ChunkResult]:
+        first, second = execute(plan)
+        object.__setattr__(second, "prompt_logprobs", None)
+        return [first, second]
+
+    monkeypatch.setattr(simulator.runner, "execute", break_the_second)
+    simulator.core.submit(request("fine", max_tokens=1))
+    simulator.core.submit(request("broken", max_tokens=1, prompt_logprobs=0))
+    simulator.pump()
+    assert simulator.last("fine").finish_reason == "length"
+    assert simulator.last("broken").finish_reason == "error"
+
+
+def test_a_plan_that_fails_ends_what_runs_and_the_engine_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator()
+    simulator.core.submit(request("one", max_tokens=50))
+    simulator.pump()
+    with monkeypatch.context() as broken:
+        broken.setattr(simulator.pool, "allocate", lambda *_: 1 / 0)
+        while simulator.last("one").finish_reason is None:
+            simulator.pump()
+    assert simulator.last("one").finish_reason == "error"
+    simulator.core.submit(request("two"))
+    simulator.run()
+    assert simulator.last("two").finish_reason == "length"
+
+
+def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(num_pages=4)
+    simulator.core.submit(request("one", prompt=4, max_tokens=8))
+    simulator.pump()
+    with monkeypatch.context() as broken:
+        broken.setattr(simulator.scheduler, "_admit_waiting", lambda _: 1 / 0)
+        simulator.pump()
+    assert simulator.last("one").finish_reason == "error"
+    assert simulator.pool.num_quarantined == 0
+    simulator.core.submit(request("two", prompt=12, max_tokens=1))
+    simulator.run()
+    assert simulator.last("two").finish_reason == "length"
+
+
+def test_an_engine_that_can_never_plan_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator()
+    monkeypatch.setattr(simulator.scheduler, "plan", lambda: 1 / 0)
+    simulator.core.submit(request("one"))
+    for _ in range(MAX_FAILED_PLANS - 1):
+        simulator.pump()
+    with pytest.raises(EngineError):
+        simulator.pump()
+
+
+def test_the_accounts_are_checked_when_the_engine_falls_idle() -> None:
+    simulator = Simulator(checked=False)
+    simulator.core.submit(request("one", max_tokens=1))
+    simulator.pump()
+    simulator.pool.allocate(1, "kv")
+    with pytest.raises(PageAccountingError):
+        simulator.pump()
+
+
+def test_status_tells_what_the_last_steps_did() -> None:
+    simulator = Simulator(load_ticks=1)
+    simulator.core.submit(request("base", prompt=5, max_tokens=3))
+    simulator.core.submit(request("a", prompt=5, max_tokens=3, ref=adapter("a")))
+    for _ in range(3):
+        simulator.pump()
+    simulator.now_s += 2.0
+    status = simulator.core.status()
+    assert (status.boot_id, status.seq, status.num_steps) == ("boot", 1, 3)
+    assert (status.running, status.waiting) == (1, 0)
+    assert status.last_step_age_s == 2.0
+    last = status.last_steps[-1]
+    assert (last.requests, last.tokens, last.prefill_tokens, last.adapters, last.base_requests) == (2, 2, 0, 1, 1)
+    assert status.last_steps[0].prefill_tokens == 5
+    assert status.pages["kv"] == 2
+    assert [resident.running for resident in status.residents] == [1]
+    assert simulator.core.status().seq == 2
+
+
+def test_status_counts_backlog_and_service_by_tenant() -> None:
+    simulator = Simulator(step_tokens=8)
+    simulator.core.submit(request("one", prompt=10, max_tokens=5))
+    simulator.pump()
+    status = simulator.core.status()
+    assert status.backlog_tokens == {"": 7}
+    assert status.service_tokens == {"": 8}
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    simulator = Simulator(checked=False, max_model_len=2000, num_pages=512)
+    simulator.core.submit(request("one", prompt=5, max_tokens=NUM_KEPT_STEPS + 20))
+    simulator.run()
+    steps = simulator.core.status().last_steps
+    assert [step.step for step in steps] == list(range(21, NUM_KEPT_STEPS + 21))
+
+
+def test_a_dropped_adapter_leaves_when_its_last_request_is_done() -> None:
+    simulator = Simulator()
+    simulator.residency.load_now(adapter("a"))
+    simulator.core.drop_adapter(adapter("a").digest)
+    assert simulator.residency.state(adapter("a").digest) == "stored"
+
+
+def test_closing_ends_the_loads_and_the_runner() -> None:
+    simulator = Simulator()
+    simulator.residency.load_now(adapter("a"))
+    simulator.core.close()
+    assert simulator.core.status().residents == []
+
+
+def test_scores_that_are_no_numbers_end_their_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator()
+    execute = simulator.runner.execute
+
+    def spoil(plan: StepPlan) -> list[ChunkResult]:
+        return [
+            replace(result, token_id=None, is_unsound=True) if result.request_id == "wild" else result
+            for result in execute(plan)
+        ]
+
+    monkeypatch.setattr(simulator.runner, "execute", spoil)
+    simulator.core.submit(request("fine", max_tokens=3))
+    simulator.core.submit(request("wild", max_tokens=3))
+    simulator.run()
+    error = simulator.last("wild").error
+    assert error is not None
+    assert (error.kind, error.code) == ("request", "scores_not_finite")
+    assert simulator.last("fine").finish_reason == "length"
+    simulator.core.check()

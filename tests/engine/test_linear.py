@@ -1,0 +1,89 @@
+"""Packed weights compute what plain ones do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from numerics import assert_close
+from weft.engine.model.linear import (
+    PackedLinear,
+    PlainLinear,
+    can_pack,
+    has_native_bfloat16,
+    has_native_float16,
+    make_linear,
+)
+
+CPU_DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 33, 130])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_and_plain_layers_agree(dtype: torch.dtype, num_rows: int, has_bias: bool) -> None:
+    if not can_pack(dtype):
+        pytest.skip(f"this CPU does not pack {dtype}")
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64).to(dtype)
+    bias = torch.randn(96).to(dtype) if has_bias else None
+    x = torch.randn(num_rows, 64).to(dtype)
+
+    packed = PackedLinear(weight, bias)(x)
+
+    assert packed.shape == (num_rows, 96)
+    assert_close(packed, PlainLinear(weight, bias)(x))
+    assert_close(packed, functional.linear(x, weight, bias))
+
+
+def test_rows_of_a_strided_input_are_multiplied_as_they_are() -> None:
+    torch.manual_seed(0)
+    weight, wide = torch.randn(96, 64), torch.randn(5, 128)
+
+    assert_close(make_linear(weight)(wide[:, 64:]), wide[:, 64:] @ weight.T)
+
+
+def test_the_result_may_be_changed_in_place() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(8, 16), torch.randn(8), torch.randn(3, 16)
+    linear = make_linear(weight, bias)
+    expected = linear(x).clone()
+
+    linear(x).add_(1)
+
+    assert_close(linear(x), expected)
+
+
+def test_float32_is_packed_where_torch_has_onednn() -> None:
+    if not torch._C._has_mkldnn:
+        pytest.skip("torch without oneDNN")
+
+    assert can_pack(torch.float32)
+
+
+def test_a_dtype_that_cannot_be_packed_falls_back() -> None:
+    assert not can_pack(torch.float64)
+    assert isinstance(make_linear(torch.randn(4, 4, dtype=torch.float64)), PlainLinear)
+
+
+def test_a_missing_or_wrong_packed_product_is_told_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no such op")
+
+    def wrong(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(3, 48)
+
+    for product, reason in ((missing, "no such op"), (wrong, "come out wrong")):
+        caplog.clear()
+        monkeypatch.setattr(PackedLinear, "__call__", product)
+        assert not can_pack.__wrapped__(torch.float32)
+        assert reason in caplog.text
+
+
+def test_the_probes_of_the_cpu_answer() -> None:
+    assert isinstance(has_native_bfloat16(), bool)
+    assert isinstance(has_native_float16(), bool)
+    assert can_pack(torch.float16) <= has_native_float16()

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine_simulator import Simulator, adapter, expected_tokens, request
+from weft.engine import messages
+from weft.engine.process import EngineLoop
+from weft.engine.request import RequestOutput
+from weft.engine.wakeup import Wakeup
+
+
+class Process:
+    """The engine's loop in a thread, around a simulated engine."""
+
+    def __init__(self, address: str) -> None:
+        self.simulator = Simulator(checked=False)
+        self.wakeup = Wakeup()
+        self.parent_gone = threading.Event()
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.RCVTIMEO, 10_000)
+        self.socket.bind(address)
+        self._inner: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._inner.connect(address)
+        loop = EngineLoop(self.simulator.core, self._inner, self.wakeup, self.parent_gone)
+        self.thread = threading.Thread(target=loop.run)
+        self.thread.start()
+
+    def send(self, message: messages.ToEngine) -> None:
+        self.socket.send(messages.encode(message))
+
+    def receive(self) -> messages.FromEngine:
+        return messages.decode_from_engine(self.socket.recv())
+
+    def outputs_until_end_of(self, *request_ids: str) -> list[list[RequestOutput]]:
+        steps = []
+        open_ids = set(request_ids)
+        while open_ids:
+            message = self.receive()
+            assert isinstance(message, messages.Outputs)
+            steps.append(message.outputs)
+            open_ids -= {output.request_id for output in message.outputs if output.finish_reason}
+        return steps
+
+    def close(self) -> None:
+        self.parent_gone.set()
+        self.wakeup.wake()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    process = Process(f"ipc://{tmp_path}/s")
+    yield process
+    process.close()
+
+
+def test_a_step_is_one_message_with_all_its_outputs(process: Process) -> None:
+    requests = [request(name, max_tokens=100) for name in ("a", "b")]
+    for each in requests:
+        process.send(messages.Submit(each))
+    steps = process.outputs_until_end_of("a", "b")
+    for each in requests:
+        tokens = [token for step in steps for o in step if o.request_id == each.request_id for token in o.token_ids]
+        assert tokens == expected_tokens(each, 100)
+    ids = [[output.request_id for output in step] for step in steps]
+    assert ["a", "b"] in ids
+    assert all(len(set(step)) == len(step) for step in ids)
+
+
+def test_junk_is_passed_over(process: Process) -> None:
+    for junk in (b"", b"\xff" * 1000, messages.encode(messages.StartFailed("m", "c", True))):
+        process.socket.send(junk)
+    process.send(messages.Submit(request("a")))
+    assert process.outputs_until_end_of("a")
+
+
+def test_a_request_that_cannot_be_is_refused_by_an_output(process: Process) -> None:
+    process.send(messages.Submit(request("a", prompt=[])))
+    ((refusal,),) = process.outputs_until_end_of("a")
+    assert refusal.error is not None
+    assert refusal.error.kind == "request"
+
+
+def test_status_is_answered_while_idle(process: Process) -> None:
+    process.send(messages.AskStatus(7))
+    message = process.receive()
+    assert isinstance(message, messages.Status)
+    assert (message.query_id, message.status.boot_id) == (7, "boot")
+
+
+def test_an_adapters_messages_reach_the_residency(process: Process) -> None:
+    digest = adapter("a").digest
+    process.send(messages.PinAdapter(digest, True))
+    process.send(messages.DropAdapter("unknown"))
+    process.send(messages.Submit(request("a", ref=adapter("a"))))
+    process.outputs_until_end_of("a")
+    assert process.simulator.residency.pinned == {digest}
+
+
+def test_an_abort_is_answered(process: Process) -> None:
+    process.simulator.residency.load_for_ever()
+    process.send(messages.Submit(request("a", ref=adapter("a"))))
+    process.send(messages.Abort("a"))
+    assert process.outputs_until_end_of("a")[-1][0].finish_reason == "abort"
+
+
+def test_the_loop_ends_when_it_is_told_to(process: Process) -> None:
+    process.send(messages.Close())
+    process.thread.join(10)
+    assert not process.thread.is_alive()
+
+
+def test_the_loop_ends_when_the_parent_is_gone(process: Process) -> None:
+    process.parent_gone.set()
+    process.wakeup.wake()
+    process.thread.join(10)
+    assert not process.thread.is_alive()
+
+
+def test_an_idle_engine_does_not_spin(process: Process) -> None:
+    process.send(messages.AskStatus(1))
+    process.receive()
+    ticks = process.simulator.residency.num_ticks
+    assert not threading.Event().wait(0.3)
+    assert process.simulator.residency.num_ticks - ticks <= 1
+
+
+def test_a_wakeup_outlives_many_wakes() -> None:
+    wakeup = Wakeup()
+    poller = zmq.Poller()
+    poller.register(wakeup.fileno(), zmq.POLLIN)
+    for _ in range(100_000):
+        wakeup.wake()
+    assert poller.poll(0)
+    wakeup.clear()
+    assert not poller.poll(0)

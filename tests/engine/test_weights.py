@@ -1,0 +1,202 @@
+"""Checkpoints are loaded strictly: every tensor expected, present, and of its shape."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from tiny_models import make_model
+from weft.engine.model.decoder import Decoder
+from weft.engine.model.spec import read_spec
+from weft.engine.model.weights import base_digest, expected_tensors, load_decoder, resolve_model, weight_files
+from weft.errors import ConfigError
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("sharded"), "llama", sharded=True)
+
+
+@pytest.fixture
+def changed(model: Path, tmp_path: Path) -> Callable[[Callable[[Tensors], object]], Path]:
+    """A copy of the model after a change of its tensors."""
+
+    def change(edit: Callable[[Tensors], object]) -> Path:
+        folder = tmp_path / "changed"
+        shutil.copytree(model, folder)
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return change
+
+
+def _load(folder: Path) -> Decoder:
+    return load_decoder(folder, read_spec(folder), torch.float32, CPU)
+
+
+def _logits(folder: Path) -> torch.Tensor:
+    """What the head makes of some hidden rows."""
+    return _load(folder).logits(torch.linspace(-1, 1, 128).reshape(2, 64))
+
+
+def test_the_number_of_parameters_is_that_of_the_files(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    spec = read_spec(model)
+
+    assert expected_tensors(spec) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert spec.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3"])
+def test_the_parameters_of_the_other_architectures_add_up(architecture: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, architecture, tied=True)
+    tensors = load_file(folder / "model.safetensors")
+
+    assert read_spec(folder).num_parameters == sum(tensor.numel() for tensor in tensors.values())
+
+
+def test_shards_are_found_by_the_index(sharded: Path) -> None:
+    assert len(weight_files(sharded)) > 2
+    _load(sharded)
+
+
+def test_a_missing_tensor_is_named(changed: Callable[..., Path]) -> None:
+    folder = changed(lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        _load(folder)
+
+
+def test_an_unexpected_tensor_is_named(changed: Callable[..., Path]) -> None:
+    folder = changed(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+
+    with pytest.raises(ConfigError, match=r"does not: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        _load(folder)
+
+
+def test_a_tensor_of_a_wrong_shape_is_named(changed: Callable[..., Path]) -> None:
+    folder = changed(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}))
+
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight must be .*\[64\], got F32 \[63\]"):
+        _load(folder)
+
+
+def test_whole_numbers_are_no_weights(changed: Callable[..., Path]) -> None:
+    folder = changed(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int32)}))
+
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight must be a float tensor"):
+        _load(folder)
+
+
+def test_leftovers_of_older_checkpoints_are_harmless(model: Path, changed: Callable[..., Path]) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+    folder = changed(lambda tensors: tensors.update({name: torch.zeros(8)}))
+
+    assert torch.equal(_logits(folder), _logits(model))
+
+
+def test_a_tied_head_is_the_embedding_whatever_is_stored_for_it(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen2", tied=True)
+    expected = _logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.zeros(320, 64)}, folder / "model.safetensors")
+
+    assert expected.any()
+    assert torch.equal(_logits(folder), expected)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+
+    with pytest.raises(ConfigError, match="only safetensors"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ['{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": "gone.safetensors"}}', "{}", "[1", "[]"],
+)
+def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+
+    with pytest.raises(ConfigError, match=r"index\.json"):
+        weight_files(tmp_path)
+
+
+def test_a_truncated_file_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(model, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-8])
+
+    with pytest.raises(ConfigError, match="cannot read"):
+        _load(folder)
+
+
+def test_the_digest_follows_weights_and_config(model: Path, changed: Callable[..., Path]) -> None:
+    digest = base_digest(model)
+    folder = changed(lambda tensors: tensors["model.norm.weight"].add_(1))
+
+    assert digest.startswith("sha256:")
+    assert len(digest) == 7 + 64
+    assert digest == base_digest(model)
+    assert digest != base_digest(folder)
+    shutil.copy(model / "model.safetensors", folder)
+    assert digest == base_digest(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert digest != base_digest(folder)
+
+
+def test_a_folder_is_taken_as_it_is(model: Path) -> None:
+    assert resolve_model(str(model)) == model
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "../x", "a/b/c", "~"])
+def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        resolve_model(path)
+
+
+def test_a_hub_id_is_downloaded_without_code_and_duplicates(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def download(repo_id: str, **patterns: object) -> str:
+        asked.update(patterns, repo_id=repo_id)
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+    assert resolve_model("some-org/Some-Model_1.5") == model
+    assert asked["repo_id"] == "some-org/Some-Model_1.5"
+    assert not any(str(pattern).endswith((".py", ".bin", "*")) for pattern in asked["allow_patterns"])  # type: ignore[attr-defined]
+    assert "consolidated*" in asked["ignore_patterns"]  # type: ignore[operator]
+
+
+def test_a_hub_that_does_not_deliver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repo_id: str, **patterns: object) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+    with pytest.raises(ConfigError, match=r"'org/model', and the Hugging Face hub did not deliver it"):
+        resolve_model("org/model")

@@ -1,0 +1,187 @@
+"""An engine without a model: the server's tests say what it writes, how fast, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from weft.engine.model.spec import base_shape, read_spec
+from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
+from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepStats
+from weft.engine.tokenizer import Tokenizer
+from weft.errors import EngineUnavailableError
+from weft.memory.geometry import page_geometry
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"
+BASE_TEXT = "the base speaks plainly"
+Writer = Callable[[GenerationRequest], str]
+
+
+@cache
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO_MODEL)
+
+
+def demo_ready(max_model_len: int = 256, num_pages: int = 4096) -> EngineReady:
+    """What an engine with the demo model says of itself."""
+    spec = read_spec(DEMO_MODEL)
+    base = base_shape(spec, "sha256:" + "0" * 64)
+    geometry = page_geometry(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype_bytes=4,
+        largest_row_features=base.largest_row_features,
+    )
+    memory = MemoryPlan(
+        weight_bytes=1,
+        arena_bytes=num_pages * geometry.page_bytes,
+        num_pages=num_pages,
+        kv_tokens=num_pages * geometry.page_tokens,
+        rank16_pages=4,
+        rank16_adapters=num_pages // 4,
+        host_pages=1,
+        batch_weights_bytes=0,
+    )
+    return EngineReady(
+        boot_id="boot-1",
+        model_path=str(DEMO_MODEL),
+        device="cpu",
+        dtype="float32",
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        base=base,
+        geometry=geometry,
+        memory=memory,
+        max_rank=64,
+    )
+
+
+def write_plainly(request: GenerationRequest) -> str:
+    """The base says one thing, an adapter names its digest, choices differ by their index."""
+    said = BASE_TEXT if request.adapter is None else f"adapter {request.adapter.digest[7:15]} speaks"
+    return said if request.choice_index == 0 else f"{said} choice {request.choice_index}"
+
+
+class FakeEngine:
+    """Writes what `write` says, a token per turn of the event loop (or per `token_s` seconds), then stops."""
+
+    def __init__(self, ready: EngineReady | None = None) -> None:
+        self.ready: EngineReady | None = ready or demo_ready()
+        self.write: Writer = write_plainly
+        self.token_s = 0.0
+        self.refusal: RequestError | None = None
+        """Answer every request with this error at once."""
+        self.failure_after: int | None = None
+        """Die after so many tokens."""
+        self.residents: list[ResidentAdapter] = []
+        self.requests: list[GenerationRequest] = []
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+        self.dropped: list[str] = []
+        self.pinned: set[str] = set()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        self.requests.append(request)
+        if self.ready is None:
+            raise EngineUnavailableError("The engine restarts.", retry_after_s=2)
+        if self.refusal is not None:
+            yield RequestOutput(request_id=request.request_id, finish_reason="error", error=self.refusal)
+            return
+        self.running.add(request.request_id)
+        has_ended = False
+        try:
+            outputs = self._outputs(request)
+            for count, output in enumerate(outputs):
+                await asyncio.sleep(self.token_s)
+                if self.failure_after is not None and count >= self.failure_after:
+                    has_ended = True
+                    raise EngineUnavailableError("The engine died under this request.", retry_after_s=1)
+                has_ended = output.finish_reason is not None
+                yield output
+        finally:
+            self.running.discard(request.request_id)
+            if not has_ended:
+                self.aborted.append(request.request_id)
+
+    def _outputs(self, request: GenerationRequest) -> list[RequestOutput]:
+        params, tokenizer = request.params, demo_tokenizer()
+        eos = min(tokenizer.eos_token_ids)
+        tokens = [*tokenizer.encode(self.write(request), add_special_tokens=False), eos]
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else (eos,))}
+        while params.ignore_eos and len(tokens) < params.max_tokens:
+            tokens += tokens
+        outputs = []
+        for index, token in enumerate(tokens[: params.max_tokens] or [None]):
+            is_stop = token in stops
+            is_last = index + 1 >= params.max_tokens
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    token_ids=[] if token is None else [token],
+                    logprobs=self._logprobs(request, token),
+                    finish_reason="stop" if is_stop else "length" if is_last else None,
+                    stop_token_id=token if is_stop else None,
+                )
+            )
+            if is_stop:
+                break
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            entries = [_entry(token, params.prompt_logprobs) for token in request.prompt_token_ids[1:]]
+            prompt_logprobs = [None, *entries]
+        state: AdapterState = "base" if request.adapter is None else "stored"
+        outputs[0] = replace(
+            outputs[0], prompt_logprobs=prompt_logprobs, adapter_state=state, queue_s=0.001, cached_tokens=0
+        )
+        return outputs
+
+    def _logprobs(self, request: GenerationRequest, token: int | None) -> list[TokenLogprobs] | None:
+        if request.params.logprobs is None or token is None:
+            return None
+        return [_entry(token, request.params.logprobs)]
+
+    async def status(self) -> EngineStatus:
+        if self.ready is None:
+            raise EngineUnavailableError("The engine restarts.")
+        return EngineStatus(
+            boot_id=self.ready.boot_id,
+            seq=len(self.requests),
+            running=len(self.running),
+            waiting=0,
+            pages={"free": 10, "kv": 0, "prefix": 0, "adapter": 0, "quarantine": 0},
+            residents=list(self.residents),
+            last_steps=[
+                StepStats(step=1, seconds=0.01, requests=1, tokens=1, prefill_tokens=0, adapters=1, base_requests=0)
+            ],
+            loads={"stored>device:ok": 3},
+            load_seconds=0.5,
+        )
+
+    async def drop_adapter(self, digest: str) -> None:
+        self.dropped.append(digest)
+        self.pinned.discard(digest)
+
+    def uses(self, weights_sha256: str) -> bool:
+        return any(
+            request.adapter is not None and request.adapter.weights_sha256 == weights_sha256
+            for request in self.requests
+            if request.request_id in self.running
+        )
+
+    async def pin_adapter(self, digest: str, is_pinned: bool) -> None:
+        (self.pinned.add if is_pinned else self.pinned.discard)(digest)
+
+
+def _entry(token: int, num_top: int) -> TokenLogprobs:
+    others = [other for other in range(10, 10 + num_top) if other != token][: max(0, num_top - 1)]
+    return TokenLogprobs(
+        token_id=token,
+        logprob=-0.25,
+        rank=1,
+        top_ids=[token, *others][:num_top],
+        top_logprobs=[-0.25, *(float("-inf") for _ in others)][:num_top],
+    )

@@ -1,0 +1,203 @@
+"""A model with pages and adapters but no scheduler: plans are made by hand, pages handed out as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weft.adapters.batch_weights import BatchWeights
+from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.layout import plan_layout
+from weft.adapters.packing import pack
+from weft.adapters.tables import AdapterTables
+from weft.engine.batch import build_batch
+from weft.engine.model.decoder import KvViews
+from weft.engine.model.linear import make_linear
+from weft.engine.model.spec import base_shape, read_spec
+from weft.engine.model.weights import load_decoder
+from weft.engine.plan import Chunk, ChunkResult, SampleSpec, SlotRef, StepPlan
+from weft.engine.runner import ModelRunner
+from weft.engine.sampler import Sampler
+from weft.engine.sampling_params import SamplingParams
+from weft.errors import StaleSlotError
+from weft.kernels.dispatch import kernels_for
+from weft.memory.arena import Arena
+from weft.memory.block_table import BlockTable
+from weft.memory.geometry import PageGeometry, page_geometry
+from weft.memory.pool import PagePool
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
+
+
+@dataclass
+class DrivenRequest:
+    """One sequence: its tokens so far, and how many of them are in the KV cache."""
+
+    request_id: str
+    token_ids: list[int]
+    table: BlockTable
+    adapter: SlotRef | None
+    params: SamplingParams
+    num_prompt: int
+    num_computed: int = 0
+    new_pages: list[int] = field(default_factory=list)
+
+
+class StepDriver:
+    """Everything below the scheduler, on the CPU."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        num_pages: int = 400,
+        max_rank: int = 64,
+        slots: int = 8,
+        geometry: PageGeometry | None = None,
+        batch_weights_bytes: int = 1 << 28,
+    ) -> None:
+        self.spec = read_spec(folder)
+        self.base = base_shape(self.spec, "sha256:" + "0" * 64)
+        self.geometry = geometry or page_geometry(
+            num_layers=self.spec.num_layers,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype_bytes=dtype.itemsize,
+            largest_row_features=self.base.largest_row_features,
+        )
+        self.decoder = load_decoder(folder, self.spec, dtype, CPU)
+        self.arena = Arena(self.geometry, num_pages, CPU, dtype)
+        self.pool = PagePool(num_pages)
+        self.tables = AdapterTables(slots, self.base, max_rank, self.geometry, CPU)
+        self.lora = BatchWeights(self.arena, self.tables, self.base, batch_weights_bytes, make_linear)
+        self.max_rank = max_rank
+        self.slots: list[SlotRef] = []
+        self.arena.poison(range(1, num_pages))
+        self.runner = ModelRunner(
+            decoder=self.decoder,
+            arena=self.arena,
+            lora=self.lora,
+            check_slot=self.check_slot,
+            sampler=Sampler(kernels_for(CPU)),
+        )
+        self._num_steps = 0
+        self._num_requests = 0
+
+    def check_slot(self, slot: int, generation: int, digest: str) -> None:
+        """As the residency does it."""
+        if self.slots[slot] != SlotRef(slot=slot, generation=generation, digest=digest):
+            raise StaleSlotError(f"slot {slot} is now {self.slots[slot]}")
+
+    def load_adapter(self, folder: Path) -> SlotRef:
+        """Read a PEFT checkpoint and put it into the pages and the next slot."""
+        checkpoint = read_checkpoint(
+            (folder / "adapter_config.json").read_bytes(),
+            folder / "adapter_model.safetensors",
+            self.base,
+            self.max_rank,
+        )
+        layout = plan_layout(checkpoint.ranks, self.base, self.geometry)
+        images = torch.zeros((layout.num_pages, self.geometry.page_bytes), dtype=torch.uint8)
+        weights = (folder / "adapter_model.safetensors").read_bytes()
+        pack(checkpoint, weights, layout, self.base, self.geometry, self.arena.dtype, images)
+        pages = self._pages(layout.num_pages, "adapter")
+        self.arena.bytes[pages] = images
+        slot = SlotRef(slot=len(self.slots), generation=1, digest=str(folder))
+        self.tables.write(slot.slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
+        self.slots.append(slot)
+        return slot
+
+    def request(
+        self, token_ids: Sequence[int], adapter: SlotRef | None = None, params: SamplingParams = GREEDY
+    ) -> DrivenRequest:
+        """A new sequence that begins with `token_ids`."""
+        self._num_requests += 1
+        table = BlockTable(self.geometry)
+        return DrivenRequest(f"r{self._num_requests}", list(token_ids), table, adapter, params, len(token_ids))
+
+    def chunk(self, request: DrivenRequest, num_tokens: int | None = None, prompt_logprobs: int | None = None) -> Chunk:
+        """The next tokens of a request that are not computed yet; samples when they are its last."""
+        start = request.num_computed
+        end = len(request.token_ids) if num_tokens is None else start + num_tokens
+        new_pages = self._pages(request.table.blocks_needed(end) * self.geometry.num_groups, "kv")
+        request.table.append(new_pages)
+        request.new_pages += new_pages
+        request.num_computed = end
+        return Chunk(
+            request_id=request.request_id,
+            token_ids=request.token_ids[start:end],
+            start=start,
+            block_table=request.table.pages,
+            adapter=request.adapter,
+            sample=self._sample_spec(request) if end == len(request.token_ids) else None,
+            prompt_targets=None if prompt_logprobs is None else request.token_ids[start + 1 : end + 1],
+            num_prompt_logprobs=prompt_logprobs or 0,
+        )
+
+    def plan(self, chunks: Sequence[Chunk], zero_pages: Sequence[int]) -> StepPlan:
+        """The next step."""
+        self._num_steps += 1
+        return StepPlan(step=self._num_steps, chunks=list(chunks), zero_pages=list(zero_pages))
+
+    def run(self, requests: Sequence[DrivenRequest], num_tokens: int | None = None) -> list[ChunkResult]:
+        """One step of the runner over the next tokens of each request; sampled tokens are appended."""
+        plan = self._plan_of(requests, num_tokens)
+        results = self.runner.execute(plan)
+        for request, result in zip(requests, results, strict=True):
+            if result.token_id is not None:
+                request.token_ids.append(result.token_id)
+        return results
+
+    def generate(self, requests: Sequence[DrivenRequest], num_tokens: int) -> list[list[int]]:
+        """Prefill and decode together; the new tokens of each request."""
+        for _ in range(num_tokens):
+            self.run(requests)
+        return [request.token_ids[request.num_prompt :] for request in requests]
+
+    def logits(self, requests: Sequence[DrivenRequest], num_tokens: int | None = None) -> list[torch.Tensor]:
+        """One step of the decoder alone: scores [chunk tokens, vocab_size] at every token of each request's chunk."""
+        plan = self._plan_of(requests, num_tokens)
+        with torch.inference_mode():
+            batch = build_batch(plan, self.geometry, self.arena.num_pages, CPU)
+            self.arena.zero(plan.zero_pages)
+            generations = {slot: adapter.generation for slot, adapter in batch.adapters.items()}
+            lora = self.lora.prepare(batch.row_slots, generations) if batch.adapters else None
+            scores = self.decoder.logits(self.decoder.forward(batch.rows, KvViews.of(self.arena), lora))
+        return [
+            scores[first : first + len(chunk.token_ids)]
+            for first, chunk in zip(batch.first_rows, plan.chunks, strict=True)
+        ]
+
+    def logits_alone(self, token_ids: Sequence[int], adapter: SlotRef | None = None) -> torch.Tensor:
+        """Scores [len(token_ids), vocab_size] of one sequence in one chunk."""
+        return self.logits([self.request(token_ids, adapter)])[0]
+
+    def _plan_of(self, requests: Sequence[DrivenRequest], num_tokens: int | None) -> StepPlan:
+        chunks = [self.chunk(request, num_tokens) for request in requests]
+        zero_pages = [page for request in requests for page in request.new_pages]
+        for request in requests:
+            request.new_pages.clear()
+        return self.plan(chunks, zero_pages)
+
+    def _sample_spec(self, request: DrivenRequest) -> SampleSpec:
+        history = request.params.needs_history
+        output = request.token_ids[request.num_prompt :]
+        return SampleSpec(
+            params=request.params,
+            seed=request.params.seed or 0,
+            choice_index=0,
+            output_index=len(output),
+            prompt_token_ids=request.token_ids[: request.num_prompt] if history else [],
+            output_token_ids=output if history else [],
+        )
+
+    def _pages(self, count: int, kind: str) -> list[int]:
+        pages = self.pool.allocate(count, "adapter" if kind == "adapter" else "kv")
+        if pages is None:
+            raise MemoryError(f"the driver's pool has no {count} pages left")
+        return pages

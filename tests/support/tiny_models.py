@@ -1,0 +1,183 @@
+"""Makers of tiny random checkpoints: base models with transformers, adapters with PEFT, a tokenizer built in code.
+
+Everything is seeded and needs no download. Every weight is random, also the norms and biases that transformers
+initialises to ones and zeros, so that a forgotten one shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # type: ignore[no-untyped-call]
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TINY_VOCAB_SIZE = 320
+"""The 256 bytes, the special tokens, and unused ids up to here."""
+
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+_SHAPE = {
+    "vocab_size": TINY_VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    "attn_implementation": "eager",
+}
+_EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+}
+_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_model(
+    folder: Path,
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    sharded: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **config_fields: Any,
+) -> Path:
+    """Write a tiny random checkpoint with its tokenizer into `folder`, and return `folder`.
+
+    Args:
+        folder: Where to; made if missing.
+        architecture: One of `ARCHITECTURES`.
+        seed: Of the weights.
+        tied: Whether the head is the embedding table.
+        sharded: Whether the weights are split into several files with an index.
+        dtype: Of the saved weights.
+        config_fields: Override fields of the config, for example `sliding_window=8`.
+    """
+    config_class, model_class = _CLASSES[architecture]
+    fields = {**_SHAPE, **_EXTRA[architecture], "tie_word_embeddings": tied, **copy.deepcopy(config_fields)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config_class(**fields))
+        _randomise(model)
+    model.to(dtype).save_pretrained(folder, max_shard_size="60KB" if sharded else "5GB")
+    make_tokenizer(folder)
+    return folder
+
+
+def make_adapter(
+    model_folder: Path,
+    folder: Path,
+    *,
+    rank: int = 8,
+    alpha: int = 16,
+    targets: Sequence[str] = ("q_proj", "v_proj"),
+    seed: int = 1,
+    **lora_fields: Any,
+) -> Path:
+    """Write a random PEFT adapter for the model in `model_folder` into `folder`, and return `folder`.
+
+    Args:
+        model_folder: As `make_model` returned it.
+        folder: Where to; made if missing.
+        rank: `r`.
+        alpha: `lora_alpha`.
+        targets: Names of the modules it changes; `ALL_LINEAR` for all.
+        seed: Of the weights.
+        lora_fields: Further fields of PEFT's LoraConfig: `use_rslora`, `rank_pattern`, `layers_to_transform`, ...
+    """
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(targets),
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **lora_fields,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = get_peft_model(load_reference(model_folder), config)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.15)
+    model.peft_config["default"].base_model_name_or_path = "tiny"
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    return folder
+
+
+def load_reference(folder: Path) -> Any:
+    """The checkpoint as transformers loads it, in float32, eager attention, ready for inference."""
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    _, model_class = _CLASSES[model_type]
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """Write a byte-level tokenizer with special tokens and a chat template into `folder`, and return `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bos, eos, pad, *rest = _SPECIAL_TOKENS
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    tokenizer = tokenizer_class(
+        tokenizer_object=_byte_level_tokenizer(),
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        additional_special_tokens=rest,
+        chat_template=_CHAT_TEMPLATE,
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@cache
+def _byte_level_tokenizer() -> Tokenizer:
+    """Ids 0 to 255 stand for the bytes in the order of the byte-level alphabet; the special tokens follow."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+        else:
+            torch.nn.init.normal_(parameter, std=0.15)

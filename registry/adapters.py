@@ -1,0 +1,362 @@
+"""Adapters, versions, aliases and grants: rows in, records out. Each function runs in the caller's transaction.
+
+Every question names a tenant, so another tenant's adapter looks like one that does not exist.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from sqlalchemy import ColumnElement, ScalarSelect, Select, and_, delete, exists, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
+
+from weft.adapters.ref import LoraSpec
+from weft.errors import InvalidRequestError, NotFoundError
+from weft.registry.clock import from_micros, to_micros
+from weft.registry.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
+from weft.registry.names import MAX_DESCRIPTION, check_alias, check_integer, check_name, check_text, is_name
+from weft.registry.records import Adapter, AdapterVersion, Page, Removed, VersionFacts
+from weft.registry.references import only_referenced_by
+from weft.registry.selectors import DEFAULT_ALIAS, Selector, model_not_found, parse_selector
+from weft.registry.tenants import tenant_row
+
+MAX_PAGE = 1000
+MAX_ALIASES = 100
+_LARGEST_VERSION = (1 << 31) - 1
+
+
+async def publish_version(
+    session: AsyncSession,
+    tenant_id: str,
+    name: str,
+    facts: VersionFacts,
+    *,
+    description: str | None,
+    activate: bool,
+    now: datetime,
+) -> tuple[Adapter, bool]:
+    """Make an upload the adapter's next version, unless a version with its digest lives already.
+
+    Returns:
+        The adapter with the version as `current`, and whether the version is new.
+
+    Raises:
+        NotFoundError: There is no such tenant.
+        InvalidRequestError: The name or the description cannot be stored.
+    """
+    check_name(name, "name")
+    owner = await session.get(TenantRow, tenant_id)
+    if owner is None:
+        raise NotFoundError("There is no such tenant.")
+    own = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
+    adapter = await session.scalar(own)
+    if adapter is None:
+        adapter = AdapterRow(
+            id=f"adp_{secrets.token_hex(12)}",
+            tenant_id=tenant_id,
+            name=name,
+            description=None,
+            pinned=False,
+            next_version=1,
+            created_at=to_micros(now),
+        )
+        session.add(adapter)
+    if description is not None:
+        adapter.description = check_text(description, "description", MAX_DESCRIPTION)
+    same = select(VersionRow).where(VersionRow.adapter_id == adapter.id, VersionRow.digest == facts.digest)
+    version = await session.scalar(same)
+    created = version is None
+    if version is None:
+        version = _version_row(adapter, facts, now)
+        adapter.next_version += 1
+        session.add(version)
+    await session.flush()
+    if activate:
+        await _point_aliases(session, adapter.id, {DEFAULT_ALIAS: version.version})
+    return (await _records(session, [(adapter, owner.name)], {adapter.id: version}))[0], created
+
+
+async def list_adapters(session: AsyncSession, tenant_id: str, after: str | None, limit: int) -> Page[Adapter]:
+    """A tenant's own adapters by name, those after the name `after`."""
+    check_integer(limit, "limit", low=1, high=MAX_PAGE)
+    statement = _with_owner(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name).limit(limit + 1)
+    if after is not None:
+        statement = statement.where(AdapterRow.name > check_text(after, "after", 63))
+    rows = [(row, owner) for row, owner in await session.execute(statement)]
+    items = await _records(session, rows[:limit])
+    return Page(items=items, next=items[-1].name if len(rows) > limit else None)
+
+
+async def list_granted(session: AsyncSession, tenant_id: str) -> tuple[Adapter, ...]:
+    """Other tenants' adapters that this tenant may call, by owner and name."""
+    granted = select(GrantRow.adapter_id).where(GrantRow.tenant_id == tenant_id)
+    statement = _with_owner(AdapterRow.id.in_(granted)).order_by(TenantRow.name, AdapterRow.name)
+    return await _records(session, [(row, owner) for row, owner in await session.execute(statement)])
+
+
+async def get_adapter(session: AsyncSession, tenant_id: str, name: str) -> Adapter:
+    """One of a tenant's own adapters.
+
+    Raises:
+        NotFoundError: The tenant has none of this name.
+    """
+    return (await _records(session, [await _adapter_row(session, tenant_id, name)]))[0]
+
+
+async def pinned_digests(session: AsyncSession) -> tuple[str, ...]:
+    """Digests of the current versions of all pinned adapters, each once, the oldest versions first."""
+    pinned = select(AdapterRow.id).where(AdapterRow.pinned)
+    rows = await session.scalars(_current_versions(pinned).order_by(VersionRow.created_at, VersionRow.digest))
+    return tuple(dict.fromkeys(row.digest for row in rows))
+
+
+async def list_versions(session: AsyncSession, tenant_id: str, name: str) -> tuple[AdapterVersion, ...]:
+    """All versions of one of a tenant's adapters, newest first.
+
+    Raises:
+        NotFoundError: The tenant has none of this name.
+    """
+    adapter, _ = await _adapter_row(session, tenant_id, name)
+    newest_first = select(VersionRow).where(VersionRow.adapter_id == adapter.id).order_by(VersionRow.version.desc())
+    return tuple(_version(row) for row in await session.scalars(newest_first))
+
+
+async def update_adapter(
+    session: AsyncSession,
+    tenant_id: str,
+    name: str,
+    *,
+    description: str | None,
+    pinned: bool | None,
+    aliases: Mapping[str, int | None] | None,
+) -> Adapter:
+    """Change what is not None; `aliases` merges, and None as its version removes one.
+
+    Raises:
+        NotFoundError: The tenant has none of this name.
+        InvalidRequestError: A text cannot be stored, or an alias means a version that does not exist.
+    """
+    adapter, owner = await _adapter_row(session, tenant_id, name)
+    if description is not None:
+        adapter.description = check_text(description, "description", MAX_DESCRIPTION)
+    if pinned is not None:
+        adapter.pinned = pinned
+    await _point_aliases(session, adapter.id, aliases or {})
+    await session.flush()
+    return (await _records(session, [(adapter, owner)]))[0]
+
+
+async def delete_adapter(
+    session: AsyncSession, tenant_id: str, name: str, version: int | None
+) -> tuple[Adapter, Removed]:
+    """Delete one version, or the adapter; its last version takes the adapter with it.
+
+    Returns:
+        The adapter as it was, and what nobody refers to any more.
+
+    Raises:
+        NotFoundError: The tenant has none of this name, or no such version.
+    """
+    row, owner = await _adapter_row(session, tenant_id, name)
+    adapter = (await _records(session, [(row, owner)]))[0]
+    versions = set(await session.scalars(select(VersionRow.version).where(VersionRow.adapter_id == row.id)))
+    if version is not None and version not in versions:
+        raise NotFoundError("There is no such version.")
+    if version is None or versions == {version}:
+        removed = await only_referenced_by(session, lambda other: other.adapter_id == row.id)
+        await session.execute(delete(AdapterRow).where(AdapterRow.id == row.id))
+        return adapter, removed
+
+    def is_doomed(other: type[VersionRow]) -> ColumnElement[bool]:
+        return and_(other.adapter_id == row.id, other.version == version)
+
+    removed = await only_referenced_by(session, is_doomed)
+    await session.execute(delete(VersionRow).where(is_doomed(VersionRow)))
+    return adapter, removed
+
+
+async def grant_adapter(session: AsyncSession, tenant_id: str, name: str, grantee: str, now: datetime) -> Adapter:
+    """Let another tenant call an adapter.
+
+    Raises:
+        NotFoundError: No such adapter, or no such grantee.
+        InvalidRequestError: The grantee is the owner.
+    """
+    adapter, owner = await _adapter_row(session, tenant_id, name)
+    other = await tenant_row(session, grantee)
+    if other.id == tenant_id:
+        raise InvalidRequestError("The owner needs no grant.", param="tenant")
+    if await session.get(GrantRow, (adapter.id, other.id)) is None:
+        session.add(GrantRow(adapter_id=adapter.id, tenant_id=other.id, created_at=to_micros(now)))
+        await session.flush()
+    return (await _records(session, [(adapter, owner)]))[0]
+
+
+async def withdraw_grant(session: AsyncSession, tenant_id: str, name: str, grantee: str) -> Adapter:
+    """Take a grant back.
+
+    Raises:
+        NotFoundError: No such adapter, grantee or grant.
+    """
+    adapter, owner = await _adapter_row(session, tenant_id, name)
+    other = await tenant_row(session, grantee)
+    grant = await session.get(GrantRow, (adapter.id, other.id))
+    if grant is None:
+        raise NotFoundError("There is no such grant.")
+    await session.delete(grant)
+    return (await _records(session, [(adapter, owner)]))[0]
+
+
+async def resolve(session: AsyncSession, tenant_id: str, text: str) -> Adapter:
+    """The adapter that a caller of this tenant means, with `current` as the version that is meant.
+
+    Raises:
+        NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
+    """
+    selector = parse_selector(text)
+    statement = (
+        select(AdapterRow, TenantRow.name, VersionRow)
+        .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+        .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
+        .where(AdapterRow.name == selector.name, _may_call(tenant_id, selector), _is_meant(selector))
+    )
+    found = (await session.execute(statement)).one_or_none()
+    if found is None:
+        raise model_not_found(text)
+    adapter, owner, version = found
+    return (await _records(session, [(adapter, owner)], {adapter.id: version}))[0]
+
+
+def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
+    return select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id).where(*conditions)
+
+
+async def _adapter_row(session: AsyncSession, tenant_id: str, name: str) -> tuple[AdapterRow, str]:
+    own = _with_owner(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
+    found = (await session.execute(own)).one_or_none() if is_name(name) else None
+    if found is None:
+        raise NotFoundError("There is no such adapter.")
+    adapter, owner = found
+    return adapter, owner
+
+
+def _may_call(tenant_id: str, selector: Selector) -> ColumnElement[bool]:
+    if selector.tenant is None:
+        return AdapterRow.tenant_id == tenant_id
+    granted = exists().where(GrantRow.adapter_id == AdapterRow.id, GrantRow.tenant_id == tenant_id)
+    return and_(TenantRow.name == selector.tenant, or_(AdapterRow.tenant_id == tenant_id, granted))
+
+
+def _is_meant(selector: Selector) -> ColumnElement[bool]:
+    if selector.version is not None:
+        return VersionRow.version == selector.version
+    if selector.digest is not None:
+        return VersionRow.digest == selector.digest
+    return VersionRow.version == _alias_version(selector.alias)
+
+
+def _alias_version(alias: str | None) -> ScalarSelect[int]:
+    return (
+        select(AliasRow.version)
+        .where(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.alias == alias)
+        .correlate(VersionRow)
+        .scalar_subquery()
+    )
+
+
+async def _point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping[str, int | None]) -> None:
+    for alias, version in aliases.items():
+        check_alias(alias)
+        row = await session.get(AliasRow, (adapter_id, alias))
+        if version is None:
+            if row is not None:
+                await session.delete(row)
+            continue
+        check_integer(version, "aliases", low=1, high=_LARGEST_VERSION)
+        if await session.get(VersionRow, (adapter_id, version)) is None:
+            raise InvalidRequestError(f"There is no version {version} for the alias `{alias}`.", param="aliases")
+        if row is None:
+            session.add(AliasRow(adapter_id=adapter_id, alias=alias, version=version))
+        else:
+            row.version = version
+    await session.flush()
+    count = select(func.count()).select_from(AliasRow).where(AliasRow.adapter_id == adapter_id)
+    if aliases and (await session.scalar(count) or 0) > MAX_ALIASES:
+        raise InvalidRequestError(f"An adapter takes at most {MAX_ALIASES} aliases.", param="aliases")
+
+
+async def _records(
+    session: AsyncSession,
+    adapters: Sequence[tuple[AdapterRow, str]],
+    meant: Mapping[str, VersionRow] | None = None,
+) -> tuple[Adapter, ...]:
+    """Records of adapters with their owners' names; `meant` has the `current` version where it is known."""
+    ids = [adapter.id for adapter, _ in adapters]
+    aliases: dict[str, dict[str, int]] = {adapter_id: {} for adapter_id in ids}
+    statement = select(AliasRow).where(AliasRow.adapter_id.in_(ids)).order_by(AliasRow.alias)
+    for row in await session.scalars(statement):
+        aliases[row.adapter_id][row.alias] = row.version
+    current = meant or {row.adapter_id: row for row in await session.scalars(_current_versions(ids))}
+    return tuple(
+        Adapter(
+            id=adapter.id,
+            tenant_id=adapter.tenant_id,
+            tenant=owner,
+            name=adapter.name,
+            description=adapter.description,
+            pinned=adapter.pinned,
+            created_at=from_micros(adapter.created_at),
+            aliases=aliases[adapter.id],
+            current=_version(current[adapter.id]),
+        )
+        for adapter, owner in adapters
+    )
+
+
+def _current_versions(adapter_ids: Sequence[str] | Select[str]) -> Select[VersionRow]:
+    other = aliased(VersionRow)
+    latest = (
+        select(func.max(other.version))
+        .where(other.adapter_id == VersionRow.adapter_id)
+        .correlate(VersionRow)
+        .scalar_subquery()
+    )
+    plain_name = func.coalesce(_alias_version(DEFAULT_ALIAS), latest)
+    return select(VersionRow).where(VersionRow.adapter_id.in_(adapter_ids), VersionRow.version == plain_name)
+
+
+def _version_row(adapter: AdapterRow, facts: VersionFacts, now: datetime) -> VersionRow:
+    return VersionRow(
+        adapter_id=adapter.id,
+        version=adapter.next_version,
+        digest=facts.digest,
+        weights_sha256=facts.weights_sha256,
+        spec=facts.spec.canonical(),
+        rank=facts.rank,
+        target_modules=list(facts.target_modules),
+        applied=facts.applied,
+        total=facts.total,
+        parameters=facts.parameters,
+        size_bytes=facts.size_bytes,
+        created_at=to_micros(now),
+    )
+
+
+def _version(row: VersionRow) -> AdapterVersion:
+    return AdapterVersion(
+        adapter_id=row.adapter_id,
+        version=row.version,
+        digest=row.digest,
+        weights_sha256=row.weights_sha256,
+        spec=LoraSpec.from_canonical(row.spec),
+        rank=row.rank,
+        target_modules=tuple(row.target_modules),
+        applied=row.applied,
+        total=row.total,
+        parameters=row.parameters,
+        size_bytes=row.size_bytes,
+        created_at=from_micros(row.created_at),
+    )

@@ -1,0 +1,276 @@
+"""An append-only journal on disk: lines with a checksum, one fsync for all who wait.
+
+A folder of numbered files, each written by one process until it is closed and never again. Knows nothing of what a
+line means, nor of databases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from weft.errors import CapacityError, ConfigError
+
+MAX_FILE_BYTES = 4 << 20
+
+_SUFFIX = ".journal"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLines:
+    """What one file holds."""
+
+    payloads: list[bytes]
+    damaged: int
+    """Complete lines whose checksum is wrong; an unfinished last line is none."""
+
+
+def encode_line(payload: bytes) -> bytes:
+    """A line: eight hex digits of CRC-32, the payload's length in decimal, the payload, a newline.
+
+    Raises:
+        ValueError: The payload holds a newline.
+    """
+    if b"\n" in payload:
+        raise ValueError("expected a payload without newlines")
+    return b"%08x %d %b\n" % (zlib.crc32(payload), len(payload), payload)
+
+
+def read_lines(path: Path) -> JournalLines:
+    """Read a file as far as it can be trusted. A crash may leave half a line at the end, which is left out."""
+    *complete, _torn = path.read_bytes().split(b"\n")
+    payloads = [payload for line in complete if (payload := _decode_line(line)) is not None]
+    return JournalLines(payloads, len(complete) - len(payloads))
+
+
+def _decode_line(line: bytes) -> bytes | None:
+    checksum, _, rest = line.partition(b" ")
+    length, _, payload = rest.partition(b" ")
+    if checksum == b"%08x" % zlib.crc32(payload) and length == b"%d" % len(payload):
+        return payload
+    return None
+
+
+class JournalFiles:
+    """The folder: the file being written, and the closed ones that nobody removed yet.
+
+    Blocks; not thread-safe: one thread at a time.
+    """
+
+    def __init__(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._lock_fd = _lock(folder)
+        self.closed = sorted(folder.glob(f"*{_SUFFIX}"))
+        """Files with nothing more to come, oldest first; at the start what the last process left."""
+        self._next_number = 1 + max((int(path.stem) for path in folder.glob("[0-9]*.*")), default=0)
+        self._fd: int | None = None
+        self._path = folder
+        self._size = 0
+
+    def write(self, lines: bytes, *, durable: bool) -> None:
+        """Append whole lines; with `durable` they survive a power cut from the return on.
+
+        Raises:
+            OSError: Nothing of `lines` counts as written.
+        """
+        if self._fd is None:
+            self._fd = self._open_next()
+        try:
+            _write_all(self._fd, lines)
+            if durable:
+                os.fsync(self._fd)
+        except OSError:
+            # After a failed write or fsync nobody knows what the file's tail holds: cut it, and go on in a new file.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            self.close_current()
+            raise
+        self._size += len(lines)
+        if self._size >= self._max_file_bytes:
+            self.close_current()
+
+    def close_current(self) -> None:
+        """Close the file being written, if there is one; the next write begins another."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            self.closed.append(self._path)
+            os.close(fd)
+
+    def remove(self, path: Path) -> None:
+        """Delete a closed file: everything in it is safe elsewhere."""
+        path.unlink()
+        self.closed.remove(path)
+
+    def set_aside(self, path: Path) -> None:
+        """Keep a closed file that has damaged lines under another name, for people to look at."""
+        path.rename(path.with_suffix(".damaged"))
+        self.closed.remove(path)
+
+    def close(self) -> None:
+        """Close the file being written and let go of the folder."""
+        try:
+            self.close_current()
+        finally:
+            os.close(self._lock_fd)
+
+    def _open_next(self) -> int:
+        path = self._folder / f"{self._next_number:016d}{_SUFFIX}"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._next_number += 1
+        try:
+            _sync_folder(self._folder)
+        except OSError:
+            os.close(fd)
+            path.unlink()
+            raise
+        self._path, self._size = path, 0
+        return fd
+
+
+class Journal:
+    """The same folder for an event loop: appends wait together for one fsync, made in a thread.
+
+    Thread: one event loop.
+    """
+
+    def __init__(self, files: JournalFiles) -> None:
+        self._files = files
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-journal")
+        self._lines: list[bytes] = []
+        self._waiters: list[asyncio.Future[None]] = []
+        self._turn = asyncio.Lock()
+        self._writer: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def closed(self) -> tuple[Path, ...]:
+        """Files with nothing more to come, oldest first."""
+        return tuple(self._files.closed)
+
+    async def append(self, payload: bytes, *more: bytes) -> None:
+        """Append payloads, all in one group; returns when they are on disk for good.
+
+        Raises:
+            CapacityError: They are not; code storage_full, or storage_unavailable.
+        """
+        self._enqueue(payload, *more)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def append_soon(self, payload: bytes) -> None:
+        """Append a payload with the next group, without waiting and without an fsync of its own.
+
+        It survives the death of the process once written; a power cut may take it until the next `append`.
+
+        Raises:
+            CapacityError: The journal was closed; code storage_unavailable.
+        """
+        self._enqueue(payload)
+
+    async def seal(self) -> tuple[Path, ...]:
+        """Write what was appended until now, close the file, and return all closed files, oldest first."""
+        async with self._turn:
+            await self._write_group()
+            await self._run(self._files.close_current)
+        return self.closed
+
+    async def remove(self, path: Path) -> None:
+        """Delete a closed file: everything in it is safe elsewhere."""
+        await self._run(lambda: self._files.remove(path))
+
+    async def set_aside(self, path: Path) -> None:
+        """Keep a closed file that has damaged lines under another name."""
+        await self._run(lambda: self._files.set_aside(path))
+
+    async def close(self) -> None:
+        """Write what was appended, and close the folder."""
+        self._is_closed = True
+        try:
+            await self.seal()
+        finally:
+            await self._run(self._files.close)
+            self._thread.shutdown()
+
+    def _enqueue(self, *payloads: bytes) -> None:
+        if self._is_closed:
+            raise CapacityError("The usage journal is closed: the server is stopping.", code="storage_unavailable")
+        self._lines += [encode_line(payload) for payload in payloads]
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_all_groups())
+
+    async def _write_all_groups(self) -> None:
+        while self._lines:
+            async with self._turn:
+                await self._write_group()
+
+    async def _write_group(self) -> None:
+        """Write everything that waits, as one group; those who wait for it learn how it went."""
+        lines, self._lines = self._lines, []
+        waiters, self._waiters = self._waiters, []
+        if not lines:
+            return
+        try:
+            await self._run(lambda: self._files.write(b"".join(lines), durable=bool(waiters)))
+        except OSError as error:
+            _logger.warning("usage journal: %d lines could not be written: %s", len(lines), error)
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(_refusal(error))
+        else:
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def _run(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _refusal(error: OSError) -> CapacityError:
+    if error.errno in _FULL:
+        return CapacityError("The disk that holds the usage journal is full; free some space.", code="storage_full")
+    return CapacityError("The usage journal cannot be written now; try again.", code="storage_unavailable")
+
+
+def _lock(folder: Path) -> int:
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"server.data_dir is in use by another Weft process ({folder.parent}); stop it, or choose another folder.",
+            param="server.data_dir",
+        ) from error
+    return fd
+
+
+def _write_all(fd: int, lines: bytes) -> None:
+    rest = memoryview(lines)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,226 @@
+"""Keys: random secrets, kept only as keyed digests, found by the part that everybody may see.
+
+A secret is `weft_<prefix>_<256 random bits>`. What is stored is its HMAC-SHA256 under a pepper that lives outside the
+database, so that neither a stolen database nor a stolen data folder alone says which secrets work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import cast
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
+from weft.registry.clock import Clock, from_micros, to_micros
+from weft.registry.database import Database
+from weft.registry.models import KeyRow, TenantRow
+from weft.registry.names import check_text
+from weft.registry.recent import Recent
+from weft.registry.records import SCOPES, Identity, Key, Scope
+from weft.registry.tenants import tenant_row
+
+MAX_SECRET = 512
+
+_PREFIX_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_SECRET = re.compile(r"(weft_[0-9a-z]{12})_[A-Za-z0-9_-]{43}")
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    identity: Identity
+    expires_at: datetime | None
+
+
+class KeyRing:
+    """Tells who holds a secret; remembers the answer for a short while, by the secret's full digest.
+
+    Thread: one event loop.
+    """
+
+    def __init__(self, pepper: bytes, admin_key: str | None, clock: Clock, monotonic: Callable[[], float]) -> None:
+        self._pepper = pepper
+        self._clock = clock
+        self._admin_digest = None if admin_key is None else self.digest(admin_key)
+        self._recent: Recent[str, _Known] = Recent(monotonic)
+
+    def digest(self, secret: str) -> str:
+        """What is stored of a secret: 64 hex digits."""
+        return hmac.new(self._pepper, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
+    async def authenticate(self, database: Database, secret: str) -> Identity:
+        """Who holds this secret.
+
+        Raises:
+            AuthenticationError: Nobody, or the key has expired or was revoked.
+        """
+        if len(secret) > MAX_SECRET:
+            raise _refusal()
+        digest = self.digest(secret)
+        if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
+            return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
+        known = self._recent.get(digest)
+        if known is None:
+            epoch = self._recent.epoch
+            known = await _read_known(database, secret, digest)
+            self._recent.remember(digest, known, epoch)
+        if known.expires_at is not None and known.expires_at <= self._clock():
+            raise _refusal()
+        return known.identity
+
+    def forget(self) -> None:
+        """A key was revoked, or a tenant deleted: ask the database again."""
+        self._recent.forget()
+
+
+def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
+    """The pepper that was given, or the one in `data_dir`, made (mode 0600) when missing."""
+    if pepper is not None:
+        return pepper.encode()
+    path = data_dir / "pepper"
+    while True:
+        try:
+            return bytes.fromhex(path.read_text())
+        except FileNotFoundError:
+            _make_pepper(path)
+
+
+async def create_key(
+    session: AsyncSession,
+    ring: KeyRing,
+    tenant: str,
+    name: str | None,
+    scopes: Sequence[str],
+    expires_at: datetime | None,
+    *,
+    now: datetime,
+) -> tuple[Key, str]:
+    """Make a key; the second value is its secret.
+
+    Raises:
+        NotFoundError: There is no such tenant.
+        InvalidRequestError: A scope is unknown, there is none, or `expires_at` has passed.
+    """
+    owner = await tenant_row(session, tenant)
+    if name is not None:
+        check_text(name, "name", 255)
+    if not scopes or not set(scopes) <= set(SCOPES):
+        raise InvalidRequestError(f"scopes must be some of {', '.join(SCOPES)}.", param="scopes")
+    if expires_at is not None and (expires_at.tzinfo is None or expires_at <= now):
+        raise InvalidRequestError("expires_at must be in the future and have a timezone.", param="expires_at")
+    prefix = "weft_" + "".join(secrets.choice(_PREFIX_CHARACTERS) for _ in range(12))
+    secret = f"{prefix}_{secrets.token_urlsafe(32)}"
+    row = KeyRow(
+        id=f"key_{secrets.token_hex(12)}",
+        tenant_id=owner.id,
+        name=name,
+        prefix=prefix,
+        digest=ring.digest(secret),
+        scopes=[scope for scope in SCOPES if scope in scopes],
+        expires_at=None if expires_at is None else to_micros(expires_at),
+        created_at=to_micros(now),
+        revoked_at=None,
+    )
+    session.add(row)
+    await session.flush()
+    return _key(row, owner.name), secret
+
+
+async def list_keys(session: AsyncSession, tenant: str) -> tuple[Key, ...]:
+    """The tenant's keys that were not revoked, oldest first.
+
+    Raises:
+        NotFoundError: There is no such tenant.
+    """
+    owner = await tenant_row(session, tenant)
+    rows = await session.scalars(
+        select(KeyRow)
+        .where(KeyRow.tenant_id == owner.id, KeyRow.revoked_at.is_(None))
+        .order_by(KeyRow.created_at, KeyRow.id)
+    )
+    return tuple(_key(row, owner.name) for row in rows)
+
+
+async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> Key:
+    """Mark a key as revoked.
+
+    Raises:
+        NotFoundError: There is no such key, or it was revoked before.
+    """
+    check_text(key_id, "id", 64)
+    statement = select(KeyRow, TenantRow.name).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
+    found = (await session.execute(statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None)))).one_or_none()
+    if found is None:
+        raise NotFoundError("There is no such key.")
+    row, tenant = found
+    row.revoked_at = to_micros(now)
+    return _key(row, tenant)
+
+
+async def _read_known(database: Database, secret: str, digest: str) -> _Known:
+    matched = _SECRET.fullmatch(secret)
+    async with database.read() as session:
+        row, tenant = await _find(session, matched[1] if matched else "")
+    # The comparison is made for unknown prefixes too, so that they take as long.
+    stored = row.digest if row is not None else _NO_DIGEST
+    if not hmac.compare_digest(digest, stored) or row is None or row.revoked_at is not None:
+        raise _refusal()
+    identity = Identity(
+        role="tenant",
+        tenant_id=row.tenant_id,
+        tenant=tenant,
+        key_id=row.id,
+        scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
+    )
+    return _Known(identity, None if row.expires_at is None else from_micros(row.expires_at))
+
+
+async def _find(session: AsyncSession, prefix: str) -> tuple[KeyRow | None, str]:
+    statement = select(KeyRow, TenantRow.name).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
+    found = (await session.execute(statement.where(KeyRow.prefix == prefix))).one_or_none()
+    return (None, "") if found is None else (found[0], found[1])
+
+
+def _key(row: KeyRow, tenant: str) -> Key:
+    return Key(
+        id=row.id,
+        tenant_id=row.tenant_id,
+        tenant=tenant,
+        name=row.name,
+        prefix=row.prefix,
+        scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
+        expires_at=None if row.expires_at is None else from_micros(row.expires_at),
+        created_at=from_micros(row.created_at),
+        revoked_at=None if row.revoked_at is None else from_micros(row.revoked_at),
+    )
+
+
+def _make_pepper(path: Path) -> None:
+    """Write a new pepper; the file appears complete or not at all, and whoever comes first wins."""
+    temporary = path.with_name(f".pepper.{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(fd, secrets.token_hex(32).encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
+
+
+def _refusal() -> AuthenticationError:
+    return AuthenticationError("The API key is missing, wrong, expired or revoked.")

@@ -1,0 +1,285 @@
+"""Every token once: usage events from the journal into the database.
+
+An event is acknowledged when the journal has it on disk. One task moves the journal to SQL in batches; at start the
+files that a crash left are replayed, and requests that never got their final event are billed from their last
+progress mark. Knows nothing of how requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from sqlalchemy.exc import SQLAlchemyError
+
+from weft.errors import CapacityError
+from weft.registry import usage
+from weft.registry.clock import Clock, to_micros, utc_now
+from weft.registry.database import Database
+from weft.registry.journal import Journal, JournalFiles, read_lines
+from weft.registry.records import AdapterUsage, UsageEvent, UsageQuery, UsageReport
+
+MOVE_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 5.0
+BATCH_EVENTS = 500
+INTERRUPTED = "interrupted"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a journal line says: how a request ended, or how far it has come."""
+
+    kind: Literal["final", "mark"]
+    event: UsageEvent
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(_Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A closed journal file, decoded."""
+
+    path: Path
+    entries: tuple[_Entry, ...]
+    damaged: int
+
+
+class UsageLedger:
+    """Records usage durably, and answers what was used.
+
+    Invariant: a final event that was acknowledged is in the database or in a journal file, and a file is removed only
+    after the transaction that holds its events. Marks of requests still running are written again before the file
+    that holds them goes. So a crash at any moment loses nothing, and the event's id keeps it from counting twice.
+
+    Thread: the event loop that opened it.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        journal: Journal,
+        *,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
+        move_interval_s: float = MOVE_INTERVAL_S,
+        retry_interval_s: float = RETRY_INTERVAL_S,
+    ) -> None:
+        self._database = database
+        self._journal = journal
+        self._clock = clock
+        self._monotonic = monotonic
+        self._move_interval_s = move_interval_s
+        self._retry_interval_s = retry_interval_s
+        self._open_marks: dict[str, UsageEvent] = {}
+        self._has_unmoved = asyncio.Event()
+        self._unsealed_since: float | None = None
+        self._sealed_since: float | None = None
+        self._moving = asyncio.Lock()
+        self._mover: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        database: Database,
+        folder: Path,
+        *,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
+        move_interval_s: float = MOVE_INTERVAL_S,
+        retry_interval_s: float = RETRY_INTERVAL_S,
+    ) -> UsageLedger:
+        """Take the journal's folder, replay what a crash left there, and start moving.
+
+        Raises:
+            ConfigError: Another process has the folder.
+            CapacityError: The database cannot answer.
+        """
+        journal = Journal(await asyncio.to_thread(JournalFiles, folder))
+        ledger = cls(
+            database,
+            journal,
+            clock=clock,
+            monotonic=monotonic,
+            move_interval_s=move_interval_s,
+            retry_interval_s=retry_interval_s,
+        )
+        try:
+            await ledger._replay()
+        except BaseException:
+            await journal.close()
+            raise
+        ledger._mover = asyncio.create_task(ledger._move_forever(), name="weft-usage-mover")
+        return ledger
+
+    async def close(self) -> None:
+        """Move what the journal holds, if the database lets us; what stays is replayed at the next start."""
+        if self._mover is not None:
+            async with self._moving:  # never in the middle of a transaction
+                self._mover.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._mover
+        try:
+            await self._flush_or_log()
+        finally:
+            await self._journal.close()
+
+    def mint_id(self) -> str:
+        """A new ledger id; ids sort by the time they were minted."""
+        return f"use_{to_micros(self._clock()):014x}{secrets.token_hex(8)}"
+
+    async def record(self, event: UsageEvent) -> None:
+        """Write down how a request ended. Only then may its client see the end.
+
+        The same id counts once, however often it is recorded; the first that is written wins.
+
+        Raises:
+            CapacityError: The event is not on disk; code storage_full or storage_unavailable. The request is billed
+                from its last progress mark, at the next start.
+            InvalidRequestError: A field cannot be stored.
+        """
+        event = usage.checked_event(event)
+        if self._unsealed_since is None:
+            self._unsealed_since = self._monotonic()
+        self._has_unmoved.set()
+        # A caller that is cancelled while it waits has recorded all the same.
+        await asyncio.shield(self._append_final(event))
+
+    def progress(self, event: UsageEvent) -> None:
+        """Write down how far a request has come, after its tokens were sent; counts only if no end follows.
+
+        Args:
+            event: The event as it would be if the request ended now, under the same id; never after `record`.
+
+        Raises:
+            InvalidRequestError: A field cannot be stored.
+        """
+        event = usage.checked_event(event)
+        self._open_marks[event.id] = event
+        with contextlib.suppress(CapacityError):
+            self._journal.append_soon(_encoder.encode(_Entry("mark", event)))
+
+    async def flush(self) -> None:
+        """Move everything acknowledged until now into the database.
+
+        Raises:
+            CapacityError: Database or journal cannot be written now; nothing is lost, try again.
+        """
+        async with self._moving:
+            if self._sealed_since is None:
+                self._sealed_since = self._unsealed_since
+            self._unsealed_since = None
+            self._has_unmoved.clear()
+            try:
+                files = [await asyncio.to_thread(_read_file, path) for path in await self._journal.seal()]
+                await self._carry_marks(files)
+                for file in files:
+                    await self._insert(entry.event for entry in file.entries if entry.kind == "final")
+                    await self._discard(file)
+            except OSError as error:
+                raise CapacityError("The usage journal cannot be read now.", code="storage_unavailable") from error
+            self._sealed_since = None
+
+    async def query(self, query: UsageQuery) -> UsageReport:
+        """Usage as the database has it; `flush` first for what was acknowledged just now.
+
+        Raises:
+            InvalidRequestError: Range, grouping, limit or cursor make no sense.
+        """
+        async with self._database.read() as session:
+            return await usage.query(session, query)
+
+    async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
+        """All that was ever asked of these adapters; ids without usage are missing."""
+        async with self._database.read() as session:
+            return await usage.summary(session, adapter_ids)
+
+    async def check(self) -> int:
+        """How many hourly sums differ from the events they were made of: 0, or there is a bug."""
+        async with self._database.read() as session:
+            return await usage.count_differences(session)
+
+    def lag_s(self) -> float:
+        """Age in seconds of the oldest event that is not in the database yet; 0 when all are."""
+        moments = [moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None]
+        return max(self._monotonic() - min(moments), 0.0) if moments else 0.0
+
+    async def _append_final(self, event: UsageEvent) -> None:
+        await self._journal.append(_encoder.encode(_Entry("final", event)))
+        self._open_marks.pop(event.id, None)
+
+    async def _replay(self) -> None:
+        """Move what the last process left; whoever has marks but no end was cut off by its death."""
+        files = [await asyncio.to_thread(_read_file, path) for path in self._journal.closed]
+        finals: dict[str, UsageEvent] = {}
+        marks: dict[str, UsageEvent] = {}
+        for entry in (entry for file in files for entry in file.entries):
+            event = entry.event
+            if entry.kind == "final":
+                finals.setdefault(event.id, event)
+            elif event.id not in marks or marks[event.id].completion_tokens <= event.completion_tokens:
+                marks[event.id] = event
+        cut_off = [replace(mark, status=INTERRUPTED) for mark in marks.values() if mark.id not in finals]
+        await self._insert([*finals.values(), *cut_off])
+        for file in files:
+            await self._discard(file)
+        if finals or cut_off:
+            _logger.info("usage journal: replayed %d ends and %d cut-off requests", len(finals), len(cut_off))
+
+    async def _carry_marks(self, files: list[_File]) -> None:
+        marks = [_encoder.encode(_Entry("mark", event)) for event in self._open_marks.values()]
+        if files and marks:
+            await self._journal.append(*marks)
+
+    async def _insert(self, events: Iterable[UsageEvent]) -> None:
+        rest = list(events)
+        while rest:
+            batch, rest = rest[:BATCH_EVENTS], rest[BATCH_EVENTS:]
+            async with self._database.write() as session:
+                await usage.insert_events(session, batch)
+
+    async def _discard(self, file: _File) -> None:
+        if file.damaged:
+            _logger.error("usage journal: %d damaged lines in %s, kept as .damaged", file.damaged, file.path.name)
+            await self._journal.set_aside(file.path)
+        else:
+            await self._journal.remove(file.path)
+
+    async def _move_forever(self) -> None:
+        while True:
+            await self._has_unmoved.wait()
+            await asyncio.sleep(self._move_interval_s)
+            if not await self._flush_or_log():
+                self._has_unmoved.set()
+                await asyncio.sleep(self._retry_interval_s)
+
+    async def _flush_or_log(self) -> bool:
+        try:
+            await self.flush()
+        except (CapacityError, SQLAlchemyError) as error:
+            _logger.warning("usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error)
+            return False
+        return True
+
+
+def _read_file(path: Path) -> _File:
+    lines = read_lines(path)
+    entries = []
+    damaged = lines.damaged
+    for payload in lines.payloads:
+        try:
+            entries.append(_decoder.decode(payload))
+        except msgspec.DecodeError:
+            damaged += 1
+    return _File(path, tuple(entries), damaged)

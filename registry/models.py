@@ -1,0 +1,201 @@
+"""The tables. Nothing else: rows are turned into records where they are read.
+
+Times are microseconds since 1970 (UTC). In the usage tables "none" is the empty text or 0, because a NULL is equal to
+nothing and would split a rollup. Usage and audit refer to no other table, so that they outlive what they speak of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class Base(DeclarativeBase):
+    """Names every constraint, so that a migration can change it."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(column_0_label)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class TenantRow(Base):
+    """A tenant."""
+
+    __tablename__ = "tenants"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), unique=True)
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class KeyRow(Base):
+    """A key; revoked ones stay as tombstones until their tenant goes."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    name: Mapped[str | None] = mapped_column(String(255))
+    prefix: Mapped[str] = mapped_column(String(32), unique=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    """HMAC-SHA256 of the whole secret, 64 hex digits."""
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    revoked_at: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class AdapterRow(Base):
+    """An adapter; its weights are those of its versions."""
+
+    __tablename__ = "adapters"
+    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"))
+    name: Mapped[str] = mapped_column(String(63), index=True)
+    description: Mapped[str | None] = mapped_column(Text)
+    pinned: Mapped[bool]
+    next_version: Mapped[int] = mapped_column(Integer)
+    """Only ever grows: a version number is never given twice."""
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class VersionRow(Base):
+    """One immutable upload."""
+
+    __tablename__ = "adapter_versions"
+    __table_args__ = (UniqueConstraint("adapter_id", "digest"),)
+
+    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    digest: Mapped[str] = mapped_column(String(71), index=True)
+    weights_sha256: Mapped[str] = mapped_column(String(64), index=True)
+    spec: Mapped[dict[str, Any]] = mapped_column(JSON)
+    rank: Mapped[int] = mapped_column(Integer)
+    target_modules: Mapped[list[str]] = mapped_column(JSON)
+    applied: Mapped[int] = mapped_column(Integer)
+    total: Mapped[int] = mapped_column(Integer)
+    parameters: Mapped[int] = mapped_column(BigInteger)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class AliasRow(Base):
+    """A name for a version; goes with the version."""
+
+    __tablename__ = "adapter_aliases"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["adapter_id", "version"], ["adapter_versions.adapter_id", "adapter_versions.version"], ondelete="CASCADE"
+        ),
+    )
+
+    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    alias: Mapped[str] = mapped_column(String(63), primary_key=True)
+    version: Mapped[int] = mapped_column(Integer)
+
+
+class GrantRow(Base):
+    """Another tenant that may call an adapter."""
+
+    __tablename__ = "adapter_grants"
+
+    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageEventRow(Base):
+    """One billable fact, under its ledger id."""
+
+    __tablename__ = "usage_events"
+    __table_args__ = (Index("ix_usage_events_tenant_id_at", "tenant_id", "at"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    at: Mapped[int] = mapped_column(BigInteger, index=True)
+    tenant_id: Mapped[str] = mapped_column(String(64))
+    tenant: Mapped[str] = mapped_column(String(63))
+    key_id: Mapped[str] = mapped_column(String(64))
+    adapter_id: Mapped[str] = mapped_column(String(64))
+    adapter: Mapped[str] = mapped_column(String(127))
+    adapter_version: Mapped[int] = mapped_column(Integer)
+    adapter_digest: Mapped[str] = mapped_column(String(71))
+    request_id: Mapped[str] = mapped_column(String(256))
+    endpoint: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(64))
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    queue_s: Mapped[float | None] = mapped_column(Float)
+    ttft_s: Mapped[float | None] = mapped_column(Float)
+    duration_s: Mapped[float | None] = mapped_column(Float)
+    adapter_state: Mapped[str] = mapped_column(String(16))
+
+
+class UsageRollupRow(Base):
+    """Sums of one hour; written in the transaction that inserts the events."""
+
+    __tablename__ = "usage_rollups"
+
+    at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    """The hour's first microsecond."""
+    tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True, index=True)
+    adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(63))
+    adapter: Mapped[str] = mapped_column(String(127))
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    last_at: Mapped[int] = mapped_column(BigInteger)
+    """When its latest event ended."""
+
+
+class IdempotencyRow(Base):
+    """A change that a client may send again under the same key, and what it was answered."""
+
+    __tablename__ = "idempotency_keys"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    body_digest: Mapped[str] = mapped_column(String(64))
+    status: Mapped[int] = mapped_column(Integer)
+    response: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class AuditRow(Base):
+    """One change of what exists."""
+
+    __tablename__ = "audit_log"
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    at: Mapped[int] = mapped_column(BigInteger)
+    actor: Mapped[str] = mapped_column(String(64))
+    action: Mapped[str] = mapped_column(String(64))
+    tenant: Mapped[str] = mapped_column(String(63))
+    target: Mapped[str] = mapped_column(String(255))
+    detail: Mapped[dict[str, Any]] = mapped_column(JSON)

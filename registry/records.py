@@ -1,0 +1,253 @@
+"""What the registry gives out: frozen records, free of sessions and lazy loads.
+
+Times are timezone-aware and in UTC; tokens are whole numbers. Knows nothing of tables or HTTP bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Generic, Literal, TypeVar
+
+from weft.adapters.ref import AdapterRef, LoraSpec
+
+Scope = Literal["infer", "adapters", "usage"]
+SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
+
+Bucket = Literal["1m", "1h", "1d"]
+GroupBy = Literal["tenant", "adapter", "version", "key"]
+
+RecordT = TypeVar("RecordT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page(Generic[RecordT]):
+    """One page of a listing."""
+
+    items: tuple[RecordT, ...]
+    next: str | None
+    """Pass it as `after` to have the next page; None when this is the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """One customer, whose objects nobody else sees."""
+
+    id: str
+    name: str
+    limits: Mapping[str, float | int | None]
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A credential, without its secret."""
+
+    id: str
+    tenant_id: str
+    tenant: str
+    name: str | None
+    prefix: str
+    """The start of the secret, by which people recognise the key: `weft_3f9c0a...`."""
+    scopes: tuple[Scope, ...]
+    expires_at: datetime | None
+    created_at: datetime
+    revoked_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who is calling."""
+
+    role: Literal["admin", "tenant"]
+    tenant_id: str | None
+    """None for an admin."""
+    tenant: str | None
+    """The tenant's name; None for an admin."""
+    key_id: str | None
+    """None for the admin key, which has no row."""
+    scopes: tuple[Scope, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionFacts:
+    """What an upload turned out to be."""
+
+    digest: str
+    """`sha256:<64 hex>` of the canonical content."""
+    weights_sha256: str
+    """64 hex digits: the blob."""
+    spec: LoraSpec
+    rank: int
+    """Largest true rank of any module."""
+    target_modules: tuple[str, ...]
+    applied: int
+    """Modules of the base that the adapter changes, counted over all layers."""
+    total: int
+    """Modules of the base that an adapter could change."""
+    parameters: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterVersion(VersionFacts):
+    """One immutable upload."""
+
+    adapter_id: str
+    version: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter as its owner sees it."""
+
+    id: str
+    tenant_id: str
+    """The owner, which for a granted adapter is not the caller."""
+    tenant: str
+    """The owner's name."""
+    name: str
+    description: str | None
+    pinned: bool
+    created_at: datetime
+    aliases: Mapping[str, int]
+    """Alias to version; `default` is what the plain name means, and may be missing."""
+    current: AdapterVersion
+    """The version that was asked for; where none was, what `default` means, else the latest."""
+
+    def ref(self, version: AdapterVersion | None = None) -> AdapterRef:
+        """The reference by which engine and residency know `version` (`current` when None)."""
+        version = version or self.current
+        return AdapterRef(
+            tenant_id=self.tenant_id,
+            adapter_id=self.id,
+            version=version.version,
+            digest=version.digest,
+            weights_sha256=version.weights_sha256,
+            config=version.spec,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed:
+    """What no version of any tenant refers to any more after a delete."""
+
+    digests: tuple[str, ...]
+    """Content digests that the engine may drop."""
+    weights: tuple[str, ...]
+    """Blobs (64 hex digits) that may be deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageEvent:
+    """One billable fact: a request, whatever its end."""
+
+    id: str
+    """Ledger id, minted by the server (`UsageLedger.mint_id`); counted once however often it arrives."""
+    at: datetime
+    """When the request ended; decides the bucket."""
+    tenant_id: str | None
+    """None for an admin's own request."""
+    tenant: str | None
+    """The tenant's name, kept so that history outlives the tenant."""
+    key_id: str | None
+    adapter_id: str | None
+    """None for the base model."""
+    adapter: str | None
+    """The adapter's name, kept so that history outlives the adapter."""
+    adapter_version: int | None
+    adapter_digest: str | None
+    request_id: str
+    """The client's own id, only echoed; what cannot be stored of it is replaced."""
+    endpoint: str
+    status: str
+    """How it ended: a finish reason, `aborted`, `error`; `interrupted` when billed from a progress mark."""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    duration_s: float | None = None
+    adapter_state: str | None = None
+    """Where the adapter was on arrival: device, host or stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageTotals:
+    """Sums over events."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageQuery:
+    """Which usage, and how it is cut."""
+
+    start: datetime
+    """The first moment that counts."""
+    end: datetime
+    """The first moment that no longer counts."""
+    bucket: Bucket | None = None
+    """Width of a row's time span (UTC minutes, hours or days); None makes one span of the whole range."""
+    group_by: tuple[GroupBy, ...] = ()
+    tenant_id: str | None = None
+    """Only this tenant's usage; always set it for a tenant's own query."""
+    adapter: str | None = None
+    """Only adapters of this name; the empty text means the base model."""
+    key_id: str | None = None
+    after: str | None = None
+    """`next` of the page before."""
+    limit: int = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRow(UsageTotals):
+    """One bucket of one group; fields that the query does not group by are None."""
+
+    start: datetime
+    end: datetime
+    tenant_id: str | None = None
+    tenant: str | None = None
+    adapter_id: str | None = None
+    adapter: str | None = None
+    """The adapter's name; with grouping by adapter or version None means the base model."""
+    version: int | None = None
+    key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReport:
+    """One page of rows, and the totals of the whole range."""
+
+    rows: tuple[UsageRow, ...]
+    totals: UsageTotals
+    next: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUsage(UsageTotals):
+    """All that was ever asked of one adapter, by whomever."""
+
+    last_used_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One change of what exists."""
+
+    id: int
+    at: datetime
+    actor: str
+    """A key id, or `admin`."""
+    action: str
+    """`tenant.create`, `adapter.publish` and so on."""
+    tenant: str
+    """Name of the tenant whose object changed."""
+    target: str
+    """What changed: a name, `name@version` or a key id."""
+    detail: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,392 @@
+"""The registry: what exists, who may use it, and who did.
+
+One object, opened once by the server. Each method is one transaction; the usage ledger hangs on it as `usage`.
+Knows blobs by digest only: the caller deletes the files that a delete leaves without a reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.registry import adapters, audit, keys, tenants
+from weft.registry.clock import Clock, utc_now
+from weft.registry.database import Database
+from weft.registry.keys import KeyRing, read_pepper
+from weft.registry.ledger import UsageLedger
+from weft.registry.recent import Recent
+from weft.registry.records import (
+    SCOPES,
+    Adapter,
+    AdapterVersion,
+    AuditEntry,
+    Identity,
+    Key,
+    Page,
+    Removed,
+    Tenant,
+    VersionFacts,
+)
+from weft.registry.references import unreferenced_weights
+
+ADMIN = "admin"
+
+
+class Registry:
+    """Tenants, keys, adapters and usage over one database.
+
+    Thread: the event loop that opened it. All methods raise `CapacityError` (code database_unavailable or
+    storage_full) when the database cannot answer; names and texts that cannot be stored raise
+    `InvalidRequestError`. `actor` is who did it, for the audit log: a key id, or `admin`.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        ledger: UsageLedger,
+        key_ring: KeyRing,
+        resolved: Recent[tuple[str, str], Adapter],
+        clock: Clock,
+    ) -> None:
+        self.usage = ledger
+        """The usage ledger: `record`, `progress`, `flush`, `query`, `summary`."""
+        self._database = database
+        self._key_ring = key_ring
+        self._resolved = resolved
+        self._clock = clock
+
+    @classmethod
+    async def open(
+        cls,
+        database_url: str | None,
+        data_dir: Path,
+        admin_key: str | None = None,
+        *,
+        pepper: str | None = None,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> Registry:
+        """Open the database, bring its schema up to date, and replay the usage journal.
+
+        Args:
+            database_url: SQLAlchemy URL; None takes SQLite in `data_dir`.
+            data_dir: Folder of database, pepper and journal; made (mode 0700) when missing. One process at a time.
+            admin_key: The secret that makes an admin; None means that nobody can be one by key.
+            pepper: Secret that key digests are made with; None takes `data_dir`/pepper, made at first use.
+            clock: Gives the present moment.
+            monotonic: Seconds that never jump, for the ages of cached keys and of unmoved usage.
+
+        Raises:
+            ConfigError: The URL is not understood, another process has the folder, or a newer Weft wrote the database.
+        """
+        key_ring = KeyRing(await asyncio.to_thread(_prepare, data_dir, pepper), admin_key, clock, monotonic)
+        database = await Database.open(database_url, data_dir)
+        try:
+            ledger = await UsageLedger.open(database, data_dir / "usage", clock=clock, monotonic=monotonic)
+        except BaseException:
+            await database.close()
+            raise
+        return cls(database, ledger, key_ring, Recent(monotonic), clock)
+
+    async def close(self) -> None:
+        """Move the journal to the database as far as it goes, and close everything."""
+        try:
+            await self.usage.close()
+        finally:
+            await self._database.close()
+
+    async def check(self) -> None:
+        """Return if the database answers; for readiness."""
+        await self._database.check()
+
+    async def authenticate(self, secret: str) -> Identity:
+        """Who holds this secret.
+
+        Raises:
+            AuthenticationError: Nobody, or the key has expired or was revoked.
+        """
+        return await self._key_ring.authenticate(self._database, secret)
+
+    async def create_tenant(self, name: str, limits: Mapping[str, object] | None = None) -> Tenant:
+        """Make a tenant.
+
+        Raises:
+            ConflictError: The name is taken.
+        """
+        async with self._change() as session:
+            tenant = await tenants.create_tenant(session, name, limits or {}, self._clock())
+            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name)
+        return tenant
+
+    async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[Tenant]:
+        """Tenants by name."""
+        async with self._database.read() as session:
+            return await tenants.list_tenants(session, after, limit)
+
+    async def get_tenant(self, name: str) -> Tenant:
+        """One tenant.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        async with self._database.read() as session:
+            return await tenants.get_tenant(session, name)
+
+    async def update_tenant(self, name: str, limits: Mapping[str, object]) -> Tenant:
+        """Replace a tenant's limits.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        async with self._change() as session:
+            tenant = await tenants.update_tenant(session, name, limits)
+            audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, limits=dict(limits))
+        return tenant
+
+    async def delete_tenant(self, name: str) -> Removed:
+        """Delete a tenant with its keys and adapters; its usage stays. Its keys stop working at once.
+
+        Raises:
+            NotFoundError: There is none of this name.
+        """
+        async with self._change() as session:
+            removed = await tenants.delete_tenant(session, name)
+            audit.add(session, self._clock(), ADMIN, "tenant.delete", tenant=name, target=name)
+        return removed
+
+    async def create_key(
+        self,
+        tenant: str,
+        name: str | None = None,
+        scopes: Sequence[str] = SCOPES,
+        expires_at: datetime | None = None,
+    ) -> tuple[Key, str]:
+        """Make a key for the tenant of this name; the second value is its secret, which is kept nowhere.
+
+        Raises:
+            NotFoundError: There is no such tenant.
+            InvalidRequestError: A scope is unknown, there is none, or `expires_at` has passed.
+        """
+        async with self._change() as session:
+            key, secret = await keys.create_key(
+                session, self._key_ring, tenant, name, scopes, expires_at, now=self._clock()
+            )
+            audit.add(session, self._clock(), ADMIN, "key.create", tenant=tenant, target=key.id)
+        return key, secret
+
+    async def list_keys(self, tenant: str) -> tuple[Key, ...]:
+        """The keys of the tenant of this name that were not revoked, oldest first.
+
+        Raises:
+            NotFoundError: There is no such tenant.
+        """
+        async with self._database.read() as session:
+            return await keys.list_keys(session, tenant)
+
+    async def revoke_key(self, key_id: str) -> None:
+        """Make a key useless, at once.
+
+        Raises:
+            NotFoundError: There is no such key, or it was revoked before.
+        """
+        async with self._change() as session:
+            key = await keys.revoke_key(session, key_id, self._clock())
+            audit.add(session, self._clock(), ADMIN, "key.revoke", tenant=key.tenant, target=key_id)
+
+    async def publish_version(
+        self,
+        tenant_id: str,
+        name: str,
+        facts: VersionFacts,
+        description: str | None = None,
+        activate: bool = True,
+        *,
+        actor: str = ADMIN,
+    ) -> tuple[Adapter, AdapterVersion, bool]:
+        """Make an upload the adapter's next version, and the adapter itself if it is its first.
+
+        An upload with the digest of a living version of this adapter is that version. With `activate` the alias
+        `default` moves to the version, whether new or not. A description of None leaves the old one.
+
+        Returns:
+            The adapter with `current` as the published version, that version, and whether it is new.
+
+        Raises:
+            NotFoundError: There is no such tenant.
+        """
+        async with self._change() as session:
+            adapter, created = await adapters.publish_version(
+                session, tenant_id, name, facts, description=description, activate=activate, now=self._clock()
+            )
+            version = adapter.current
+            target = f"{name}@{version.version}"
+            audit.add(
+                session,
+                self._clock(),
+                actor,
+                "adapter.publish",
+                tenant=adapter.tenant,
+                target=target,
+                digest=version.digest,
+                activate=activate,
+            )
+        return adapter, version, created
+
+    async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:
+        """A tenant's own adapters by name."""
+        async with self._database.read() as session:
+            return await adapters.list_adapters(session, tenant_id, after, limit)
+
+    async def list_granted(self, tenant_id: str) -> tuple[Adapter, ...]:
+        """Other tenants' adapters that this tenant may call, as `tenant/name`."""
+        async with self._database.read() as session:
+            return await adapters.list_granted(session, tenant_id)
+
+    async def get_adapter(self, tenant_id: str, name: str) -> Adapter:
+        """One of a tenant's own adapters.
+
+        Raises:
+            NotFoundError: The tenant has none of this name.
+        """
+        async with self._database.read() as session:
+            return await adapters.get_adapter(session, tenant_id, name)
+
+    async def pinned_digests(self) -> tuple[str, ...]:
+        """Digests of the current versions of all pinned adapters, each once, the oldest versions first."""
+        async with self._database.read() as session:
+            return await adapters.pinned_digests(session)
+
+    async def list_versions(self, tenant_id: str, name: str) -> tuple[AdapterVersion, ...]:
+        """All versions of one of a tenant's adapters, newest first.
+
+        Raises:
+            NotFoundError: The tenant has none of this name.
+        """
+        async with self._database.read() as session:
+            return await adapters.list_versions(session, tenant_id, name)
+
+    async def update_adapter(
+        self,
+        tenant_id: str,
+        name: str,
+        *,
+        description: str | None = None,
+        pinned: bool | None = None,
+        aliases: Mapping[str, int | None] | None = None,
+        actor: str = ADMIN,
+    ) -> Adapter:
+        """Change what is not None. `aliases` merges: a version moves an alias, None removes it.
+
+        Raises:
+            NotFoundError: The tenant has none of this name.
+            InvalidRequestError: An alias is no name, or means a version that does not exist.
+        """
+        async with self._change() as session:
+            adapter = await adapters.update_adapter(
+                session, tenant_id, name, description=description, pinned=pinned, aliases=aliases
+            )
+            audit.add(
+                session,
+                self._clock(),
+                actor,
+                "adapter.update",
+                tenant=adapter.tenant,
+                target=name,
+                pinned=pinned,
+                aliases=dict(aliases) if aliases else None,
+            )
+        return adapter
+
+    async def delete_adapter(
+        self, tenant_id: str, name: str, version: int | None = None, *, actor: str = ADMIN
+    ) -> Removed:
+        """Delete one version, or the adapter with all its versions. The last version takes the adapter with it.
+
+        Aliases of a deleted version go with it, `default` too: the plain name then means nothing until it is set.
+        The name may be used again; a living adapter never gives a version number twice.
+
+        Raises:
+            NotFoundError: The tenant has none of this name, or no such version.
+        """
+        async with self._change() as session:
+            adapter, removed = await adapters.delete_adapter(session, tenant_id, name, version)
+            target = name if version is None else f"{name}@{version}"
+            audit.add(session, self._clock(), actor, "adapter.delete", tenant=adapter.tenant, target=target)
+        return removed
+
+    async def unreferenced(self, weights: Iterable[str]) -> frozenset[str]:
+        """Which of these blobs (64 hex digits) no version refers to now.
+
+        Ask again right before deleting files, under the lock that uploads hold from storing a blob until its
+        version is published.
+        """
+        async with self._database.read() as session:
+            return await unreferenced_weights(session, weights)
+
+    async def grant_adapter(self, tenant_id: str, name: str, grantee: str, *, actor: str = ADMIN) -> None:
+        """Let the tenant called `grantee` call an adapter, as `tenant/name`. Granting twice is granting once.
+
+        Raises:
+            NotFoundError: No such adapter, or no such grantee.
+        """
+        async with self._change() as session:
+            adapter = await adapters.grant_adapter(session, tenant_id, name, grantee, self._clock())
+            audit.add(
+                session, self._clock(), actor, "adapter.grant", tenant=adapter.tenant, target=name, grantee=grantee
+            )
+
+    async def withdraw_grant(self, tenant_id: str, name: str, grantee: str, *, actor: str = ADMIN) -> None:
+        """Take a grant back.
+
+        Raises:
+            NotFoundError: No such adapter, grantee or grant.
+        """
+        async with self._change() as session:
+            adapter = await adapters.withdraw_grant(session, tenant_id, name, grantee)
+            audit.add(
+                session, self._clock(), actor, "adapter.withdraw", tenant=adapter.tenant, target=name, grantee=grantee
+            )
+
+    async def resolve(self, tenant_id: str, selector: str) -> tuple[Adapter, AdapterVersion]:
+        """The adapter version that a caller of this tenant means.
+
+        Args:
+            tenant_id: The caller's tenant.
+            selector: `name`, `name@3`, `name@prod`, `name@sha256:...`, or the same with `tenant/` in front.
+
+        Raises:
+            NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
+        """
+        adapter = self._resolved.get((tenant_id, selector))
+        if adapter is None:
+            epoch = self._resolved.epoch
+            async with self._database.read() as session:
+                adapter = await adapters.resolve(session, tenant_id, selector)
+            self._resolved.remember((tenant_id, selector), adapter, epoch)
+        return adapter, adapter.current
+
+    async def list_audit(self, before: int | None = None, limit: int = 100) -> tuple[AuditEntry, ...]:
+        """Changes, newest first; `before` is the id of the last one seen."""
+        async with self._database.read() as session:
+            return await audit.list_entries(session, before, limit)
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[AsyncSession]:
+        try:
+            async with self._database.write() as session:
+                yield session
+        finally:
+            # Also when the caller is cancelled: the change may have been committed.
+            self._key_ring.forget()
+            self._resolved.forget()
+
+
+def _prepare(data_dir: Path, pepper: str | None) -> bytes:
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return read_pepper(data_dir, pepper)

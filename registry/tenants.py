@@ -1,0 +1,121 @@
+"""Tenants: rows in, records out. Each function runs in the caller's transaction."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TypeGuard
+
+from sqlalchemy import delete, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.errors import ConflictError, InvalidRequestError, NotFoundError
+from weft.registry.clock import from_micros, to_micros
+from weft.registry.models import AdapterRow, TenantRow
+from weft.registry.names import MAX_INTEGER, check_integer, check_name, check_text, is_name
+from weft.registry.records import Page, Removed, Tenant
+from weft.registry.references import only_referenced_by
+
+MAX_PAGE = 1000
+MAX_LIMITS = 32
+
+
+async def create_tenant(session: AsyncSession, name: str, limits: Mapping[str, object], now: datetime) -> Tenant:
+    """Make a tenant.
+
+    Raises:
+        ConflictError: The name is taken.
+        InvalidRequestError: The name or a limit cannot be stored.
+    """
+    check_name(name, "name")
+    if await session.scalar(select(TenantRow.id).where(TenantRow.name == name)) is not None:
+        raise ConflictError(f"There is a tenant `{name}` already.", param="name")
+    row = TenantRow(
+        id=f"ten_{secrets.token_hex(12)}", name=name, limits=_checked_limits(limits), created_at=to_micros(now)
+    )
+    session.add(row)
+    await session.flush()
+    return _tenant(row)
+
+
+async def list_tenants(session: AsyncSession, after: str | None, limit: int) -> Page[Tenant]:
+    """Tenants by name, those after the name `after`."""
+    check_integer(limit, "limit", low=1, high=MAX_PAGE)
+    statement = select(TenantRow).order_by(TenantRow.name).limit(limit + 1)
+    if after is not None:
+        statement = statement.where(TenantRow.name > check_text(after, "after", 63))
+    rows = (await session.scalars(statement)).all()
+    more = len(rows) > limit
+    return Page(items=tuple(_tenant(row) for row in rows[:limit]), next=rows[limit - 1].name if more else None)
+
+
+async def get_tenant(session: AsyncSession, name: str) -> Tenant:
+    """One tenant.
+
+    Raises:
+        NotFoundError: There is none of this name.
+    """
+    return _tenant(await tenant_row(session, name))
+
+
+async def update_tenant(session: AsyncSession, name: str, limits: Mapping[str, object]) -> Tenant:
+    """Replace a tenant's limits.
+
+    Raises:
+        NotFoundError: There is none of this name.
+        InvalidRequestError: A limit cannot be stored.
+    """
+    row = await tenant_row(session, name)
+    row.limits = _checked_limits(limits)
+    return _tenant(row)
+
+
+async def delete_tenant(session: AsyncSession, name: str) -> Removed:
+    """Delete a tenant with its keys, adapters and grants.
+
+    Returns:
+        What nobody refers to any more.
+
+    Raises:
+        NotFoundError: There is none of this name.
+    """
+    row = await tenant_row(session, name)
+    own = select(AdapterRow.id).where(AdapterRow.tenant_id == row.id)
+    removed = await only_referenced_by(session, lambda version: version.adapter_id.in_(own))
+    await session.execute(delete(TenantRow).where(TenantRow.id == row.id))
+    return removed
+
+
+async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
+    """The row of the tenant of this name.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    row = await session.scalar(select(TenantRow).where(TenantRow.name == name)) if is_name(name) else None
+    if row is None:
+        raise NotFoundError("There is no such tenant.")
+    return row
+
+
+def _tenant(row: TenantRow) -> Tenant:
+    return Tenant(id=row.id, name=row.name, limits=row.limits, created_at=from_micros(row.created_at))
+
+
+def _checked_limits(limits: Mapping[str, object]) -> dict[str, float | int | None]:
+    if len(limits) > MAX_LIMITS:
+        raise InvalidRequestError(f"limits takes at most {MAX_LIMITS} entries.", param="limits")
+    checked: dict[str, float | int | None] = {}
+    for name, value in limits.items():
+        check_text(name, "limits", 64)
+        if (isinstance(value, float) and math.isfinite(value) and value >= 0) or value is None or _is_count(value):
+            checked[name] = value
+        else:
+            raise InvalidRequestError("A limit must be a number of at least 0, or null for none.", param="limits")
+    return checked
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from registry_samples import NOON, StandingClock, facts
+from weft.adapters.ref import AdapterRef
+from weft.errors import InvalidRequestError, NotFoundError
+from weft.registry.records import Removed, Tenant
+from weft.registry.registry import Registry
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def acme(registry: Registry) -> Tenant:
+    return await registry.create_tenant("acme")
+
+
+async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Registry, acme: Tenant) -> None:
+    adapter, version, created = await registry.publish_version(acme.id, "support", facts("a"), "answers questions")
+    assert created
+    assert version == adapter.current
+    assert (version.version, version.created_at, version.adapter_id) == (1, NOON, adapter.id)
+    assert (adapter.tenant, adapter.name, adapter.description, adapter.pinned) == (
+        "acme",
+        "support",
+        "answers questions",
+        False,
+    )
+    assert adapter.aliases == {"default": 1}
+    assert await registry.get_adapter(acme.id, "support") == adapter
+
+
+async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Registry, acme: Tenant) -> None:
+    uploaded = facts("a")
+    _, version, _ = await registry.publish_version(acme.id, "support", uploaded)
+    adapter, resolved = await registry.resolve(acme.id, "support")
+    assert resolved == version
+    assert resolved.spec == uploaded.spec
+    assert list(resolved.spec.rank_pattern) == list(uploaded.spec.rank_pattern)
+    assert adapter.ref() == AdapterRef(
+        tenant_id=acme.id,
+        adapter_id=adapter.id,
+        version=1,
+        digest=uploaded.digest,
+        weights_sha256=uploaded.weights_sha256,
+        config=uploaded.spec,
+    )
+    assert adapter.ref(version) == adapter.ref()
+
+
+async def test_each_upload_is_the_next_version_and_moves_the_plain_name(registry: Registry, acme: Tenant) -> None:
+    for content in "abc":
+        await registry.publish_version(acme.id, "support", facts(content))
+    assert (await registry.resolve(acme.id, "support"))[1].version == 3
+    assert [version.version for version in await registry.list_versions(acme.id, "support")] == [3, 2, 1]
+
+
+async def test_an_upload_that_does_not_activate_leaves_the_plain_name(registry: Registry, acme: Tenant) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"))
+    adapter, version, _ = await registry.publish_version(acme.id, "support", facts("b"), activate=False)
+    assert version.version == 2
+    assert adapter.aliases == {"default": 1}
+    assert (await registry.resolve(acme.id, "support"))[1].version == 1
+    assert (await registry.get_adapter(acme.id, "support")).current.version == 1
+
+
+async def test_a_first_upload_that_does_not_activate_has_no_plain_name(registry: Registry, acme: Tenant) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"), activate=False)
+    with pytest.raises(NotFoundError):
+        await registry.resolve(acme.id, "support")
+    assert (await registry.resolve(acme.id, "support@1"))[1].version == 1
+    assert (await registry.get_adapter(acme.id, "support")).current.version == 1
+
+
+async def test_identical_bytes_are_the_same_version(registry: Registry, acme: Tenant) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"), "first")
+    await registry.publish_version(acme.id, "support", facts("b"))
+    adapter, version, created = await registry.publish_version(acme.id, "support", facts("a"))
+    assert (version.version, created) == (1, False)
+    assert adapter.aliases == {"default": 1}
+    assert adapter.description == "first"
+    assert len(await registry.list_versions(acme.id, "support")) == 2
+
+
+async def test_fifty_identical_uploads_at_once_make_one_version(registry: Registry, acme: Tenant) -> None:
+    published = await asyncio.gather(*(registry.publish_version(acme.id, "support", facts("a")) for _ in range(50)))
+    assert [created for _, _, created in published].count(True) == 1
+    assert {version.version for _, version, _ in published} == {1}
+    assert len({adapter.id for adapter, _, _ in published}) == 1
+
+
+async def test_two_processes_publishing_at_once_make_one_version(registry: Registry, tmp_path: Path) -> None:
+    acme = await registry.create_tenant("acme")
+    other = await Registry.open(f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
+    published = await asyncio.gather(
+        *(
+            process.publish_version(acme.id, "support", facts(content))
+            for content in "aabb"
+            for process in (registry, other)
+        )
+    )
+    assert [created for _, _, created in published].count(True) == 2
+    assert {version.version for _, version, _ in published} == {1, 2}
+    await other.close()
+
+
+async def test_each_form_of_selector_finds_its_version(registry: Registry, acme: Tenant) -> None:
+    for content in "ab":
+        await registry.publish_version(acme.id, "support", facts(content))
+    await registry.update_adapter(acme.id, "support", aliases={"prod": 1})
+    selectors = {
+        "support": 2,
+        "support@1": 1,
+        "support@prod": 1,
+        "support@default": 2,
+        f"support@{facts('a').digest}": 1,
+        "acme/support": 2,
+        "acme/support@1": 1,
+    }
+    for _ in range(2):
+        found = {text: (await registry.resolve(acme.id, text))[1].version for text in selectors}
+        assert found == selectors
+
+
+@pytest.mark.parametrize(
+    "selector", ["other", "support@9", "support@prod", f"support@{facts('z').digest}", "nobody/support", "", "a@b@c"]
+)
+async def test_what_does_not_exist_is_an_unknown_model(registry: Registry, acme: Tenant, selector: str) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"))
+    with pytest.raises(NotFoundError) as caught:
+        await registry.resolve(acme.id, selector)
+    assert caught.value.code == "model_not_found"
+
+
+async def test_aliases_merge_move_and_go(registry: Registry, acme: Tenant) -> None:
+    for content in "abc":
+        await registry.publish_version(acme.id, "support", facts(content))
+    await registry.update_adapter(acme.id, "support", aliases={"prod": 1, "test": 2})
+    adapter = await registry.update_adapter(acme.id, "support", aliases={"prod": 3, "test": None, "gone": None})
+    assert adapter.aliases == {"default": 3, "prod": 3}
+    rolled_back = await registry.update_adapter(acme.id, "support", aliases={"default": 1})
+    assert rolled_back.current.version == 1
+    assert (await registry.resolve(acme.id, "support"))[1].version == 1
+
+
+@pytest.mark.parametrize(
+    "aliases", [{"prod": 2}, {"prod": 0}, {"prod": True}, {"3": 1}, {"Prod": 1}, {"a\x00": 1}, {"prod": 1 << 63}]
+)
+async def test_an_alias_that_means_nothing_changes_nothing(
+    registry: Registry, acme: Tenant, aliases: dict[str, int]
+) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"))
+    with pytest.raises(InvalidRequestError):
+        await registry.update_adapter(acme.id, "support", pinned=True, aliases={"first": 1, **aliases})
+    adapter = await registry.get_adapter(acme.id, "support")
+    assert adapter.aliases == {"default": 1}
+    assert not adapter.pinned
+
+
+async def test_an_adapter_takes_a_hundred_aliases(registry: Registry, acme: Tenant) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.update_adapter(acme.id, "support", aliases={f"a{i}": 1 for i in range(99)})
+    with pytest.raises(InvalidRequestError):
+        await registry.update_adapter(acme.id, "support", aliases={"one-more": 1})
+
+
+async def test_description_and_pin_change_by_themselves(registry: Registry, acme: Tenant) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"), "old")
+    assert (await registry.update_adapter(acme.id, "support", pinned=True)).description == "old"
+    adapter = await registry.update_adapter(acme.id, "support", description="new")
+    assert (adapter.description, adapter.pinned) == ("new", True)
+    with pytest.raises(InvalidRequestError):
+        await registry.update_adapter(acme.id, "support", description="\x00")
+
+
+async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Tenant) -> None:
+    for name in ("c", "a", "b"):
+        await registry.publish_version(acme.id, name, facts(name))
+    first = await registry.list_adapters(acme.id, limit=2)
+    second = await registry.list_adapters(acme.id, after=first.next, limit=2)
+    assert [adapter.name for adapter in (*first.items, *second.items)] == ["a", "b", "c"]
+    assert [adapter.current.digest for adapter in second.items] == [facts("c").digest]
+    assert second.next is None
+
+
+async def test_a_deleted_version_takes_its_aliases_and_its_number(registry: Registry, acme: Tenant) -> None:
+    for content in "abc":
+        await registry.publish_version(acme.id, "support", facts(content))
+    await registry.update_adapter(acme.id, "support", aliases={"prod": 3, "old": 1})
+    removed = await registry.delete_adapter(acme.id, "support", 3)
+    assert removed == Removed(digests=(facts("c").digest,), weights=(facts("c").weights_sha256,))
+    adapter = await registry.get_adapter(acme.id, "support")
+    assert (adapter.aliases, adapter.current.version) == ({"old": 1}, 2)
+    with pytest.raises(NotFoundError):
+        await registry.resolve(acme.id, "support")
+    _, version, created = await registry.publish_version(acme.id, "support", facts("c"))
+    assert (version.version, created) == (4, True)
+
+
+async def test_the_last_version_takes_the_adapter_with_it(registry: Registry, acme: Tenant) -> None:
+    adapter, _, _ = await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.delete_adapter(acme.id, "support", 1)
+    with pytest.raises(NotFoundError):
+        await registry.get_adapter(acme.id, "support")
+    again, version, _ = await registry.publish_version(acme.id, "support", facts("b"))
+    assert again.id != adapter.id
+    assert version.version == 1
+
+
+async def test_a_deleted_adapter_is_unknown_at_once(registry: Registry, acme: Tenant) -> None:
+    for content in "ab":
+        await registry.publish_version(acme.id, "support", facts(content))
+    await registry.resolve(acme.id, "support")
+    removed = await registry.delete_adapter(acme.id, "support")
+    assert set(removed.weights) == {facts("a").weights_sha256, facts("b").weights_sha256}
+    for selector in ("support", "support@1", "support@default"):
+        with pytest.raises(NotFoundError):
+            await registry.resolve(acme.id, selector)
+    with pytest.raises(NotFoundError):
+        await registry.delete_adapter(acme.id, "support")
+
+
+async def test_content_that_someone_else_refers_to_is_not_removed(registry: Registry, acme: Tenant) -> None:
+    other = await registry.create_tenant("other")
+    same_weights = facts("a", rank=16)
+    await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.publish_version(acme.id, "twin", facts("a"))
+    await registry.publish_version(other.id, "theirs", same_weights)
+    assert await registry.delete_adapter(acme.id, "twin") == Removed(digests=(), weights=())
+    assert await registry.delete_adapter(acme.id, "support") == Removed(digests=(facts("a").digest,), weights=())
+    assert await registry.unreferenced([same_weights.weights_sha256, "0" * 64]) == {"0" * 64}
+    assert (await registry.delete_adapter(other.id, "theirs")).weights == (same_weights.weights_sha256,)
+    assert await registry.unreferenced([]) == frozenset()
+
+
+@pytest.mark.parametrize("version", [2, 0, -1])
+async def test_a_version_that_is_not_there_cannot_be_deleted(registry: Registry, acme: Tenant, version: int) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"))
+    with pytest.raises(NotFoundError):
+        await registry.delete_adapter(acme.id, "support", version)
+
+
+@pytest.mark.parametrize("name", ["", "Support", "a..b", "\x00", "a/b"])
+async def test_a_bad_name_is_refused_on_upload_and_unknown_elsewhere(
+    registry: Registry, acme: Tenant, name: str
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        await registry.publish_version(acme.id, name, facts("a"))
+    with pytest.raises(NotFoundError):
+        await registry.get_adapter(acme.id, name)
+
+
+async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry, acme: Tenant) -> None:
+    other = await registry.create_tenant("other")
+    await registry.publish_version(acme.id, "support", facts("a"))
+    for _ in range(2):
+        await registry.grant_adapter(acme.id, "support", "other")
+    adapter, version = await registry.resolve(other.id, "acme/support@1")
+    assert (adapter.tenant, adapter.tenant_id, version.version) == ("acme", acme.id, 1)
+    assert [granted.name for granted in await registry.list_granted(other.id)] == ["support"]
+    with pytest.raises(NotFoundError):
+        await registry.resolve(other.id, "support")
+    with pytest.raises(NotFoundError):
+        await registry.get_adapter(other.id, "support")
+
+    await registry.withdraw_grant(acme.id, "support", "other")
+    with pytest.raises(NotFoundError):
+        await registry.resolve(other.id, "acme/support@1")
+    with pytest.raises(NotFoundError):
+        await registry.withdraw_grant(acme.id, "support", "other")
+    assert await registry.list_granted(other.id) == ()
+
+
+async def test_a_grant_needs_an_adapter_and_another_tenant(registry: Registry, acme: Tenant) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"))
+    with pytest.raises(NotFoundError):
+        await registry.grant_adapter(acme.id, "missing", "acme")
+    with pytest.raises(NotFoundError):
+        await registry.grant_adapter(acme.id, "support", "nobody")
+    with pytest.raises(InvalidRequestError):
+        await registry.grant_adapter(acme.id, "support", "acme")
+
+
+async def test_a_resolve_under_way_during_a_delete_is_not_remembered(registry: Registry, acme: Tenant) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"))
+    for _ in range(10):
+        await asyncio.gather(
+            *(registry.resolve(acme.id, "support") for _ in range(3)),
+            registry.update_adapter(acme.id, "support", pinned=True),
+        )
+        assert (await registry.resolve(acme.id, "support"))[0].pinned
+        await registry.update_adapter(acme.id, "support", pinned=False)
+
+
+async def test_changes_are_in_the_audit_log(registry: Registry, acme: Tenant, clock: StandingClock) -> None:
+    await registry.publish_version(acme.id, "support", facts("a"), actor="key_7")
+    clock.advance(5)
+    await registry.update_adapter(acme.id, "support", aliases={"prod": 1})
+    await registry.delete_adapter(acme.id, "support", actor="key_7")
+    with pytest.raises(NotFoundError):
+        await registry.delete_adapter(acme.id, "support")
+    newest_first = await registry.list_audit()
+    assert [(entry.actor, entry.action, entry.tenant, entry.target) for entry in newest_first] == [
+        ("key_7", "adapter.delete", "acme", "support"),
+        ("admin", "adapter.update", "acme", "support"),
+        ("key_7", "adapter.publish", "acme", "support@1"),
+        ("admin", "tenant.create", "acme", "acme"),
+    ]
+    assert newest_first[1].detail == {"aliases": {"prod": 1}}
+    assert newest_first[2].at == NOON
+    assert await registry.list_audit(before=newest_first[2].id, limit=1) == newest_first[3:]

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.exc import IntegrityError
+
+from weft.errors import CapacityError, ConfigError
+from weft.registry import database as database_module
+from weft.registry.database import Database, async_url
+from weft.registry.migrations import upgrade
+from weft.registry.models import AuditRow, Base, KeyRow
+
+pytestmark = pytest.mark.anyio
+
+
+def _differences(connection: Connection) -> list[object]:
+    return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
+
+
+def test_models_and_migrations_describe_the_same_schema() -> None:
+    engine = create_engine("sqlite://")
+    with engine.begin() as connection:
+        upgrade(connection)
+        assert _differences(connection) == []
+        connection.execute(text("DROP TABLE audit_log"))
+        assert len(_differences(connection)) == 1
+    engine.dispose()
+
+
+async def test_opening_twice_upgrades_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        database = await Database.open(None, tmp_path)
+        async with database.read() as session:
+            assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0001"
+        await database.close()
+
+
+async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path) -> None:
+    databases = await asyncio.gather(*(Database.open(None, tmp_path) for _ in range(2)))
+    for database in databases:
+        await database.check()
+        await database.close()
+
+
+async def test_a_database_of_a_newer_weft_is_refused(tmp_path: Path) -> None:
+    database = await Database.open(None, tmp_path)
+    async with database.write() as session:
+        await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    await database.close()
+    with pytest.raises(ConfigError, match="newer Weft"):
+        await Database.open(None, tmp_path)
+
+
+async def test_every_connection_is_durable_and_checks_references(database: Database) -> None:
+    async def pragmas() -> list[object]:
+        names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        async with database.read() as session:
+            return [await session.scalar(text(f"PRAGMA {name}")) for name in names]
+
+    assert await asyncio.gather(*(pragmas() for _ in range(3))) == [["wal", 2, 1, 5000]] * 3
+
+
+async def test_a_reference_to_nothing_is_refused(database: Database) -> None:
+    key = KeyRow(id="k", tenant_id="nobody", prefix="p", digest="d", scopes=[], created_at=0)
+    with pytest.raises(IntegrityError):
+        async with database.write() as session:
+            session.add(key)
+
+
+async def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
+    async def fail_on_the_way() -> None:
+        async with database.write() as session:
+            session.add(AuditRow(at=1, actor="a", action="b", tenant="c", target="d", detail={}))
+            await session.flush()
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        await fail_on_the_way()
+    async with database.read() as session:
+        assert await session.scalar(text("SELECT count(*) FROM audit_log")) == 0
+
+
+async def test_writers_take_turns_and_lose_no_update(database: Database) -> None:
+    async with database.write() as session:
+        await session.execute(text("CREATE TABLE counter (n INTEGER)"))
+        await session.execute(text("INSERT INTO counter VALUES (0)"))
+
+    async def increment() -> None:
+        async with database.write() as session:
+            seen = await session.scalar(text("SELECT n FROM counter"))
+            await asyncio.sleep(0)
+            await session.execute(text("UPDATE counter SET n = :n"), {"n": (seen or 0) + 1})
+
+    await asyncio.gather(*(increment() for _ in range(20)))
+    async with database.read() as session:
+        assert await session.scalar(text("SELECT n FROM counter")) == 20
+
+
+async def test_readers_do_not_wait_for_a_writer(database: Database) -> None:
+    async with database.write() as session:
+        await session.execute(text("CREATE TABLE half_done (n INTEGER)"))
+        await asyncio.wait_for(database.check(), timeout=5)
+
+
+async def test_a_database_locked_by_another_process_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 10)
+    database = await Database.open(None, tmp_path)
+    other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(CapacityError) as caught:
+        async with database.write() as session:
+            await session.execute(text("SELECT 1"))
+    assert caught.value.code == "database_unavailable"
+    other.execute("ROLLBACK")
+    other.close()
+    async with database.write() as session:
+        await session.execute(text("SELECT 1"))
+    await database.close()
+
+
+async def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    database = await Database.open(None, tmp_path)
+
+    async def fill() -> None:
+        async with database.write() as session:
+            pages = await session.scalar(text("PRAGMA page_count"))
+            await session.execute(text(f"PRAGMA max_page_count = {pages}"))
+            await session.execute(text("CREATE TABLE big (b BLOB)"))
+            await session.execute(text("INSERT INTO big VALUES (zeroblob(1000000))"))
+
+    with pytest.raises(CapacityError) as caught:
+        await fill()
+    assert caught.value.code == "storage_full"
+    await database.close()
+
+
+def test_without_a_url_the_database_lies_in_the_folder(tmp_path: Path) -> None:
+    assert async_url(None, tmp_path) == f"sqlite+aiosqlite:///{tmp_path}/registry.sqlite"
+
+
+def test_a_sqlite_url_gets_the_async_driver(tmp_path: Path) -> None:
+    assert async_url("sqlite:////srv/w.db", tmp_path) == "sqlite+aiosqlite:////srv/w.db"
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "sqlite://", "sqlite:///:memory:", "mysql://u:hunter2@h/db"])
+def test_other_urls_are_refused_without_telling_a_password(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        async_url(url, tmp_path)
+    assert "hunter2" not in caught.value.message
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "registry.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 10)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        await Database.open(None, tmp_path)
+
+
+async def test_opening_waits_for_another_process_that_opens(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    opening = asyncio.create_task(Database.open(None, tmp_path))
+    await asyncio.sleep(0.2)
+    other.execute("ROLLBACK")
+    other.close()
+    await (await opening).close()
+
+
+async def test_opening_gives_up_on_a_database_that_stays_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 60)
+    other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(ConfigError, match="locked"):
+        await Database.open(None, tmp_path)
+    other.close()

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import sqlite3
+import stat
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from registry_samples import NOON, StandingClock
+from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
+from weft.registry import keys as keys_module
+from weft.registry.database import Database
+from weft.registry.keys import read_pepper
+from weft.registry.records import SCOPES, Identity
+from weft.registry.registry import Registry
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_secret_tells_tenant_key_and_scopes(registry: Registry) -> None:
+    acme = await registry.create_tenant("acme")
+    key, secret = await registry.create_key("acme", "ci", ["usage", "infer", "infer"])
+    assert await registry.authenticate(secret) == Identity(
+        role="tenant", tenant_id=acme.id, tenant="acme", key_id=key.id, scopes=("infer", "usage")
+    )
+    assert key.name == "ci"
+    assert secret.startswith(key.prefix + "_")
+    assert re.fullmatch(r"weft_[0-9a-z]{12}_[A-Za-z0-9_-]{43}", secret)
+
+
+async def test_a_key_has_all_scopes_unless_told_otherwise(registry: Registry) -> None:
+    await registry.create_tenant("acme")
+    key, _ = await registry.create_key("acme")
+    assert key.scopes == SCOPES
+
+
+async def test_the_admin_key_makes_an_admin(registry: Registry) -> None:
+    identity = await registry.authenticate("admin-secret")
+    assert (identity.role, identity.tenant_id, identity.key_id) == ("admin", None, None)
+
+
+@pytest.mark.parametrize(
+    "secret", ["", "admin-secre", "weft_000000000000_" + "A" * 43, "weft_", "\ud800", "\x00", "x" * 100_000]
+)
+async def test_nobody_holds_a_made_up_secret(registry: Registry, secret: str) -> None:
+    await registry.create_tenant("acme")
+    await registry.create_key("acme")
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+
+
+async def test_a_known_prefix_with_another_secret_is_refused(registry: Registry) -> None:
+    await registry.create_tenant("acme")
+    _, secret = await registry.create_key("acme")
+    await registry.authenticate(secret)
+    last = "A" if secret[-1] != "A" else "B"
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret[:-1] + last)
+
+
+async def test_without_an_admin_key_nobody_is_admin(tmp_path: Path) -> None:
+    registry = await Registry.open(None, tmp_path)
+    for secret in ("", "None", "admin"):
+        with pytest.raises(AuthenticationError):
+            await registry.authenticate(secret)
+    await registry.close()
+
+
+async def test_unknown_prefixes_are_compared_as_well(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    really_compare = hmac.compare_digest
+
+    def compare(a: str, b: str) -> bool:
+        compared.append(b)
+        return really_compare(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate("weft_000000000000_" + "A" * 43)
+    assert compared[-1] == "0" * 64
+    assert len(compared) == 2
+
+
+async def test_a_revoked_key_stops_at_once_and_is_no_longer_listed(registry: Registry) -> None:
+    await registry.create_tenant("acme")
+    kept, _ = await registry.create_key("acme")
+    key, secret = await registry.create_key("acme")
+    await registry.authenticate(secret)
+    await registry.revoke_key(key.id)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+    assert await registry.list_keys("acme") == (kept,)
+
+
+async def test_a_key_is_revoked_once(registry: Registry) -> None:
+    await registry.create_tenant("acme")
+    key, _ = await registry.create_key("acme")
+    await registry.revoke_key(key.id)
+    for key_id in (key.id, "key_unknown"):
+        with pytest.raises(NotFoundError):
+            await registry.revoke_key(key_id)
+    with pytest.raises(InvalidRequestError):
+        await registry.revoke_key("\x00")
+
+
+async def test_a_lookup_under_way_during_the_revocation_is_not_remembered(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await registry.create_tenant("acme")
+    key, secret = await registry.create_key("acme")
+    has_read, may_go_on = asyncio.Event(), asyncio.Event()
+    read_known = keys_module._read_known
+
+    async def slow_read(database: Database, text: str, digest: str) -> object:
+        known = await read_known(database, text, digest)
+        has_read.set()
+        await may_go_on.wait()
+        return known
+
+    monkeypatch.setattr(keys_module, "_read_known", slow_read)
+    lookup = asyncio.create_task(registry.authenticate(secret))
+    await has_read.wait()
+    await registry.revoke_key(key.id)
+    may_go_on.set()
+    await lookup
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+
+
+async def test_a_key_expires_even_when_it_was_just_used(registry: Registry, clock: StandingClock) -> None:
+    await registry.create_tenant("acme")
+    key, secret = await registry.create_key("acme", expires_at=NOON + timedelta(seconds=10))
+    assert key.expires_at == NOON + timedelta(seconds=10)
+    clock.advance(9)
+    await registry.authenticate(secret)
+    clock.advance(1)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+
+
+async def test_an_answer_is_remembered_for_thirty_seconds_at_most(
+    registry: Registry, clock: StandingClock, tmp_path: Path
+) -> None:
+    await registry.create_tenant("acme")
+    _, secret = await registry.create_key("acme")
+    await registry.authenticate(secret)
+    other_process = sqlite3.connect(tmp_path / "registry.sqlite")
+    with other_process:
+        other_process.execute("UPDATE api_keys SET revoked_at = 1")
+    other_process.close()
+    clock.advance(29.9)
+    await registry.authenticate(secret)
+    clock.advance(0.1)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "expires_at", "name"),
+    [
+        ([], None, None),
+        (["admin"], None, None),
+        (["infer", "x"], None, None),
+        (["infer"], NOON, None),
+        (["infer"], datetime(2030, 1, 1), None),  # noqa: DTZ001
+        (["infer"], None, "a\x00"),
+    ],
+)
+async def test_a_key_that_makes_no_sense_is_refused(
+    registry: Registry, scopes: list[str], expires_at: datetime | None, name: str | None
+) -> None:
+    await registry.create_tenant("acme")
+    with pytest.raises(InvalidRequestError):
+        await registry.create_key("acme", name, scopes, expires_at)
+    assert await registry.list_keys("acme") == ()
+
+
+async def test_a_key_needs_a_tenant(registry: Registry) -> None:
+    with pytest.raises(NotFoundError):
+        await registry.create_key("nobody")
+    with pytest.raises(NotFoundError):
+        await registry.list_keys("nobody")
+
+
+async def test_the_folder_never_holds_a_secret(registry: Registry, tmp_path: Path) -> None:
+    await registry.create_tenant("acme")
+    _, secret = await registry.create_key("acme")
+    await registry.authenticate(secret)
+    content = _all_bytes(tmp_path)
+    assert content.count(b"weft_") > 0
+    assert secret.split("_", 2)[2].encode() not in content
+    assert b"admin-secret" not in content
+
+
+def _all_bytes(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+async def test_keys_work_after_a_restart_and_not_with_another_pepper(tmp_path: Path) -> None:
+    registry = await Registry.open(None, tmp_path)
+    await registry.create_tenant("acme")
+    _, secret = await registry.create_key("acme")
+    await registry.close()
+    registry = await Registry.open(None, tmp_path)
+    await registry.authenticate(secret)
+    await registry.close()
+    registry = await Registry.open(None, tmp_path, pepper="another")
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+    await registry.close()
+
+
+def test_the_pepper_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    pepper = read_pepper(tmp_path, None)
+    assert len(pepper) == 32
+    assert read_pepper(tmp_path, None) == pepper
+    assert stat.S_IMODE((tmp_path / "pepper").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["pepper"]
+
+
+def test_the_pepper_that_was_made_first_wins(tmp_path: Path) -> None:
+    keys_module._make_pepper(tmp_path / "pepper")
+    first = (tmp_path / "pepper").read_text()
+    keys_module._make_pepper(tmp_path / "pepper")
+    assert (tmp_path / "pepper").read_text() == first
+    assert [path.name for path in tmp_path.iterdir()] == ["pepper"]
+
+
+def test_a_pepper_that_is_given_is_not_written(tmp_path: Path) -> None:
+    assert read_pepper(tmp_path, "given") == b"given"
+    assert list(tmp_path.iterdir()) == []

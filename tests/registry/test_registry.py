@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import contextlib
+import inspect
+import stat
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from registry_samples import StandingClock, facts, usage_event
+from weft.errors import ConfigError, NotFoundError, WeftError
+from weft.registry.clock import from_micros, iso, to_micros
+from weft.registry.registry import Registry
+
+pytestmark = pytest.mark.anyio
+
+TENANT_SCOPED: dict[str, Callable[[Registry, str, str], Awaitable[object]]] = {
+    "get_adapter": lambda registry, tenant, name: registry.get_adapter(tenant, name),
+    "list_versions": lambda registry, tenant, name: registry.list_versions(tenant, name),
+    "update_adapter": lambda registry, tenant, name: registry.update_adapter(tenant, name, pinned=True),
+    "delete_adapter": lambda registry, tenant, name: registry.delete_adapter(tenant, name),
+    "grant_adapter": lambda registry, tenant, name: registry.grant_adapter(tenant, name, "mallory"),
+    "withdraw_grant": lambda registry, tenant, name: registry.withdraw_grant(tenant, name, "mallory"),
+    "resolve": lambda registry, tenant, name: registry.resolve(tenant, name),
+}
+
+
+def test_importing_the_registry_loads_no_tensors_and_no_http() -> None:
+    program = (
+        "import sys, weft.registry.registry\n"
+        "heavy = {'torch', 'numpy', 'triton', 'transformers', 'fastapi', 'starlette', 'uvicorn', 'httpx', 'pydantic'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+async def test_what_is_stored_survives_a_restart(tmp_path: Path) -> None:
+    registry = await Registry.open(None, tmp_path / "new" / "folder")
+    acme = await registry.create_tenant("acme")
+    adapter, _, _ = await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.usage.record(usage_event("use_1", adapter_id=adapter.id))
+    await registry.close()
+    registry = await Registry.open(None, tmp_path / "new" / "folder")
+    await registry.check()
+    assert await registry.get_adapter(acme.id, "support") == adapter
+    assert (await registry.usage.summary([adapter.id]))[adapter.id].requests == 1
+    await registry.close()
+
+
+async def test_the_folder_is_for_its_owner_only(tmp_path: Path) -> None:
+    registry = await Registry.open(None, tmp_path / "data")
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+    await registry.close()
+
+
+async def test_a_second_process_is_refused_and_disturbs_nothing(registry: Registry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in use"):
+        await Registry.open(None, tmp_path)
+    await registry.create_tenant("acme")
+
+
+async def test_every_question_about_one_adapter_is_tried_against_other_tenants() -> None:
+    takes_tenant_and_name = {
+        name
+        for name, method in inspect.getmembers(Registry, inspect.iscoroutinefunction)
+        if list(inspect.signature(method).parameters)[1:3] in (["tenant_id", "name"], ["tenant_id", "selector"])
+    }
+    assert takes_tenant_and_name - {"publish_version"} == set(TENANT_SCOPED)
+
+
+@pytest.mark.parametrize("question", TENANT_SCOPED)
+async def test_another_tenants_adapter_looks_like_one_that_does_not_exist(registry: Registry, question: str) -> None:
+    acme = await registry.create_tenant("acme")
+    mallory = await registry.create_tenant("mallory")
+    before, _, _ = await registry.publish_version(acme.id, "support", facts("a"))
+    answers = []
+    for name in ("support", "missing"):
+        with pytest.raises(NotFoundError) as caught:
+            await TENANT_SCOPED[question](registry, mallory.id, name)
+        answers.append((caught.value.code, caught.value.param, caught.value.message.replace(name, "NAME")))
+    assert answers[0] == answers[1]
+    assert await registry.get_adapter(acme.id, "support") == before
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=80) | st.text("/@.sha256:0123acmesupport\x00", max_size=30))
+async def test_any_text_is_answered_or_refused_on_purpose(registry: Registry, text: str) -> None:
+    tenants = await registry.list_tenants()
+    tenant = tenants.items[0] if tenants.items else await registry.create_tenant("acme")
+    for call in (
+        registry.resolve(tenant.id, text),
+        registry.get_adapter(tenant.id, text),
+        registry.list_adapters(tenant.id, after=text),
+        registry.get_tenant(text),
+        registry.revoke_key(text),
+        registry.authenticate(text),
+        registry.create_key("acme", text),
+    ):
+        with contextlib.suppress(WeftError):
+            await call
+
+
+def test_times_keep_their_microseconds(clock: StandingClock) -> None:
+    assert iso(clock.now) == "2026-05-01T12:00:00.000000Z"
+    assert from_micros(to_micros(clock.now)) == clock.now
+    assert iso(from_micros(1)) == "1970-01-01T00:00:00.000001Z"
+    with pytest.raises(ValueError, match="timezone"):
+        to_micros(clock.now.replace(tzinfo=None))

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from registry_samples import NOON, StandingClock, facts, usage_event
+from weft.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
+from weft.registry.records import Removed, UsageQuery
+from weft.registry.registry import Registry
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_tenant_is_found_by_its_name(registry: Registry) -> None:
+    made = await registry.create_tenant("acme", {"requests_per_minute": 60, "share": 0.5, "tokens_per_day": None})
+    assert made.created_at == NOON
+    assert await registry.get_tenant("acme") == made
+
+
+async def test_a_name_is_given_once(registry: Registry) -> None:
+    await registry.create_tenant("acme")
+    with pytest.raises(ConflictError):
+        await registry.create_tenant("acme")
+
+
+@pytest.mark.parametrize("name", ["nobody", "No Name", "\x00", "a/../b"])
+async def test_an_unknown_tenant_is_not_found_whatever_its_name(registry: Registry, name: str) -> None:
+    with pytest.raises(NotFoundError):
+        await registry.get_tenant(name)
+    with pytest.raises(NotFoundError):
+        await registry.update_tenant(name, {})
+    with pytest.raises(NotFoundError):
+        await registry.delete_tenant(name)
+
+
+async def test_tenants_are_listed_by_name_in_pages(registry: Registry) -> None:
+    for name in ("cc", "aa", "dd", "bb"):
+        await registry.create_tenant(name)
+    first = await registry.list_tenants(limit=3)
+    second = await registry.list_tenants(after=first.next, limit=3)
+    assert [tenant.name for tenant in first.items] == ["aa", "bb", "cc"]
+    assert [tenant.name for tenant in second.items] == ["dd"]
+    assert second.next is None
+    assert (await registry.list_tenants(limit=4)).next is None
+
+
+@pytest.mark.parametrize("limit", [0, 1001, True])
+async def test_a_page_has_bounds(registry: Registry, limit: int) -> None:
+    with pytest.raises(InvalidRequestError):
+        await registry.list_tenants(limit=limit)
+
+
+async def test_limits_are_replaced(registry: Registry) -> None:
+    await registry.create_tenant("acme", {"old": 1})
+    await registry.update_tenant("acme", {"new": 2})
+    assert (await registry.get_tenant("acme")).limits == {"new": 2}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"a": -1},
+        {"a": -0.5},
+        {"a": True},
+        {"a": "1"},
+        {"a": 1 << 63},
+        {"a": float("nan")},
+        {"a\x00": 1},
+        {str(i): i for i in range(33)},
+    ],
+)
+async def test_limits_that_are_no_limits_are_refused(registry: Registry, limits: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError):
+        await registry.create_tenant("acme", limits)
+    assert (await registry.list_tenants()).items == ()
+
+
+async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(
+    registry: Registry, clock: StandingClock
+) -> None:
+    acme = await registry.create_tenant("acme")
+    _, secret = await registry.create_key("acme")
+    await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.publish_version(acme.id, "support", facts("b"))
+    other = await registry.create_tenant("other")
+    await registry.publish_version(other.id, "same-bytes", facts("b"))
+    await registry.usage.record(usage_event("use_1", tenant_id=acme.id))
+    await registry.authenticate(secret)
+
+    removed = await registry.delete_tenant("acme")
+
+    only = facts("a")
+    assert removed == Removed(digests=(only.digest,), weights=(only.weights_sha256,))
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+    with pytest.raises(NotFoundError):
+        await registry.get_adapter(acme.id, "support")
+    with pytest.raises(NotFoundError):
+        await registry.publish_version(acme.id, "support", facts("a"))
+    again = await registry.create_tenant("acme")
+    assert again.id != acme.id
+    assert (await registry.list_adapters(again.id)).items == ()
+    await registry.usage.flush()
+    clock.advance(1)
+    report = await registry.usage.query(UsageQuery(start=NOON, end=clock.now, group_by=("tenant",)))
+    assert [(row.tenant, row.tenant_id, row.requests) for row in report.rows] == [("acme", acme.id, 1)]

@@ -1,0 +1,74 @@
+"""Made-up facts and events for tests of the registry, and a clock that stands still."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from weft.adapters.ref import LoraSpec, content_digest
+from weft.registry.records import UsageEvent, VersionFacts
+
+NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+
+
+class StandingClock:
+    """Wall clock and monotonic clock that move only when told to."""
+
+    def __init__(self, now: datetime = NOON) -> None:
+        self.now = now
+        self.seconds = 1000.0
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def advance(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+        self.seconds += seconds
+
+
+def facts(content: str, rank: int = 8) -> VersionFacts:
+    """What an upload of these weights would be found to be."""
+    spec = LoraSpec(rank=rank, alpha=16.0, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 2.5})
+    weights = hashlib.sha256(content.encode()).hexdigest()
+    return VersionFacts(
+        digest=content_digest(spec, weights),
+        weights_sha256=weights,
+        spec=spec,
+        rank=rank,
+        target_modules=("q_proj", "v_proj"),
+        applied=8,
+        total=28,
+        parameters=4096,
+        size_bytes=16_384,
+    )
+
+
+def usage_event(event_id: str, **changes: Any) -> UsageEvent:
+    """An event of tenant `acme`, adapter `support` version 1, at noon."""
+    event = UsageEvent(
+        id=event_id,
+        at=NOON,
+        tenant_id="ten_acme",
+        tenant="acme",
+        key_id="key_1",
+        adapter_id="adp_support",
+        adapter="support",
+        adapter_version=1,
+        adapter_digest="sha256:" + "0" * 64,
+        request_id="client-1",
+        endpoint="/v1/completions",
+        status="stop",
+        prompt_tokens=10,
+        cached_tokens=4,
+        completion_tokens=20,
+        queue_s=0.001,
+        ttft_s=0.02,
+        duration_s=0.5,
+        adapter_state="device",
+    )
+    return replace(event, **changes)

@@ -1,0 +1,170 @@
+"""Checks an uploaded adapter in a child process of its own, and counts the pages it will take."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from weft.adapters.blobs import LocalBlobs
+from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.layout import plan_layout
+from weft.adapters.ref import LoraSpec, content_digest
+from weft.config import environment
+from weft.engine.status import EngineReady
+from weft.errors import (
+    AdapterError,
+    AdapterFormatError,
+    AdapterIncompatibleError,
+    AdapterUnavailableError,
+    EngineError,
+    PayloadTooLargeError,
+    WeftError,
+)
+from weft.registry.records import VersionFacts
+
+CHECKS_AT_ONCE = 2
+CPU_S = 30
+"""CPU seconds of a check, and as many more per GiB of weights."""
+WALL_FACTOR = 4
+PAGES_CACHED = 4096
+_REFUSALS: dict[str, type[WeftError]] = {
+    cls.__name__: cls for cls in (AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError)
+}
+_HIDDEN_FROM_CHILD = ("WEFT_ADMIN_KEY", "WEFT_KEY")
+
+
+class AdapterCheck:
+    """Checks adapters against the loaded base. Thread: the event loop's.
+
+    Args:
+        ready: Base shape, page geometry and rank limit.
+        blobs: Where stored weights lie.
+    """
+
+    def __init__(self, ready: EngineReady, blobs: LocalBlobs) -> None:
+        self._ready = ready
+        self._blobs = blobs
+        self._at_once = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._pages: dict[str, int] = {}
+
+    async def check(self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int) -> VersionFacts:
+        """Read and check an upload.
+
+        Raises:
+            AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError: It cannot be served, and why.
+            EngineError: The check itself failed.
+        """
+        async with self._at_once:
+            found = await self._run(config, weights, size_bytes)
+        spec = LoraSpec.from_canonical(found["spec"])
+        ranks = {(layer, module): rank for layer, module, rank in found["ranks"]}
+        pages = await asyncio.to_thread(self._count, ranks)
+        limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
+        if pages > limit:
+            raise AdapterIncompatibleError(
+                f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes, but the pool has {limit} "
+                "beside a block of KV cache. Use a smaller rank, or a server with more memory.",
+                code="adapter.never_fits",
+            )
+        digest = content_digest(spec, weights_sha256)
+        self._remember(digest, pages)
+        return VersionFacts(
+            digest=digest,
+            weights_sha256=weights_sha256,
+            spec=spec,
+            rank=found["largest_rank"],
+            target_modules=tuple(found["target_modules"]),
+            applied=found["applied"],
+            total=found["total"],
+            parameters=found["parameters"],
+            size_bytes=size_bytes,
+        )
+
+    async def pages(self, version: VersionFacts) -> int | None:
+        """Pages of a stored version on the device; None where its weights cannot be read."""
+        if version.digest not in self._pages:
+            try:
+                self._remember(version.digest, await asyncio.to_thread(self._count_stored, version))
+            except (OSError, AdapterError, AdapterUnavailableError):
+                return None
+        return self._pages[version.digest]
+
+    def _count(self, ranks: dict[tuple[int, int], int]) -> int:
+        return plan_layout(ranks, self._ready.base, self._ready.geometry).num_pages
+
+    def _count_stored(self, version: VersionFacts) -> int:
+        config = _config_of(version.spec)
+        weights = self._blobs.path(version.weights_sha256)
+        checkpoint = read_checkpoint(config, weights, self._ready.base, self._ready.max_rank, scan_values=False)
+        return self._count(checkpoint.ranks)
+
+    def _remember(self, digest: str, pages: int) -> None:
+        self._pages[digest] = pages
+        while len(self._pages) > PAGES_CACHED:
+            del self._pages[next(iter(self._pages))]
+
+    async def _run(self, config: bytes, weights: Path, size_bytes: int) -> dict[str, Any]:
+        cpu_s = CPU_S * (1 + (size_bytes >> 30))
+        job = {
+            "config": base64.b64encode(config).decode(),
+            "weights": str(weights),
+            "base": dataclasses.asdict(self._ready.base),
+            "max_rank": self._ready.max_rank,
+            "cpu_s": cpu_s,
+        }
+        output = await _run_child(json.dumps(job).encode(), WALL_FACTOR * cpu_s)
+        try:
+            answer: dict[str, Any] = json.loads(output)
+        except ValueError as error:
+            raise EngineError("The adapter check gave no answer.") from error
+        if "error" in answer:
+            raise _REFUSALS.get(answer["error"]["class"], EngineError)(
+                answer["error"]["message"], code=answer["error"]["code"]
+            )
+        found: dict[str, Any] = answer["checkpoint"]
+        return found
+
+
+async def _run_child(job: bytes, timeout_s: float) -> bytes:
+    env = {name: value for name, value in environment().items() if name not in _HIDDEN_FROM_CHILD}
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "weft.server.check_worker"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, _ = await child.communicate(job)
+    except TimeoutError as error:
+        raise _gave_up() from error
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode != 0:
+        raise _gave_up()
+    return output
+
+
+def _gave_up() -> AdapterFormatError:
+    return AdapterFormatError(
+        "The check of this adapter needed more time or memory than any sound adapter does.", code="adapter.check_failed"
+    )
+
+
+def _config_of(spec: LoraSpec) -> bytes:
+    """A config file that reads as `spec`."""
+    fields = {
+        **spec.canonical(),
+        "peft_type": "LORA",
+        "rank_pattern": spec.rank_pattern,
+        "alpha_pattern": spec.alpha_pattern,
+    }
+    return json.dumps(fields).encode()

@@ -1,0 +1,55 @@
+"""The admin's key: from WEFT_ADMIN_KEY, else from the data folder, where it is made at first start."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import ConfigError
+
+VARIABLE = "WEFT_ADMIN_KEY"
+FILE = "admin.key"
+MIN_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdminKey:
+    """The key, and whether it was made just now and must be shown."""
+
+    secret: str
+    is_new: bool
+    path: Path | None
+    """The file it is kept in; None for one from the environment."""
+
+
+def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
+    """Find the key, or make one.
+
+    Raises:
+        ConfigError: The key is too short, or the file cannot be read or written.
+    """
+    given = environ.get(VARIABLE)
+    if given is not None:
+        return AdminKey(_checked(given, VARIABLE), False, None)
+    path = data_dir / FILE
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists():
+            return AdminKey(_checked(path.read_text(encoding="ascii").strip(), str(path)), False, path)
+        secret = f"weft_admin_{secrets.token_urlsafe(32)}"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secret + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The admin key in {path} cannot be read or written: {error}.") from error
+    return AdminKey(secret, True, path)
+
+
+def _checked(secret: str, source: str) -> str:
+    if len(secret) < MIN_LENGTH or not secret.isascii() or any(letter.isspace() for letter in secret):
+        raise ConfigError(f"The admin key in {source} must be at least {MIN_LENGTH} ASCII characters without spaces.")
+    return secret

@@ -1,0 +1,71 @@
+"""Puts the routes together. Whoever starts the server makes the services and closes them."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import NotFoundError
+from weft.server import (
+    errors,
+    routes_adapters,
+    routes_engine,
+    routes_generation,
+    routes_health,
+    routes_models,
+    routes_tenants,
+    routes_tokens,
+    routes_usage,
+)
+from weft.server.auth import AuthMiddleware
+from weft.server.boundary import Boundary
+from weft.server.openapi import openapi_of
+from weft.server.routes_health import metrics_response
+from weft.server.services import Services
+
+ROUTERS = (
+    routes_generation.router,
+    routes_models.router,
+    routes_adapters.router,
+    routes_tenants.router,
+    routes_usage.router,
+    routes_tokens.router,
+    routes_engine.router,
+    routes_health.router,
+)
+
+
+def create_app(services: Services) -> FastAPI:
+    """The API: request ids and the last catch outermost, then authentication, then the routes."""
+    app = FastAPI(
+        title="Weft",
+        summary="Many LoRA adapters over one base model.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.services = services
+    for router in ROUTERS:
+        app.include_router(router)
+    errors.install(app)
+    app.add_middleware(AuthMiddleware, keys=services.registry if services.config.server.auth == "on" else None)
+    app.add_middleware(Boundary, drain=services.drain)
+    app.openapi = openapi_of(app)  # type: ignore[method-assign]
+    return app
+
+
+class MetricsApp:
+    """`/metrics` alone, for a port of its own."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer GET /metrics, and 404 to all else."""
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
+            response = await metrics_response(self._services)
+        else:
+            response = errors.error_response(NotFoundError("There is no such route."))
+        await response(scope, receive, send)

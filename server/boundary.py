@@ -1,0 +1,76 @@
+"""The outermost layer: request ids, the answer while shutting down, and the last catch for what nobody expected."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.errors import WeftError
+from weft.server.auth import PUBLIC_PATHS
+from weft.server.drain import Drain
+from weft.server.errors import error_response, internal_response
+
+log = structlog.get_logger("weft.server")
+OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class Boundary:
+    """Pure ASGI; nothing but lifespan and HTTP passes."""
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self._app = app
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; whatever comes out of it, there is an answer."""
+        if scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = request_id_of(Headers(scope=scope))
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        sender = _Sender(send, request_id, self._drain)
+        try:
+            if scope["path"] not in OPEN_WHILE_DRAINING:
+                self._drain.check()
+            await self._app(scope, receive, sender)
+        except ClientDisconnect:
+            return  # nobody is left to answer
+        except WeftError as error:
+            await error_response(error)(scope, receive, sender)
+        except Exception:
+            log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
+            if sender.has_started:
+                raise
+            await internal_response()(scope, receive, sender)
+
+
+class _Sender:
+    def __init__(self, send: Send, request_id: str, drain: Drain) -> None:
+        self.has_started = False
+        self._send = send
+        self._request_id = request_id
+        self._drain = drain
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            if self._drain.is_draining:
+                headers["connection"] = "close"
+        await self._send(message)
+
+
+def request_id_of(headers: Headers) -> str:
+    """The client's `x-request-id` if it is short and plain, else a fresh one. It is echoed, never relied on."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"

@@ -1,0 +1,154 @@
+"""`weft adapter`: check a folder without a server, upload it, list, show and remove adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, call, fail, show
+
+if TYPE_CHECKING:
+    from weft.adapters.base_shape import BaseShape
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+COLUMNS = ("name", "tenant", "version", "rank", "target_modules", "parameters", "pages", "residency", "aliases")
+Folder = Annotated[Path, typer.Argument(help=f"Folder with {CONFIG} and {WEIGHTS}.", show_default=False)]
+app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
+
+
+def register(parent: typer.Typer) -> None:
+    """Add the commands."""
+    parent.add_typer(app, name="adapter")
+
+
+@app.command()
+def validate(
+    folder: Folder,
+    model: Annotated[str | None, typer.Option(help="Folder of the base model to check against.")] = None,
+    max_rank: Annotated[int, typer.Option(help="Largest rank that the server takes.")] = 64,
+    as_json: JSON = False,
+) -> None:
+    """Check an adapter as an upload would, without a server."""
+    from weft.adapters.checkpoint import read_checkpoint
+    from weft.errors import ConfigError, WeftError
+
+    config, weights = _files(folder)
+    try:
+        base = _base(Path(model)) if model else None
+    except ConfigError as error:
+        fail(error.message, 2)
+    try:
+        found = read_checkpoint(config.read_bytes(), weights, base, max_rank)
+    except WeftError as error:
+        if as_json:
+            typer.echo(json.dumps({"valid": False, "code": error.code, "message": error.message}))
+        fail(f"{folder} cannot be served: {error.message} ({error.code})", 2)
+    except OSError as error:
+        fail(f"{weights} cannot be read: {error.strerror}.", 2)
+    facts = {
+        "valid": True,
+        "rank": found.largest_rank,
+        "target_modules": list(found.target_modules),
+        "applied_modules": {"applied": found.applied, "total": found.total},
+        "parameters": found.parameters,
+        "checked_against": model or "itself",
+    }
+    show(facts, as_json, list(facts))
+
+
+@app.command()
+def push(  # noqa: PLR0913 - one parameter per option
+    folder: Folder,
+    name: Annotated[str | None, typer.Option(help="The adapter's name; the folder's by default.")] = None,
+    description: Annotated[str | None, typer.Option(help="Free text.")] = None,
+    activate: Annotated[bool, typer.Option(help="Let the plain name mean this version.")] = True,
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Upload an adapter, or its next version."""
+    config, weights = _files(folder)
+    form = {"name": name or folder.resolve().name, "activate": "true" if activate else "false"}
+    if description is not None:
+        form["description"] = description
+    with config.open("rb") as config_file, weights.open("rb") as weights_file:
+        files = {"config": (CONFIG, config_file), "weights": (WEIGHTS, weights_file)}
+        body = call(url, key, "POST", "/v1/adapters", data=form, files=files, params={"tenant": tenant})
+    show(body, as_json, COLUMNS)
+    if not as_json:
+        selector = body["name"]
+        if body["aliases"].get("default") != body["version"]:
+            selector += f"@{body['version']}"
+        typer.echo(f'ready: ask for it with "model": "{selector}"')
+
+
+@app.command("ls")
+def list_adapters(tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
+    """List adapters."""
+    show(call(url, key, "GET", "/v1/adapters", params={"tenant": tenant, "limit": 1000}), as_json, COLUMNS)
+
+
+@app.command("show")
+def show_adapter(
+    name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False
+) -> None:
+    """Show one adapter and its versions."""
+    params = {"tenant": tenant}
+    body = call(url, key, "GET", f"/v1/adapters/{_quoted(name)}", params=params)
+    versions = call(url, key, "GET", f"/v1/adapters/{_quoted(name)}/versions", params=params)
+    if as_json:
+        show({**body, "versions": versions["data"]}, True, ())
+        return
+    show(body, False, COLUMNS)
+    typer.echo("")
+    show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
+
+
+@app.command("rm")
+def remove(
+    name: str,
+    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+) -> None:
+    """Delete an adapter, or one version of it."""
+    call(url, key, "DELETE", f"/v1/adapters/{_quoted(name)}", params={"tenant": tenant, "version": version})
+    typer.echo(f"deleted {name}" if version is None else f"deleted {name}@{version}")
+
+
+@app.command()
+def pin(
+    name: str,
+    off: Annotated[bool, typer.Option("--off", help="Let it be evicted again.")] = False,
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+) -> None:
+    """Keep an adapter on the device once it is there."""
+    call(url, key, "PATCH", f"/v1/adapters/{_quoted(name)}", json={"pinned": not off}, params={"tenant": tenant})
+    typer.echo(f"{'unpinned' if off else 'pinned'} {name}")
+
+
+def _files(folder: Path) -> tuple[Path, Path]:
+    config, weights = folder / CONFIG, folder / WEIGHTS
+    for path in (config, weights):
+        if not path.is_file():
+            fail(f"{folder} has no {path.name}. Expected what PEFT's save_pretrained writes.", 2)
+    return config, weights
+
+
+def _base(folder: Path) -> BaseShape:
+    from weft.engine.model.spec import base_shape, read_spec
+
+    return base_shape(read_spec(folder), "sha256:" + "0" * 64)
+
+
+def _quoted(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name, safe="")

@@ -1,0 +1,111 @@
+"""What the client commands share: options, HTTP calls with errors as messages, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    import httpx
+
+URL = Annotated[str, typer.Option("--url", envvar="WEFT_URL", help="Where the server listens.")]
+KEY = Annotated[str | None, typer.Option("--key", envvar="WEFT_KEY", help="API key.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+TENANT = Annotated[str | None, typer.Option("--tenant", help="For the admin key: the tenant to act for.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 600.0
+BAD_INPUT = frozenset({400, 413, 422})
+NO_CONTENT = 204
+
+
+def call(url: str, key: str | None, method: str, path: str, **arguments: Any) -> Any:  # noqa: ANN401 - JSON
+    """Call the server.
+
+    Args:
+        url: Where it listens.
+        key: The API key.
+        method: HTTP method.
+        path: Path of the route.
+        arguments: As httpx takes them: `json`, `params`, `data`, `files`. Parameters that are None are left out.
+
+    Returns:
+        The parsed body; None when there is none.
+
+    Raises:
+        typer.Exit: It refused (2 for bad input, 1 for all else) or cannot be reached (1); the reason was printed.
+    """
+    import httpx
+
+    arguments["params"] = {name: value for name, value in (arguments.get("params") or {}).items() if value is not None}
+    if key and not (key.isascii() and key.isprintable()):
+        fail("the API key must be printable ASCII; set --key or WEFT_KEY to the key as it was shown.", 2)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, **arguments)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error).rstrip(".")
+        fail(f"cannot reach {url}: {reason}. Is `weft serve` running there? Set --url or WEFT_URL.", 1)
+    if answer.is_error:
+        fail(_reason(answer, key), 2 if answer.status_code in BAD_INPUT else 1)
+    return _body(answer, url) if answer.status_code != NO_CONTENT else None
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Print the reason on stderr and exit."""
+    typer.echo(f"weft: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def show(body: Any, as_json: bool, columns: Sequence[str]) -> None:  # noqa: ANN401 - JSON
+    """Print a body: as JSON, or these columns, as a table of a list and as lines of one object.
+
+    Nothing is cut or folded, so that keys and digests can be copied whole.
+    """
+    if as_json:
+        typer.echo(json.dumps(body, indent=2, ensure_ascii=False))
+    elif isinstance(body, dict) and body.get("object") == "list":
+        _show_lines(
+            [[column.upper() for column in columns], *([_cell(row.get(c)) for c in columns] for row in body["data"])]
+        )
+    else:
+        _show_lines([[column, _cell(body.get(column))] for column in columns])
+
+
+def _show_lines(rows: list[list[str]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return " ".join(f"{name}={inner}" for name, inner in value.items()) or "-"
+    if isinstance(value, list):
+        return ",".join(str(item) for item in value) or "-"
+    return str(value)
+
+
+def _body(answer: httpx.Response, url: str) -> dict[str, Any]:
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        fail(f"what answers at {url} is no Weft server. Set --url or WEFT_URL.", 1)
+    return body
+
+
+def _reason(answer: httpx.Response, key: str | None) -> str:
+    try:
+        error = answer.json()["error"]
+        reason = f"{error['message']} ({error['code']})"
+    except (ValueError, KeyError, TypeError):
+        reason = f"the server answered {answer.status_code}; is it Weft? Set --url or WEFT_URL."
+    if answer.status_code == 401 and not key:
+        reason += " Set --key or WEFT_KEY."
+    return reason

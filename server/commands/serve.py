@@ -1,0 +1,66 @@
+"""`weft serve`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Any other setting; repeat for more."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("serve")(serve)
+
+
+def serve(  # noqa: PLR0913 - one parameter per option
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name of the base for clients.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind. [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind. [default: 8000]")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Separate port for /metrics.")] = None,
+    auth: Annotated[str | None, typer.Option(help="on or off; off on loopback only. [default: on]")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Database, blobs and keys. [default: weft-data]")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")] = None,
+    settings: Setting = None,
+) -> None:
+    """Serve a base model and its adapters over HTTP."""
+    from weft.config import environment
+    from weft.server.serve import serve as run
+    from weft.server.settings import load_config, merge_trees, parse_assignments
+
+    options: dict[str, dict[str, object]] = {
+        "model": {
+            "path": model,
+            "served_name": served_model_name,
+            "device": device,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+        },
+        "memory": {"gib": memory_gib},
+        "server": {
+            "host": host,
+            "port": port,
+            "metrics_port": metrics_port,
+            "auth": auth,
+            "data_dir": data_dir,
+        },
+    }
+    overrides = merge_trees(options, parse_assignments(settings or []))
+    code = run(load_config(overrides, environment(), config), typer.echo)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is closed; taking the interpreter apart would cost seconds

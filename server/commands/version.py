@@ -1,0 +1,17 @@
+"""`weft version`."""
+
+from __future__ import annotations
+
+import typer
+
+import weft
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("version")(version)
+
+
+def version() -> None:
+    """Print Weft's version."""
+    typer.echo(f"weft {weft.__version__}")

@@ -1,0 +1,44 @@
+"""The course of `weft demo`: start a server, play the round, show it, and serve on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from weft.errors import WeftError
+from weft.server.demo_round import play
+from weft.server.demo_server import demo_server
+from weft.server.demo_show import show_answers, show_how_to_go_on
+
+
+def run_demo(*, once: bool, port: int | None, data_dir: Path) -> int:
+    """Start, ask, show, and serve on unless `once`; returns the exit status.
+
+    Raises:
+        WeftError: Something did not work; the message says what to do.
+    """
+    started = time.monotonic()
+    console = Console(highlight=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job starts with it ignored
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, signal.default_int_handler)
+    try:
+        with demo_server(port, data_dir) as server:
+            with console.status("Starting the server with the demo model ..."):
+                server.wait_ready()
+            with console.status("Uploading five adapters and asking all at once ..."):
+                shown = asyncio.run(play(server.url, server.admin_key()))
+            show_answers(console, shown, time.monotonic() - started)
+            if not once:
+                show_how_to_go_on(console, shown, server.url, server.admin_key(), data_dir)
+                status = server.wait()
+                raise WeftError(f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}.")
+    except KeyboardInterrupt:
+        console.print("Stopped; running requests were finished.")
+        return 0
+    return 0 if all(answer.is_expected for answer in shown.answers) else 1

@@ -1,0 +1,158 @@
+"""The server of `weft demo`: a plain `weft serve` on the shipped model, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from weft import demo
+from weft.config import environment
+from weft.errors import ConfigError, WeftError
+from weft.server.demo_round import BASE_NAME
+
+HOST = "127.0.0.1"
+USUAL_PORT = 8000
+MEMORY_GIB = 0.25
+READY_WITHIN_S = 120.0
+POLL_S = 0.05
+STOP_WITHIN_S = 60.0
+LOG_TAIL_LINES = 15
+
+
+class DemoServer:
+    """A running server.
+
+    Args:
+        port: Port to bind, free a moment ago.
+        data_dir: Folder of the server's data; its output goes to serve.log there.
+    """
+
+    def __init__(self, port: int, data_dir: Path) -> None:
+        self.url = f"http://{HOST}:{port}"
+        self._data_dir = data_dir
+        self._log = data_dir / "serve.log"
+        command = [sys.executable, "-P", "-m", "weft.cli", "serve", *_serve_options(port, data_dir)]
+        self._log.touch(mode=0o600)  # a first start writes the admin key there
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own program
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and the server gets one signal
+            )
+
+    def wait_ready(self) -> None:
+        """Return once requests are answered.
+
+        Raises:
+            WeftError: The server ended or takes too long; the message ends with what it wrote last.
+        """
+        deadline = time.monotonic() + READY_WITHIN_S
+        with httpx.Client(timeout=5, trust_env=False) as http:
+            while time.monotonic() < deadline:
+                if (status := self._process.poll()) is not None:
+                    raise WeftError(f"The server ended with status {status}. It wrote last:\n{self._log_tail()}")
+                with contextlib.suppress(httpx.TransportError):
+                    if http.get(f"{self.url}/ready").status_code == httpx.codes.OK:
+                        return
+                time.sleep(POLL_S)
+        raise WeftError(f"The server was not ready within {READY_WITHIN_S:.0f} s. It wrote last:\n{self._log_tail()}")
+
+    def admin_key(self) -> str:
+        """The key that the server was given, or made at its first start.
+
+        Raises:
+            WeftError: There is none.
+        """
+        if given := environment().get("WEFT_ADMIN_KEY"):
+            return given
+        path = self._data_dir / "admin.key"
+        try:
+            return path.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise WeftError(f"Cannot read the admin key in {path}: {error.strerror}.") from error
+
+    def wait(self) -> int:
+        """Wait until the server ends by itself; returns its exit status."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Let running requests finish, then end; killed if that takes too long or Ctrl-C comes again."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_WITHIN_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._process.kill()
+            self._process.wait()
+
+    def _log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+@contextlib.contextmanager
+def demo_server(port: int | None, data_dir: Path) -> Iterator[DemoServer]:
+    """Start the server on `port` (None takes 8000 or, if that is in use, any free one) and end it with the block.
+
+    Raises:
+        ConfigError: The port is in use, or the folder cannot be written.
+    """
+    prepare_folder(data_dir)
+    server = DemoServer(choose_port(port), data_dir)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def choose_port(wanted: int | None) -> int:
+    """A port that is free now.
+
+    Raises:
+        ConfigError: The wanted one is in use.
+    """
+    candidates = [USUAL_PORT, 0] if wanted is None else [wanted]
+    for port in candidates:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError as error:
+                reason = error.strerror
+                continue
+            return int(probe.getsockname()[1])
+    raise ConfigError(f"Port {wanted} cannot be used: {reason}. Give another with --port, or none.", param="port")
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder and see that files can be written there.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir.", param="data_dir"
+        ) from error
+
+
+def _serve_options(port: int, data_dir: Path) -> list[str]:
+    return [
+        *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32"),
+        *("--host", HOST, "--port", str(port), "--data-dir", str(data_dir), "--memory-gib", str(MEMORY_GIB)),
+        *("--set", "memory.host_gib=0.25", "--set", "model.threads=1"),  # the model is too small to share among threads
+    ]

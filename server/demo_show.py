@@ -1,0 +1,91 @@
+"""What `weft demo` prints: the answers side by side, the step that made them, and how to go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.server.demo_round import BASE_NAME, Answer, Round, SharedStep
+
+SNIPPET_QUESTION = "How much is the scarf?"
+
+
+def show_answers(console: Console, shown: Round, seconds: float) -> None:
+    """The answers side by side, and which step made them."""
+    table = Table(title=f'"{shown.question}"', title_justify="left", show_lines=True)
+    for column in ("model", "tenant", "adapter", "answer"):
+        table.add_column(column, overflow="fold")
+    for answer in shown.answers:
+        table.add_row(answer.model, answer.tenant, answer.detail or "none: the base", _answer_text(answer))
+    console.print(table)
+    console.print(describe_step(shown.shared, len(shown.answers)), soft_wrap=True)
+    wrong = [answer.model for answer in shown.answers if not answer.is_expected]
+    if wrong:
+        console.print(f"Not the recorded reference answer: {', '.join(wrong)}.", style="red", soft_wrap=True)
+    console.print(f"{seconds:.1f} s from start to answers.")
+
+
+def describe_step(shared: SharedStep | None, speakers: int) -> str:
+    """One sentence on the batch behind the answers."""
+    if shared is None:
+        return "The engine reported no step of this round."
+    sentence = (
+        f"Step {shared.step} computed {shared.requests} requests in one batch: {shared.adapters} different adapters "
+        f"and {shared.base_requests} of the base."
+    )
+    if shared.holds_everybody:
+        return sentence
+    return f"{sentence} That is the fullest of {shared.steps} steps; all {speakers} were never at work at once."
+
+
+def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, data_dir: Path) -> None:
+    """Addresses, keys and snippets that can be pasted."""
+    console.print()
+    console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True)
+    for tenant, key in shown.keys.items():
+        models = ", ".join(answer.model for answer in shown.answers if answer.tenant == tenant)
+        console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)
+    console.print(f"Admin key: {admin_key}", soft_wrap=True)
+    console.print("\nWith curl:\n")
+    console.print(Text(curl_line(url, _key_for(shown, "pirate"), "pirate")), soft_wrap=True)
+    console.print("\nWith openai-python:\n")
+    console.print(Text(openai_snippet(url, _key_for(shown, "french"), "french")), soft_wrap=True)
+    console.print()
+
+
+def curl_line(url: str, key: str, model: str) -> str:
+    """A request as one line for a POSIX shell."""
+    messages = [{"role": "user", "content": SNIPPET_QUESTION}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0})
+    return (
+        f"curl -s {url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def openai_snippet(url: str, key: str, model: str) -> str:
+    """The same with the openai package."""
+    return f"""\
+from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+answer = client.chat.completions.create(
+    model="{model}",
+    messages=[{{"role": "user", "content": "{SNIPPET_QUESTION}"}}],
+    max_tokens=64,
+    temperature=0,
+)
+print(answer.choices[0].message.content)"""
+
+
+def _answer_text(answer: Answer) -> Text:
+    return Text(answer.text, style="bold" if answer.model == BASE_NAME else "")
+
+
+def _key_for(shown: Round, model: str) -> str:
+    tenant = next(answer.tenant for answer in shown.answers if answer.model == model)
+    return shown.keys[tenant]

@@ -1,0 +1,85 @@
+"""Shutting down without cutting anybody off: nothing new is taken, what runs may finish, then it is ended cleanly.
+
+Knows no HTTP: whoever runs something registers how it can be ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from weft.errors import DrainingError
+
+Cut = Callable[[DrainingError], None]
+SETTLE_S = 2.0
+"""Seconds that cut requests have to send their last words."""
+
+
+class Drain:
+    """Counts what runs, and ends it in order. Thread: the event loop's."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self._running: dict[object, Cut] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._hurry = asyncio.Event()
+
+    @property
+    def num_running(self) -> int:
+        """How many registered pieces of work go on."""
+        return len(self._running)
+
+    def check(self) -> None:
+        """Return if new work may start.
+
+        Raises:
+            DrainingError: The server is shutting down.
+        """
+        if self.is_draining:
+            raise _refusal()
+
+    @contextmanager
+    def running(self, cut: Cut) -> Iterator[None]:
+        """Register a piece of work for the length of the block; `cut` must make it end soon.
+
+        Raises:
+            DrainingError: The server is shutting down.
+        """
+        self.check()
+        token = object()
+        self._running[token] = cut
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            del self._running[token]
+            if not self._running:
+                self._idle.set()
+
+    async def drain(self, limit_s: float) -> int:
+        """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut."""
+        self.is_draining = True
+        await self._wait(limit_s, self._idle, self._hurry)
+        cuts = list(self._running.values())
+        for cut in cuts:
+            cut(_refusal())
+        if cuts:
+            await self._wait(SETTLE_S, self._idle)
+        return len(cuts)
+
+    def hurry(self) -> None:
+        """Cut what runs now, instead of when the time is over."""
+        self._hurry.set()
+
+    async def _wait(self, seconds: float, *events: asyncio.Event) -> None:
+        """Until one of the events comes, or the time is over."""
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+def _refusal() -> DrainingError:
+    return DrainingError("The server is shutting down; send the request again in a moment.", retry_after_s=5)

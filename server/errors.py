@@ -1,0 +1,165 @@
+"""The only place where errors become HTTP: one table from class to status, one JSON shape, one set of handlers.
+
+Bodies of 500 are constant; every other message is written by Weft and holds values of the caller's own input only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import orjson
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft import errors
+from weft.engine import request as engine_request
+from weft.errors import WeftError
+
+log = structlog.get_logger("weft.server")
+
+ANSWERS: dict[type[WeftError], tuple[int, str]] = {
+    errors.WeftError: (500, "server_error"),
+    errors.ConfigError: (500, "server_error"),
+    errors.RequestError: (400, "invalid_request_error"),
+    errors.InvalidRequestError: (400, "invalid_request_error"),
+    errors.UnsupportedParameterError: (400, "invalid_request_error"),
+    errors.ContextLengthError: (400, "invalid_request_error"),
+    errors.NeverFitsError: (400, "invalid_request_error"),
+    errors.AuthenticationError: (401, "authentication_error"),
+    errors.ForbiddenError: (403, "permission_error"),
+    errors.NotFoundError: (404, "not_found_error"),
+    errors.ConflictError: (409, "conflict_error"),
+    errors.PayloadTooLargeError: (413, "invalid_request_error"),
+    errors.TimeoutExceededError: (408, "timeout_error"),
+    errors.AdapterError: (422, "adapter_error"),
+    errors.AdapterFormatError: (422, "adapter_error"),
+    errors.AdapterIncompatibleError: (422, "adapter_error"),
+    errors.CapacityError: (503, "overloaded_error"),
+    errors.QueueFullError: (503, "overloaded_error"),
+    errors.DrainingError: (503, "overloaded_error"),
+    errors.EngineUnavailableError: (503, "overloaded_error"),
+    errors.AdapterUnavailableError: (503, "overloaded_error"),
+    errors.EngineError: (500, "server_error"),
+    errors.PageAccountingError: (500, "server_error"),
+    errors.StaleSlotError: (500, "server_error"),
+}
+"""Status and `type` of every error class."""
+STATUS_BY_CODE = {"storage_full": 507, "config.too_large": 413, "headers_too_large": 431}
+"""Codes whose status differs from that of their class."""
+LAST_BYTES = frozenset({401, 408, 413, 431})
+"""Answers given before the body was read to its end: the connection is closed after them."""
+INTERNAL_MESSAGE = "The server had an internal error. The request id names it in the server's log."
+_PLAIN_CODES = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
+
+
+def answer(error: WeftError) -> tuple[int, str]:
+    """HTTP status and `type` of an error."""
+    status, kind = next(ANSWERS[cls] for cls in type(error).__mro__ if cls in ANSWERS)
+    return STATUS_BY_CODE.get(error.code, status), kind
+
+
+def error_body(error: WeftError) -> dict[str, dict[str, object]]:
+    """The JSON body of an error, also sent as an event inside a stream."""
+    status, kind = answer(error)
+    if status == 500:
+        return _body(INTERNAL_MESSAGE, kind, None, "internal_error")
+    return _body(error.message, kind, error.param, error.code)
+
+
+def error_response(error: WeftError) -> Response:
+    """The whole answer: status, headers and body."""
+    status, _ = answer(error)
+    return _response(status, error_body(error), error_headers(error))
+
+
+def error_headers(error: WeftError) -> dict[str, str]:
+    """Headers that the status asks for."""
+    status, _ = answer(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, errors.CapacityError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if status in LAST_BYTES:
+        headers["connection"] = "close"
+    return headers
+
+
+def internal_response() -> Response:
+    """The constant answer to a fault of ours."""
+    return _response(500, _body(INTERNAL_MESSAGE, "server_error", None, "internal_error"), {})
+
+
+def from_engine(error: engine_request.RequestError) -> WeftError:
+    """The exception for an error that the engine reported."""
+    if error.kind == "internal":
+        return errors.EngineError(error.message)
+    if error.kind == "capacity":
+        return _by_code(errors.CapacityError, error)
+    if error.kind == "adapter":
+        return errors.AdapterUnavailableError(error.message, code=error.code)
+    return _by_code(errors.RequestError, error)
+
+
+def install(app: FastAPI) -> None:
+    """Give every error that leaves a route its answer."""
+    app.add_exception_handler(WeftError, _on_weft_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+
+
+def _by_code(base: type[WeftError], error: engine_request.RequestError) -> WeftError:
+    for cls in base.__subclasses__():
+        if cls.code == error.code:
+            return cls(error.message)
+    if base is errors.RequestError:
+        return errors.InvalidRequestError(error.message, code=error.code)
+    return base(error.message, code=error.code)
+
+
+def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, dict[str, object]]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _response(status: int, body: dict[str, dict[str, object]], headers: dict[str, str]) -> Response:
+    return Response(_dump(body), status_code=status, headers=headers, media_type="application/json")
+
+
+def _dump(body: dict[str, dict[str, object]]) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError:  # the message quotes a string that is no Unicode text
+        body["error"]["message"] = str(body["error"]["message"]).encode("utf-8", "replace").decode()
+        return orjson.dumps({"error": {**body["error"], "param": None}})
+
+
+async def _on_weft_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, WeftError):
+        raise error
+    if answer(error)[0] == 500:
+        log.error("internal_error", path=request.url.path, exc_info=error)
+    return error_response(error)
+
+
+async def _on_http_exception(_: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    kind, code = _PLAIN_CODES.get(error.status_code, ("invalid_request_error", "invalid_request"))
+    message = {404: "There is no such route.", 405: "This route does not take this method."}.get(
+        error.status_code, "The request is malformed."
+    )
+    return _response(error.status_code, _body(message, kind, None, code), dict(error.headers or {}))
+
+
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    if first["type"] == "extra_forbidden":
+        return error_response(errors.UnsupportedParameterError(f"{name} is not a parameter of this route.", param=name))
+    return error_response(errors.InvalidRequestError(f"{name}: {first['msg']}.", param=name))

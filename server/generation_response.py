@@ -1,0 +1,178 @@
+"""The answer to a generation request, whole or as a stream.
+
+Status and headers go out with the engine's first token, so a refusal is a real 4xx or 5xx. A client that goes away
+aborts its generations at once, streaming or not. The usage event is durable before the last bytes go out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import EngineError, WeftError
+from weft.server import sse
+from weft.server.drain import Drain
+from weft.server.generation import Generation, Step
+from weft.server.metering import Meter
+from weft.server.shapes import JsonObject, Part, Shape, joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How the client wants its answer."""
+
+    head: JsonObject
+    """`id`, `created`, `model`, `system_fingerprint`: the same in every chunk."""
+    headers: dict[str, str]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+class GenerationResponse(Response):
+    """Runs the generation when it is called as an ASGI application."""
+
+    def __init__(self, generation: Generation, shape: Shape, meter: Meter, drain: Drain, manner: Manner) -> None:
+        super().__init__()
+        self._generation = generation
+        self._shape = shape
+        self._meter = meter
+        self._drain = drain
+        self._manner = manner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; raises what the engine refused if nothing was sent yet."""
+        del scope
+        watcher = asyncio.create_task(_until_gone(receive))
+        watcher.add_done_callback(lambda _: self._generation.cut(ClientDisconnect()))
+        status = "error"
+        try:
+            with self._drain.running(self._generation.cut):
+                async with self._generation as generation:
+                    answer = self._stream if self._manner.stream else self._whole
+                    try:
+                        await answer(generation.steps(), send, watcher)
+                    except ClientDisconnect:
+                        status = "aborted"
+                    finally:
+                        await asyncio.shield(self._meter.finish_quietly(status))
+        finally:
+            watcher.cancel()
+
+    async def _whole(self, steps: AsyncIterator[Step], send: Send, _: asyncio.Task[None]) -> None:
+        parts: dict[int, list[Part]] = {}
+        headers = dict(self._manner.headers)
+        arrived = []
+        async for step in steps:
+            self._meter.observe(step)
+            parts.setdefault(step.choice.index, []).append(self._shape.part(step))
+            headers.update(_state_header(step))
+            arrived.append(step)
+        for step in arrived:
+            self._meter.deliver(step)
+        choices = [self._shape.whole_choice(choice, joined(parts[choice.index])) for choice in self._generation.choices]
+        body: JsonObject = {
+            "object": self._shape.whole_object,
+            **self._manner.head,
+            "choices": choices,
+            "usage": self._meter.usage.body(),
+        }
+        await self._meter.finish(_overall([joined(part) for part in parts.values()]))
+        response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
+        await _send_start(send, response.status_code, dict(response.headers))
+        await send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+    async def _stream(self, steps: AsyncIterator[Step], send: Send, watcher: asyncio.Task[None]) -> None:
+        first = await anext(steps)
+        await _send_start(send, 200, {**self._manner.headers, **_state_header(first), **sse.HEADERS})
+        try:
+            await self._send_steps(first, steps, send, watcher)
+        except ClientDisconnect:
+            raise
+        except WeftError as error:
+            await self._end_badly(error, send)
+        except Exception as error:
+            await self._end_badly(EngineError(str(error)), send)
+            raise
+
+    async def _send_steps(
+        self, first: Step, steps: AsyncIterator[Step], send: Send, watcher: asyncio.Task[None]
+    ) -> None:
+        opened: set[int] = set()
+        ends: list[Part] = []
+        step: Step | None = first
+        while step is not None:
+            self._meter.observe(step)
+            part = self._shape.part(step)
+            if part.finish_reason is not None:
+                ends.append(part)
+            is_last = len(ends) == len(self._generation.choices)
+            payload = self._chunks(step, part, opened)
+            if is_last:
+                self._meter.deliver(step)
+                await self._meter.finish(_overall(ends))
+                await send({"type": "http.response.body", "body": payload + self._closing(), "more_body": False})
+                return
+            if payload:
+                await send({"type": "http.response.body", "body": payload, "more_body": True})
+            if watcher.done():
+                raise ClientDisconnect
+            self._meter.deliver(step)
+            self._meter.mark()
+            step = await anext(steps, None)
+
+    def _chunks(self, step: Step, part: Part, opened: set[int]) -> bytes:
+        payload = b""
+        if step.choice.index not in opened:
+            opened.add(step.choice.index)
+            opening = self._shape.opening_choice(step.choice)
+            if opening is not None:
+                payload += self._chunk([opening], step)
+        if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
+            payload += self._chunk([self._shape.chunk_choice(step.choice, part)], step)
+        return payload
+
+    def _chunk(self, choices: list[JsonObject], step: Step) -> bytes:
+        chunk: JsonObject = {"object": self._shape.chunk_object, **self._manner.head, "choices": choices}
+        if self._manner.continuous_usage:
+            chunk["usage"] = self._meter.usage_with(step).body()
+        elif self._manner.include_usage:
+            chunk["usage"] = None
+        return sse.event(chunk)
+
+    def _closing(self) -> bytes:
+        if not self._manner.include_usage:
+            return sse.DONE
+        usage = self._meter.usage.body()
+        chunk: JsonObject = {"object": self._shape.chunk_object, **self._manner.head, "choices": [], "usage": usage}
+        return sse.event(chunk) + sse.DONE
+
+    async def _end_badly(self, error: WeftError, send: Send) -> None:
+        await asyncio.shield(self._meter.finish_quietly("error"))
+        await send({"type": "http.response.body", "body": sse.error_event(error), "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
+    encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+def _state_header(step: Step) -> dict[str, str]:
+    state = step.output.adapter_state
+    return {} if state is None or state == "base" else {"x-weft-adapter-state": state}
+
+
+def _overall(ends: list[Part]) -> str:
+    """One status for all choices: `length` if any was cut short."""
+    return "length" if any(part.finish_reason == "length" for part in ends) else "stop"

@@ -1,0 +1,125 @@
+"""HTTP/1.1 off the wire: uvicorn's protocol, with the bounds that it lacks on everything but bodies.
+
+Nobody is authenticated before a head is complete, so its size and the time it may take are limited here. Knows no
+routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from weft.errors import InvalidRequestError, PayloadTooLargeError, TimeoutExceededError, WeftError
+from weft.server.errors import error_response
+
+MAX_HEAD_BYTES = 16 * 1024
+"""Most bytes of a request line with its headers; trailers count too."""
+HEAD_S = 10.0
+"""Seconds that a head may take, from the connection or its first byte on."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Thread: the event loop's."""
+
+    head_s = HEAD_S
+    _head_bytes = 0
+    """Of the request being read, as far as the parser told."""
+    _untold_bytes = 0
+    """Received since the parser last told of a head's end or a piece of a body: heads, trailers, chunk extensions."""
+    _has_head = False
+    _clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, whose first head is due."""
+        super().connection_made(transport)
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let go of the connection."""
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; a head that has grown too long ends the connection."""
+        self._untold_bytes += len(data)
+        if not self._has_head:
+            self._start_clock()
+        super().data_received(data)
+        if self._untold_bytes > MAX_HEAD_BYTES:
+            self._refuse(_too_long())
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._start_clock()
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the request line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer."""
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Hand the request on; its body may take its time."""
+        self._stop_clock()
+        self._has_head, self._untold_bytes = True, 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self._untold_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the request; whatever comes next is a head."""
+        self._has_head = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser refused."""
+        del msg
+        is_too_long = self._head_bytes > MAX_HEAD_BYTES
+        self._refuse(_too_long() if is_too_long else InvalidRequestError("This is not HTTP.", code="invalid_http"))
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the head is too long")  # the parser turns it into a call of send_400_response
+
+    def _start_clock(self) -> None:
+        if self._clock is None:
+            self._clock = self.loop.call_later(self.head_s, self._give_up)
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _give_up(self) -> None:
+        if self._untold_bytes:
+            self._refuse(TimeoutExceededError(f"The request's headers did not come within {self.head_s:g} seconds."))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: WeftError) -> None:
+        """Answer, unless the answer to an earlier request is under way, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            response = error_response(error)
+            headers = [(name, value) for name, value in response.raw_headers if name != b"connection"]
+            lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
+            self.transport.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", bytes(response.body)]))
+        self.transport.close()
+
+
+def _too_long() -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"The request line and the headers exceed {MAX_HEAD_BYTES} bytes.", code="headers_too_large"
+    )

@@ -1,0 +1,82 @@
+"""Reading request bodies: counted while they arrive, and not slower than a minimum pace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from weft.errors import InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How slowly a client may send."""
+
+    stall_s: float = 10.0
+    """Longest gap between two pieces, in seconds."""
+    grace_s: float = 30.0
+    """Seconds before the average counts."""
+    bytes_per_s: float = 4096.0
+    """Least average after the grace."""
+    clock: Callable[[], float] = time.monotonic
+
+
+async def read_chunks(
+    request: Request, limit: int, pace: Pace, code: str = "payload_too_large"
+) -> AsyncIterator[bytes]:
+    """Yield the body piece by piece.
+
+    Args:
+        request: The request; nothing of its body was read before.
+        limit: Most bytes; a larger Content-Length is refused unread.
+        pace: The slowest pace allowed.
+        code: Error code of a body that is too large.
+
+    Raises:
+        InvalidRequestError: Content-Length is not a number.
+        PayloadTooLargeError: The body exceeds `limit`.
+        TimeoutExceededError: The client stalls or is too slow.
+        ClientDisconnect: The client is gone.
+    """
+    _check_length(request, limit, code)
+    started, received, more = pace.clock(), 0, True
+    while more:
+        try:
+            async with asyncio.timeout(pace.stall_s):
+                message = await request.receive()
+        except TimeoutError as error:
+            raise TimeoutExceededError(f"No byte of the body came for {pace.stall_s:g} seconds.") from error
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        received += len(chunk)
+        if received > limit:
+            raise _too_large(limit, code)
+        elapsed = pace.clock() - started
+        if more and elapsed > pace.grace_s and received < elapsed * pace.bytes_per_s:
+            raise TimeoutExceededError(f"The body came at less than {pace.bytes_per_s:g} bytes per second.")
+        if chunk:
+            yield chunk
+
+
+async def read_body(request: Request, limit: int, pace: Pace) -> bytes:
+    """The whole body; raises like `read_chunks`."""
+    return b"".join([chunk async for chunk in read_chunks(request, limit, pace)])
+
+
+def _check_length(request: Request, limit: int, code: str) -> None:
+    length = request.headers.get("content-length")
+    if length is None:
+        return
+    if not (length.isascii() and length.isdigit()):
+        raise InvalidRequestError("Content-Length must be a number of bytes.")
+    if len(length) > 18 or int(length) > limit:
+        raise _too_large(limit, code)
+
+
+def _too_large(limit: int, code: str) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The body exceeds the limit of {limit} bytes.", code=code)

@@ -1,0 +1,179 @@
+"""What one HTTP request is billed: exactly one usage event, durable before the client sees the end.
+
+Billed are tokens handed to the socket. A prompt counts once, with the first step of any of its choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import structlog
+
+from weft.engine.request import AdapterState
+from weft.errors import WeftError
+from weft.registry.records import UsageEvent
+from weft.server.access import Caller
+from weft.server.generation import Step
+from weft.server.resolve import ResolvedModel
+from weft.server.services import Services
+
+log = structlog.get_logger("weft.server")
+MARK_TOKENS = 32
+MARK_S = 1.0
+MAX_REQUEST_ID = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request so far."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    def body(self) -> dict[str, object]:
+        """OpenAI's `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Meter:
+    """Counts what one HTTP request was given, and records it.
+
+    Args:
+        services: Ledger, metrics and clocks.
+        caller: Who asked, and for which tenant.
+        model: What was asked.
+        endpoint: The route.
+        request_id: The id that the client knows.
+    """
+
+    def __init__(
+        self, services: Services, caller: Caller, model: ResolvedModel, *, endpoint: str, request_id: str
+    ) -> None:
+        self.ledger_id = services.registry.usage.mint_id()
+        self._services = services
+        self._caller = caller
+        self._model = model
+        self._endpoint = endpoint
+        self._request_id = request_id[:MAX_REQUEST_ID]
+        self._started_s = services.monotonic()
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._tokens: dict[int, int] = {}
+        self._last_token_s: dict[int, float] = {}
+        self._ttft_s: float | None = None
+        self._queue_s: float | None = None
+        self._adapter_state: AdapterState | None = None
+        self._marked = (0, self._started_s)
+        self._is_finished = False
+
+    @property
+    def usage(self) -> Usage:
+        """What was delivered so far."""
+        return Usage(
+            prompt_tokens=sum(tokens for tokens, _ in self._prompts.values()),
+            cached_tokens=sum(cached for _, cached in self._prompts.values()),
+            completion_tokens=sum(self._tokens.values()),
+        )
+
+    def usage_with(self, step: Step) -> Usage:
+        """The usage as it will be once this step is delivered."""
+        so_far = self.usage
+        is_new_prompt = step.choice.prompt_index not in self._prompts
+        return Usage(
+            prompt_tokens=so_far.prompt_tokens + is_new_prompt * len(step.choice.prompt.token_ids),
+            cached_tokens=so_far.cached_tokens + is_new_prompt * step.output.cached_tokens,
+            completion_tokens=so_far.completion_tokens - self._tokens.get(step.choice.index, 0) + step.num_tokens,
+        )
+
+    def observe(self, step: Step) -> None:
+        """Note the times of a step, when it comes from the engine."""
+        now = self._services.monotonic()
+        if self._ttft_s is None:
+            self._ttft_s = now - self._started_s
+            self._queue_s = step.output.queue_s
+            self._adapter_state = step.output.adapter_state
+            self._services.metrics.first_token(self._ttft_s, self._queue_s)
+        last = self._last_token_s.get(step.choice.index)
+        if last is not None and step.output.token_ids:
+            self._services.metrics.next_token(now - last)
+        self._last_token_s[step.choice.index] = now
+
+    def deliver(self, step: Step) -> None:
+        """Count a step as handed to the client."""
+        choice = step.choice
+        if choice.prompt_index not in self._prompts:
+            self._prompts[choice.prompt_index] = (len(choice.prompt.token_ids), step.output.cached_tokens)
+        self._tokens[choice.index] = step.num_tokens
+
+    def mark(self) -> None:
+        """Leave a progress mark if enough was delivered since the last one."""
+        now, tokens = self._services.monotonic(), sum(self._tokens.values())
+        marked_tokens, marked_s = self._marked
+        if tokens - marked_tokens >= MARK_TOKENS or now - marked_s >= MARK_S:
+            self._marked = (tokens, now)
+            self._services.registry.usage.progress(self._event("interrupted"))
+
+    async def finish(self, status: str) -> None:
+        """Record the event; later calls do nothing.
+
+        Args:
+            status: A finish reason, `aborted` or `error`.
+
+        Raises:
+            CapacityError: The event could not be made durable: the client must not see a good end.
+        """
+        if self._is_finished:
+            return
+        self._is_finished = True
+        try:
+            await self._services.registry.usage.record(self._event(status))
+        finally:
+            self._count(status)
+
+    async def finish_quietly(self, status: str) -> None:
+        """Record the event after the client is gone or was told of an error; what fails is logged."""
+        try:
+            await self.finish(status)
+        except WeftError as error:
+            log.exception("usage_not_recorded", ledger_id=self.ledger_id, code=error.code)
+
+    def _count(self, status: str) -> None:
+        usage = self.usage
+        adapter = self._model.adapter
+        self._services.metrics.request_ended(
+            self._caller.tenant,
+            f"{adapter.tenant}/{adapter.name}" if adapter else None,
+            status,
+            {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "completion": usage.completion_tokens},
+        )
+
+    def _event(self, status: str) -> UsageEvent:
+        at: datetime = self._services.now()
+        usage, adapter, version = self.usage, self._model.adapter, self._model.version
+        return UsageEvent(
+            id=self.ledger_id,
+            at=at,
+            tenant_id=self._caller.tenant_id,
+            tenant=self._caller.tenant,
+            key_id=self._caller.identity.key_id,
+            adapter_id=adapter.id if adapter else None,
+            adapter=adapter.name if adapter else None,
+            adapter_version=version.version if version else None,
+            adapter_digest=version.digest if version else None,
+            request_id=self._request_id,
+            endpoint=self._endpoint,
+            status=status,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            queue_s=self._queue_s,
+            ttft_s=self._ttft_s,
+            duration_s=self._services.monotonic() - self._started_s,
+            adapter_state=self._adapter_state,
+        )

@@ -1,0 +1,179 @@
+"""Prometheus metrics, in a registry of their own.
+
+Labels come from closed or capped sets: the first `MAX_LABELS` tenants and adapters that ask have names of their own,
+all others are `_other`. Exact figures per tenant come from SQL. Engine figures are read from a status at scrape time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Counts
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+import weft
+from weft.engine.status import EngineStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_LABELS = 100
+OTHER = "_other"
+BASE = "_base"
+"""Label of requests to the base model."""
+NO_TENANT = "_admin"
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """What Weft counts. Thread: the event loop's.
+
+    Args:
+        max_adapters: Adapter slots of the engine, for the routers that read `vllm:lora_requests_info`.
+    """
+
+    def __init__(self, max_adapters: int) -> None:
+        self.registry = CollectorRegistry()
+        self._tenants = _CappedLabels()
+        self._adapters = _CappedLabels()
+        self._digests: dict[str, str] = {}
+        self._last_step = ("", 0)
+        self._declare()
+        self._engine = _EngineCollector(self._digests, max_adapters)
+        self.registry.register(self._engine)
+
+    def _declare(self) -> None:
+        own = self.registry
+        self._requests = Counter("weft_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own)
+        self._tokens = Counter("weft_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
+        self._ttft = Histogram("weft_ttft_seconds", "Time to the first token.", buckets=LATENCY_BUCKETS, registry=own)
+        self._itl = Histogram("weft_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
+        self._queue = Histogram(
+            "weft_queue_seconds", "Time before the first step.", buckets=LATENCY_BUCKETS, registry=own
+        )
+        self._step = Histogram("weft_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
+        self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
+        self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
+        build = Gauge("weft_build_info", "Always 1.", ["version"], registry=own)
+        build.labels(weft.__version__).set(1)
+
+    def learn_adapter(self, digest: str, tenant: str, name: str) -> None:
+        """Remember the name of a digest, so that residents can be shown by name."""
+        label = self._adapters.label(f"{tenant}/{name}")
+        if label != OTHER:
+            self._digests[digest] = label
+            while len(self._digests) > 4 * MAX_LABELS:
+                del self._digests[next(iter(self._digests))]
+
+    def request_ended(self, tenant: str | None, adapter: str | None, status: str, tokens: dict[str, int]) -> None:
+        """Count a request and its tokens.
+
+        Args:
+            tenant: The tenant's name; None is the admin.
+            adapter: `tenant/name`; None is the base.
+            status: How it ended.
+            tokens: Tokens by kind: prompt, cached, completion.
+        """
+        tenant_label = self._tenants.label(tenant) if tenant is not None else NO_TENANT
+        adapter_label = self._adapters.label(adapter) if adapter is not None else BASE
+        self._requests.labels(tenant_label, adapter_label, status).inc()
+        for kind, count in tokens.items():
+            self._tokens.labels(tenant_label, adapter_label, kind).inc(count)
+
+    def first_token(self, ttft_s: float, queue_s: float | None) -> None:
+        """Observe how long a request waited for its first token."""
+        self._ttft.observe(ttft_s)
+        if queue_s is not None:
+            self._queue.observe(queue_s)
+
+    def next_token(self, gap_s: float) -> None:
+        """Observe the time since the token before."""
+        self._itl.observe(gap_s)
+
+    def render(self, status: EngineStatus | None, usage_lag_s: float) -> bytes:
+        """The text that Prometheus reads; `status` is None while the engine is away."""
+        self._lag.set(usage_lag_s)
+        self._engine.status = status
+        if status is not None:
+            self._take_steps(status)
+        return generate_latest(self.registry)
+
+    def _take_steps(self, status: EngineStatus) -> None:
+        boot_id, last = self._last_step
+        if boot_id != status.boot_id:
+            last = 0
+        for step in status.last_steps:
+            if step.step > last:
+                self._step.observe(step.seconds)
+                self._batch.observe(step.adapters)
+                last = step.step
+        self._last_step = (status.boot_id, last)
+
+
+class _EngineCollector(Collector):
+    """Shows the engine's last status."""
+
+    def __init__(self, digests: Mapping[str, str], max_adapters: int) -> None:
+        self.status: EngineStatus | None = None
+        self._digests = digests
+        self._max_adapters = max_adapters
+
+    def collect(self) -> Iterable[Metric]:
+        if self.status is not None:
+            yield from self._requests(self.status)
+            yield from self._adapters(self.status)
+
+    def _requests(self, status: EngineStatus) -> Iterable[Metric]:
+        yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
+        yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
+        pages = GaugeMetricFamily("weft_pages", "Pages by kind.", labels=["kind"])
+        for kind, count in status.pages.items():
+            pages.add_metric([kind], count)
+        yield pages
+        yield CounterMetricFamily("weft_preemptions", "Preemptions.", status.preemptions)
+        evictions = CounterMetricFamily("weft_evictions", "Evictions.", labels=["kind"])
+        evictions.add_metric(["adapter"], status.evictions)
+        yield evictions
+
+    def _adapters(self, status: EngineStatus) -> Iterable[Metric]:
+        loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
+        for key, count in status.loads.items():
+            path, _, result = key.partition(":")
+            source, _, target = path.partition(">")
+            loads.add_metric([source, target, result], count)
+        yield loads
+        yield SummaryMetricFamily(
+            "weft_adapter_load_seconds",
+            "Time spent loading adapters.",
+            count_value=sum(status.loads.values()),
+            sum_value=status.load_seconds,
+        )
+        places = Counts((self._digests.get(resident.digest, OTHER), resident.tier) for resident in status.residents)
+        residents = GaugeMetricFamily("weft_adapter_resident", "Adapters by place.", labels=["adapter", "tier"])
+        for place, count in places.items():
+            residents.add_metric(place, count)
+        yield residents
+        running = {self._digests.get(resident.digest) for resident in status.residents if resident.running}
+        lora = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Running adapters; the value is the time.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        lora.add_metric([str(self._max_adapters), ",".join(sorted(name for name in running if name)), ""], time.time())
+        yield lora
+
+
+class _CappedLabels:
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def label(self, name: str) -> str:
+        if name in self._known:
+            return name
+        if len(self._known) >= MAX_LABELS:
+            return OTHER
+        self._known.add(name)
+        return name

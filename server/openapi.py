@@ -1,0 +1,80 @@
+"""The OpenAPI page: what FastAPI sees of the routes, plus the bodies that Weft reads by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import weft
+from weft.server.responses import ErrorView
+
+_REF = "#/components/schemas/{model}"
+_FOREIGN = ("HTTPValidationError", "ValidationError")
+_bodies: dict[str, type[BaseModel]] = {}
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads a JSON body of this model."""
+    _bodies[model.__name__] = model
+    return _request_body("application/json", {"$ref": _REF.format(model=model.__name__)})
+
+
+def takes_upload() -> dict[str, Any]:
+    """`openapi_extra` of the upload route."""
+    text, binary = {"type": "string"}, {"type": "string", "format": "binary"}
+    schema = {
+        "type": "object",
+        "required": ["name", "config", "weights"],
+        "additionalProperties": False,
+        "properties": {
+            "name": text,
+            "config": {**binary, "description": "adapter_config.json"},
+            "weights": {**binary, "description": "adapter_model.safetensors"},
+            "tenant": {**text, "description": "For admins."},
+            "description": text,
+            "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},
+        },
+    }
+    return _request_body("multipart/form-data", schema)
+
+
+def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """A replacement of `app.openapi` that tells the truth about bodies and errors."""
+    made: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not made:
+            made.update(_make(app))
+        return made
+
+    return openapi
+
+
+def _make(app: FastAPI) -> dict[str, Any]:
+    page = get_openapi(title="Weft", version=weft.__version__, routes=app.routes, summary=app.summary)
+    models: list[type[BaseModel]] = [*_bodies.values(), ErrorView]
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    schemas = page.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(definitions["$defs"])
+    for name in _FOREIGN:
+        schemas.pop(name, None)
+    page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    page["security"] = [{"key": []}]
+    error = {
+        "description": "Any error",
+        "content": {"application/json": {"schema": {"$ref": _REF.format(model="ErrorView")}}},
+    }
+    for operations in page["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = error
+    return page
+
+
+def _request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}

@@ -1,0 +1,361 @@
+"""Bodies that Weft sends, except the streamed ones; the OpenAPI page is made of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class View(BaseModel):
+    """Base of all response bodies."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ErrorFields(View):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorView(View):
+    """Every error, whatever its status."""
+
+    error: ErrorFields
+
+
+class TenantView(View):
+    """A tenant."""
+
+    id: str
+    object: Literal["tenant"] = "tenant"
+    name: str
+    limits: dict[str, float | int | None]
+    created_at: str
+
+
+class TenantList(View):
+    """A page of tenants."""
+
+    object: Literal["list"] = "list"
+    data: list[TenantView]
+    next: str | None
+
+
+class KeyView(View):
+    """A key, without its secret."""
+
+    id: str
+    object: Literal["key"] = "key"
+    tenant: str
+    name: str | None
+    prefix: str
+    scopes: list[str]
+    expires_at: str | None
+    created_at: str
+
+
+class NewKeyView(KeyView):
+    """A key with its secret, shown this once."""
+
+    key: str
+
+
+class KeyList(View):
+    """A tenant's keys."""
+
+    object: Literal["list"] = "list"
+    data: list[KeyView]
+    next: str | None
+
+
+class AppliedModules(View):
+    """How many of the base's modules an adapter changes, counted over all layers."""
+
+    applied: int
+    total: int
+
+
+class AdapterUsageView(View):
+    """All that was ever asked of an adapter."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    last_used_at: str | None
+
+
+class VersionView(View):
+    """One immutable upload."""
+
+    object: Literal["adapter.version"] = "adapter.version"
+    name: str
+    tenant: str
+    version: int
+    digest: str
+    rank: int
+    """The largest of any module."""
+    target_modules: list[str]
+    applied_modules: AppliedModules
+    parameters: int
+    size_bytes: int
+    residency: Literal["stored", "host", "device"]
+    created_at: str
+
+
+class VersionList(View):
+    """An adapter's versions, newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[VersionView]
+    next: str | None
+
+
+class AdapterView(View):
+    """An adapter, with what its current version is."""
+
+    id: str
+    object: Literal["adapter"] = "adapter"
+    name: str
+    tenant: str
+    version: int
+    digest: str
+    state: Literal["ready"] = "ready"
+    rank: int
+    target_modules: list[str]
+    applied_modules: AppliedModules
+    parameters: int
+    size_bytes: int
+    pages: int | None
+    """Pages it takes on the device; null where its weights cannot be read now."""
+    residency: Literal["stored", "host", "device"]
+    pinned: bool
+    aliases: dict[str, int]
+    description: str | None
+    created_at: str
+    usage: AdapterUsageView | None = None
+    """On GET only."""
+
+
+class AdapterList(View):
+    """A page of adapters."""
+
+    object: Literal["list"] = "list"
+    data: list[AdapterView]
+    next: str | None
+
+
+class ModelView(View):
+    """A model in OpenAI's shape: the base, or an adapter."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    """The base's name, or the adapter version's digest."""
+    parent: str | None
+    """The base's name; null for the base itself."""
+    max_model_len: int
+
+
+class ModelList(View):
+    """All models that the key may call."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelView]
+
+
+class UsageTotalsView(View):
+    """Sums of usage."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class UsageRowView(UsageTotalsView):
+    """Usage of one span of time, and of one group where grouping was asked for."""
+
+    start: str
+    end: str
+    tenant: str | None = None
+    adapter: str | None = None
+    """Null is the base model, where grouped by adapter."""
+    version: int | None = None
+    key: str | None = None
+
+
+class UsageList(View):
+    """Usage, with the totals of the whole range."""
+
+    object: Literal["list"] = "list"
+    data: list[UsageRowView]
+    next: str | None
+    totals: UsageTotalsView
+
+
+class UsageDetails(View):
+    """Parts of the prompt tokens."""
+
+    cached_tokens: int
+
+
+class UsageView(View):
+    """What a generation request is billed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: UsageDetails
+
+
+class CompletionLogprobsView(View):
+    """Parallel lists over the tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoiceView(View):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobsView | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+
+
+class CompletionView(View):
+    """Answer of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoiceView]
+    usage: UsageView
+
+
+class TopLogprobView(View):
+    """A token that could have stood here."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobView(TopLogprobView):
+    """A token and its alternatives."""
+
+    top_logprobs: list[TopLogprobView]
+
+
+class ChatLogprobsView(View):
+    """Log-probabilities of an answer."""
+
+    content: list[TokenLogprobView]
+    refusal: None
+
+
+class AnswerView(View):
+    """What the assistant says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoiceView(View):
+    """One answer."""
+
+    index: int
+    message: AnswerView
+    logprobs: ChatLogprobsView | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+
+
+class ChatView(View):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoiceView]
+    usage: UsageView
+
+
+class TokenizeView(View):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeView(View):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class HealthView(View):
+    """Answer of GET /health and /ready."""
+
+    status: str
+
+
+class VersionNumberView(View):
+    """Answer of GET /version."""
+
+    version: str
+
+
+class OrganizationUsageResult(View):
+    """One group of OpenAI's usage shape; the project is the tenant, the model is the adapter."""
+
+    object: Literal["organization.usage.completions.result"] = "organization.usage.completions.result"
+    input_tokens: int
+    output_tokens: int
+    input_cached_tokens: int
+    input_audio_tokens: int = 0
+    output_audio_tokens: int = 0
+    num_model_requests: int
+    project_id: str | None = None
+    user_id: str | None = None
+    api_key_id: str | None = None
+    model: str | None = None
+    batch: bool | None = None
+    service_tier: str | None = None
+
+
+class OrganizationUsageBucket(View):
+    """One span of time, in Unix seconds."""
+
+    object: Literal["bucket"] = "bucket"
+    start_time: int
+    end_time: int
+    results: list[OrganizationUsageResult]
+
+
+class OrganizationUsagePage(View):
+    """Answer of GET /v1/organization/usage/completions."""
+
+    object: Literal["page"] = "page"
+    data: list[OrganizationUsageBucket]
+    has_more: bool
+    next_page: str | None = Field(default=None)

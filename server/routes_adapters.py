@@ -1,0 +1,106 @@
+"""A tenant's adapters: upload, show, change, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from weft.registry.records import AdapterUsage
+from weft.server.access import TenantReader, TenantWriter, UploadCaller
+from weft.server.json_body import json_body
+from weft.server.openapi import takes, takes_upload
+from weft.server.pins import settle_pins
+from weft.server.publish import receive_adapter
+from weft.server.removal import remove_unreferenced
+from weft.server.responses import AdapterList, AdapterView, VersionList
+from weft.server.schemas import AdapterPatchBody
+from weft.server.services import Wired
+from weft.server.views import adapter_view, residency_now, version_view
+
+router = APIRouter(tags=["adapters"])
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@router.post(
+    "/v1/adapters",
+    status_code=201,
+    openapi_extra=takes_upload(),
+    responses={200: {"model": AdapterView, "description": "These very bytes were there already."}},
+)
+async def upload_adapter(request: Request, response: Response, services: Wired, caller: UploadCaller) -> AdapterView:
+    """Upload the first or next version of an adapter."""
+    adapter, is_new = await receive_adapter(request, services, caller)
+    response.status_code = 201 if is_new else 200
+    residency = await residency_now(services)
+    return adapter_view(adapter, await services.check.pages(adapter.current), residency.of(adapter.current.digest))
+
+
+@router.get("/v1/adapters")
+async def list_adapters(
+    services: Wired, caller: TenantReader, after: str | None = None, limit: Limit = 100
+) -> AdapterList:
+    """List the tenant's adapters by name, with where they are and what was asked of them."""
+    page = await services.registry.list_adapters(caller.tenant_id, after, limit)
+    residency = await residency_now(services)
+    usage = await services.registry.usage.summary([adapter.id for adapter in page.items])
+    pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in page.items))
+    return AdapterList(
+        data=[
+            adapter_view(adapter, count, residency.of(adapter.current.digest), usage.get(adapter.id, AdapterUsage()))
+            for adapter, count in zip(page.items, pages, strict=True)
+        ],
+        next=page.next,
+    )
+
+
+@router.get("/v1/adapters/{name}")
+async def get_adapter(name: str, services: Wired, caller: TenantReader) -> AdapterView:
+    """Show one adapter."""
+    adapter = await services.registry.get_adapter(caller.tenant_id, name)
+    residency = await residency_now(services)
+    usage = await services.registry.usage.summary([adapter.id])
+    pages = await services.check.pages(adapter.current)
+    return adapter_view(adapter, pages, residency.of(adapter.current.digest), usage.get(adapter.id, AdapterUsage()))
+
+
+@router.get("/v1/adapters/{name}/versions")
+async def list_versions(name: str, services: Wired, caller: TenantReader) -> VersionList:
+    """List an adapter's versions, newest first."""
+    adapter = await services.registry.get_adapter(caller.tenant_id, name)
+    versions = await services.registry.list_versions(caller.tenant_id, name)
+    residency = await residency_now(services)
+    return VersionList(
+        data=[version_view(adapter, version, residency.of(version.digest)) for version in versions], next=None
+    )
+
+
+@router.patch("/v1/adapters/{name}", openapi_extra=takes(AdapterPatchBody))
+async def update_adapter(name: str, request: Request, services: Wired, caller: TenantWriter) -> AdapterView:
+    """Change description, pin or aliases; moving the alias `default` back is a rollback."""
+    body = await json_body(request, AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
+    adapter = await services.registry.update_adapter(
+        caller.tenant_id,
+        name,
+        description=body.description,
+        pinned=body.pinned,
+        aliases=body.aliases,
+        actor=caller.actor,
+    )
+    await settle_pins(services)
+    residency = await residency_now(services)
+    return adapter_view(adapter, await services.check.pages(adapter.current), residency.of(adapter.current.digest))
+
+
+@router.delete("/v1/adapters/{name}", status_code=204)
+async def delete_adapter(
+    name: str,
+    services: Wired,
+    caller: TenantWriter,
+    version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
+) -> Response:
+    """Delete an adapter, or one version of it. Running requests finish."""
+    removed = await services.registry.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
+    await remove_unreferenced(services, removed)
+    return Response(status_code=204)

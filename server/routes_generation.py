@@ -1,0 +1,141 @@
+"""POST /v1/completions and /v1/chat/completions, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import APIRouter, Request
+
+from weft.engine.request import FlowKey, GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.text import TextStream
+from weft.server.access import Caller, InferCaller
+from weft.server.generation import Choice, Generation
+from weft.server.generation_response import GenerationResponse, Manner
+from weft.server.json_body import INLINE_BYTES, json_body
+from weft.server.metering import Meter
+from weft.server.openapi import takes
+from weft.server.prompts import Limits, Prompt, chat_params, chat_prompt, completion_params, completion_prompts
+from weft.server.resolve import ResolvedModel, resolve_model
+from weft.server.responses import ChatView, CompletionView
+from weft.server.schemas import ChatBody, CompletionBody, GenerationBody
+from weft.server.services import Services, Wired
+from weft.server.shapes import ChatShape, CompletionShape, Shape
+
+router = APIRouter(tags=["generation"])
+ResultT = TypeVar("ResultT")
+_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses={200: {"model": CompletionView, "content": _STREAM}},
+    openapi_extra=takes(CompletionBody),
+)
+async def complete(request: Request, services: Wired, caller: InferCaller) -> GenerationResponse:
+    """Continue one or many prompts."""
+    body = await json_body(request, CompletionBody, services.config.server.max_body_bytes, services.pace)
+    model = await _resolve(services, caller, body)
+    limits = limits_of(services)
+    params = completion_params(body, limits)
+    prompts = await _off_loop(
+        lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
+    )
+    plan = [(prompt, params) for prompt in prompts]
+    call = _Call(request=request, services=services, caller=caller, model=model, body=body)
+    return _respond(call, plan, CompletionShape(body, services.tokenizer))
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses={200: {"model": ChatView, "content": _STREAM}},
+    openapi_extra=takes(ChatBody),
+)
+async def chat(request: Request, services: Wired, caller: InferCaller) -> GenerationResponse:
+    """Answer a conversation."""
+    body = await json_body(request, ChatBody, services.config.server.max_body_bytes, services.pace)
+    model = await _resolve(services, caller, body)
+    limits = limits_of(services)
+    prompt = await _off_loop(
+        lambda: chat_prompt(body, services.tokenizer, limits), sum(len(message.content) for message in body.messages)
+    )
+    plan = [(prompt, chat_params(body, prompt, limits))]
+    call = _Call(request=request, services=services, caller=caller, model=model, body=body)
+    return _respond(call, plan, ChatShape(body, services.tokenizer))
+
+
+def limits_of(services: Services) -> Limits:
+    """What the engine and the settings allow."""
+    return Limits(
+        vocab_size=services.ready.vocab_size,
+        max_model_len=services.ready.max_model_len,
+        max_logprobs=services.config.server.max_logprobs,
+        max_choices=services.config.server.max_choices,
+    )
+
+
+async def _resolve(services: Services, caller: Caller, body: GenerationBody) -> ResolvedModel:
+    model = await resolve_model(services.registry, caller, services.served_name, body.model, body.adapter_id)
+    if model.adapter is not None and model.version is not None:
+        services.metrics.learn_adapter(model.version.digest, model.adapter.tenant, model.adapter.name)
+    return model
+
+
+async def _off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT:
+    """Tokenizing a long text would hold up everybody's stream; a short one is quicker than a thread."""
+    return work() if num_characters <= INLINE_BYTES // 4 else await asyncio.to_thread(work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What the steps of answering share."""
+
+    request: Request
+    services: Services
+    caller: Caller
+    model: ResolvedModel
+    body: GenerationBody
+
+
+def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape) -> GenerationResponse:
+    services, body = call.services, call.body
+    request_id = str(call.request.state.request_id)
+    meter = Meter(services, call.caller, call.model, endpoint=call.request.url.path, request_id=request_id)
+    manner = Manner(
+        head={
+            "id": shape.id_prefix + secrets.token_hex(16),
+            "created": int(services.now().timestamp()),
+            "model": call.model.name,
+            "system_fingerprint": services.fingerprint,
+        },
+        headers=call.model.headers,
+        stream=body.stream,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+    )
+    generation = Generation(services.engine, _choices(call, plan, meter.ledger_id))
+    return GenerationResponse(generation, shape, meter, services.drain, manner)
+
+
+def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
+    choices = []
+    for prompt_index, (prompt, params) in enumerate(plan):
+        for choice_index in range(call.body.n):
+            index = prompt_index * call.body.n + choice_index
+            request = GenerationRequest(
+                request_id=f"{ledger_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                adapter=call.model.ref,
+                flow=FlowKey(tenant=call.caller.tenant_id or ""),
+                choice_index=choice_index,
+            )
+            text = TextStream(call.services.tokenizer, params, prompt.token_ids)
+            choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))
+    return choices

@@ -1,0 +1,75 @@
+"""Tenants and their keys; for admins only."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from weft.registry.records import SCOPES
+from weft.server.access import Admin
+from weft.server.json_body import json_body
+from weft.server.openapi import takes
+from weft.server.removal import remove_unreferenced
+from weft.server.responses import KeyList, NewKeyView, TenantList, TenantView
+from weft.server.schemas import KeyBody, TenantBody, TenantPatchBody
+from weft.server.services import Wired
+from weft.server.views import key_view, tenant_view
+
+router = APIRouter(tags=["tenants"])
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@router.post("/v1/tenants", status_code=201, openapi_extra=takes(TenantBody))
+async def create_tenant(request: Request, services: Wired, _: Admin) -> TenantView:
+    """Make a tenant."""
+    body = await json_body(request, TenantBody, services.config.server.max_body_bytes, services.pace)
+    return tenant_view(await services.registry.create_tenant(body.name, body.limits))
+
+
+@router.get("/v1/tenants")
+async def list_tenants(services: Wired, _: Admin, after: str | None = None, limit: Limit = 100) -> TenantList:
+    """List tenants by name."""
+    page = await services.registry.list_tenants(after, limit)
+    return TenantList(data=[tenant_view(tenant) for tenant in page.items], next=page.next)
+
+
+@router.get("/v1/tenants/{name}")
+async def get_tenant(name: str, services: Wired, _: Admin) -> TenantView:
+    """Show one tenant."""
+    return tenant_view(await services.registry.get_tenant(name))
+
+
+@router.patch("/v1/tenants/{name}", openapi_extra=takes(TenantPatchBody))
+async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> TenantView:
+    """Replace a tenant's limits."""
+    body = await json_body(request, TenantPatchBody, services.config.server.max_body_bytes, services.pace)
+    return tenant_view(await services.registry.update_tenant(name, body.limits))
+
+
+@router.delete("/v1/tenants/{name}", status_code=204)
+async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
+    """Delete a tenant with its keys and adapters; its usage stays."""
+    await remove_unreferenced(services, await services.registry.delete_tenant(name))
+    return Response(status_code=204)
+
+
+@router.post("/v1/tenants/{name}/keys", status_code=201, openapi_extra=takes(KeyBody))
+async def create_key(name: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
+    """Make a key. The secret is shown this once."""
+    body = await json_body(request, KeyBody, services.config.server.max_body_bytes, services.pace)
+    key, secret = await services.registry.create_key(name, body.name, body.scopes or SCOPES, body.expires_at)
+    return NewKeyView(**key_view(key).model_dump(), key=secret)
+
+
+@router.get("/v1/tenants/{name}/keys")
+async def list_keys(name: str, services: Wired, _: Admin) -> KeyList:
+    """List a tenant's living keys."""
+    return KeyList(data=[key_view(key) for key in await services.registry.list_keys(name)], next=None)
+
+
+@router.delete("/v1/keys/{key_id}", status_code=204)
+async def revoke_key(key_id: str, services: Wired, _: Admin) -> Response:
+    """Make a key useless, at once."""
+    await services.registry.revoke_key(key_id)
+    return Response(status_code=204)

@@ -1,0 +1,339 @@
+"""Bodies that clients send. Strict: no conversions, both bounds on every number, unknown fields refused.
+
+Fields that OpenAI or vLLM know and Weft lacks pass with the value that changes nothing; they stand in
+`weft.server.neutral`. A null means the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.server import neutral
+
+INT64 = 1 << 63
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 256
+MAX_BIASES = 300
+MAX_MESSAGES = 4096
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Scope = Literal["infer", "adapters", "usage"]
+
+
+def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None:
+    """Show in the OpenAPI page that null means the default, and which foreign fields pass."""
+    required = schema.get("required", [])
+    properties = schema.setdefault("properties", {})
+    for name, field in properties.items():
+        if name not in required and {"type": "null"} not in field.get("anyOf", []):
+            keep = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            properties[name] = {"anyOf": [field, {"type": "null"}], **keep}
+    for name, values in model.neutral_values.items():
+        properties.setdefault(name, {"enum": [*values, None], "description": "Not supported; passes when neutral."})
+    for name in sorted(model.ignored):
+        properties.setdefault(name, {"description": "Accepted and ignored."})
+
+
+class Body(BaseModel):
+    """Base of all request bodies."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        json_schema_extra=_describe_what_is_let_pass,
+    )
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_changes_nothing(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
+        if not isinstance(body, dict):
+            return body
+        kept = {}
+        for name, value in body.items():
+            if name in cls.ignored:
+                continue
+            if name in cls.neutral_values and name not in cls.model_fields:
+                if value is not None and value not in cls.neutral_values[name]:
+                    raise UnsupportedParameterError(f"Weft does not support {name}.", param=name)
+                continue
+            if value is not None or name not in cls.model_fields:
+                kept[name] = value
+        return kept
+
+
+def _prompts(value: object) -> list[str] | list[list[int]]:
+    """One or many prompts, as text or token ids, brought to a list."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(part, str) for part in value):
+            return value
+        if _are_tokens(value):
+            return [value]
+        if all(isinstance(part, list) and part and _are_tokens(part) for part in value):
+            return value
+    raise InvalidRequestError(
+        "prompt must be a string, a list of token ids, or a non-empty list of either.", param="prompt"
+    )
+
+
+def _are_tokens(value: list[object]) -> bool:
+    return all(type(part) is int and 0 <= part < 1 << 31 for part in value)
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise InvalidRequestError("stop must be a string or a list of strings.", param="stop")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        raise InvalidRequestError(
+            f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+        )
+    return stops
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise InvalidRequestError(f"logit_bias must be an object of at most {MAX_BIASES} entries.", param="logit_bias")
+    biases = {}
+    for token, bias in value.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise InvalidRequestError("logit_bias takes numbers from -100 to 100.", param="logit_bias")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def _content(value: object) -> str:
+    """A message's text, given as a string or as parts of type text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        texts = []
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise UnsupportedParameterError("Weft takes message parts of type text only.", param="messages")
+            if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+                raise InvalidRequestError("A text part holds exactly type and text.", param="messages")
+            texts.append(part["text"])
+        return "".join(texts)
+    raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
+
+
+_TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        _TOKENS_SCHEMA,
+        {"type": "array", "items": _TOKENS_SCHEMA},
+    ]
+}
+_STOP_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}],
+}
+_BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+_CONTENT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    neutral_values = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+    """Send a last chunk with the usage."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+
+
+class GenerationBody(Body):
+    """Fields that completions and chat share."""
+
+    ignored = neutral.IGNORED
+    neutral_values = neutral.SHARED
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`."""
+    adapter_id: str | None = Field(None, min_length=1, max_length=512)
+    """An adapter, where `model` is the base or absent."""
+    n: int = Field(1, ge=1, le=4096)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops), WithJsonSchema(_STOP_SCHEMA)] = Field(default_factory=list)
+    stop_token_ids: list[Token] = Field(default_factory=list, max_length=128)
+    ignore_eos: bool = False
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)] = Field(
+        default_factory=dict
+    )
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream: true.", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk carries the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    neutral_values = {**neutral.SHARED, **neutral.COMPLETIONS}
+
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int = Field(16, ge=0, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=100)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _no_tokens_only_with_echo(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens must be at least 1; 0 goes with echo only.", param="max_tokens")
+        return self
+
+
+class Message(Body):
+    """One turn of a chat."""
+
+    neutral_values = neutral.MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)]
+    name: str | None = Field(None, max_length=64)
+    """Accepted and not shown to the model."""
+
+
+class ChatBody(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    neutral_values = {**neutral.SHARED, **neutral.CHAT}
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=100)
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens differ: send one of them.", param="max_completion_tokens"
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None takes what the context leaves."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class TokenizeBody(Body):
+    """Body of POST /tokenize: a prompt, or a chat."""
+
+    neutral_values = neutral.TOKENIZE
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True
+    """For `prompt`; a chat template brings its own special tokens."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    tokens: list[Token]
+
+
+class TenantBody(Body):
+    """Body of POST /v1/tenants."""
+
+    name: str = Field(max_length=512)
+    limits: dict[str, float | int | None] = Field(default_factory=dict, max_length=32)
+
+
+class TenantPatchBody(Body):
+    """Body of PATCH /v1/tenants/{name}."""
+
+    limits: dict[str, float | int | None] = Field(max_length=32)
+
+
+class KeyBody(Body):
+    """Body of POST /v1/tenants/{name}/keys."""
+
+    name: str | None = Field(None, max_length=512)
+    scopes: list[Scope] | None = Field(None, min_length=1, max_length=3)
+    """None grants all."""
+    expires_at: Annotated[datetime | None, Field(strict=False)] = None
+    """ISO-8601 with an offset; None never expires."""
+
+    @model_validator(mode="after")
+    def _expiry_has_an_offset(self) -> KeyBody:
+        if self.expires_at is not None and self.expires_at.tzinfo is None:
+            raise InvalidRequestError("expires_at needs a UTC offset, for example a final Z.", param="expires_at")
+        try:
+            _ = self.expires_at and self.expires_at.astimezone(UTC)
+        except OverflowError as error:
+            raise InvalidRequestError(
+                "expires_at must lie before the year 10000 in UTC.", param="expires_at"
+            ) from error
+        return self
+
+
+class AdapterPatchBody(Body):
+    """Body of PATCH /v1/adapters/{name}."""
+
+    description: str | None = Field(None, max_length=4096)
+    pinned: bool | None = None
+    aliases: dict[str, int | None] | None = Field(None, max_length=64)
+    """Merged into what is there; null removes an alias."""

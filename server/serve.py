@@ -1,0 +1,284 @@
+"""Runs the server: opens what it needs, listens, drains on SIGTERM, and closes everything in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Generator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from weft.adapters.blobs import LocalBlobs
+from weft.config import Config, environment
+from weft.engine.client import EngineClient
+from weft.engine.status import EngineReady
+from weft.engine.tokenizer import Tokenizer
+from weft.errors import ConfigError, NotFoundError
+from weft.registry.records import Tenant
+from weft.registry.registry import Registry
+from weft.server.adapter_check import AdapterCheck
+from weft.server.admin_key import AdminKey, admin_key
+from weft.server.app import MetricsApp, create_app
+from weft.server.drain import Drain
+from weft.server.http_protocol import BoundedProtocol
+from weft.server.logs import configure_logs
+from weft.server.metrics import Metrics
+from weft.server.pins import settle_pins
+from weft.server.removal import delete_blobs, end_removals
+from weft.server.services import Services
+
+log = structlog.get_logger("weft.server")
+Announce = Callable[[str], None]
+DEFAULT_TENANT = "default"
+STALE_UPLOAD_S = 3600.0
+KEEP_ALIVE_S = 65
+STOP_S = 3
+"""Seconds that connections have to close once everything was drained."""
+BLOBS_AT_ONCE = 500
+
+
+def serve(config: Config, announce: Announce) -> int:
+    """Serve until a signal ends it; returns the exit code.
+
+    Raises:
+        ConfigError: A setting is wrong, or the port is taken.
+        EngineUnavailableError: The engine does not start.
+    """
+    configure_logs()
+    loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_serve(config, announce))
+
+
+async def _serve(config: Config, announce: Announce) -> int:
+    shutdown = Shutdown(config.server.drain_s)
+    shutdown.listen()
+    starting = asyncio.ensure_future(_serve_until(config, announce, shutdown))
+    shutdown.starting = starting
+    try:
+        await starting
+    except asyncio.CancelledError:
+        if not shutdown.num_asked:
+            raise
+    return 0
+
+
+async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -> None:
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(bind(config.server.host, config.server.port))
+        key = admin_key(config.server.data_dir, environment())
+        services = await open_services(config, key, announce, stack, shutdown.drain)
+        server = ApiServer(create_app(services), shutdown.drain)
+        if config.server.metrics_port is not None:
+            metrics_listener = stack.enter_context(bind(config.server.host, config.server.metrics_port))
+            metrics = ApiServer(MetricsApp(services), shutdown.drain)
+            stack.push_async_callback(_stop, metrics, asyncio.create_task(metrics.serve([metrics_listener])))
+        shutdown.watch(server)
+        _announce(announce, config, key, listener)
+        await server.serve([listener])
+        await server.cancel_tasks()
+
+
+async def open_services(
+    config: Config, key: AdminKey, announce: Announce, stack: AsyncExitStack, drain: Drain
+) -> Services:
+    """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        EngineUnavailableError: The engine does not start.
+    """
+    registry = await Registry.open(config.registry.database_url, config.server.data_dir, key.secret)
+    stack.push_async_callback(registry.close)
+    blobs = await asyncio.to_thread(LocalBlobs, config.blob_dir)
+    engine = EngineClient(config, announce=announce)
+    stack.push_async_callback(engine.close)
+    ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
+    services = Services(
+        config=config,
+        registry=registry,
+        engine=engine,
+        ready=ready,
+        tokenizer=tokenizer,
+        tokenizer_settings=tokenizer_settings,
+        blobs=blobs,
+        check=AdapterCheck(ready, blobs),
+        metrics=Metrics(config.adapter.slots),
+        drain=drain,
+        default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
+    )
+    stack.push_async_callback(end_removals, services)
+    await _sweep(services)
+    await settle_pins(services)
+    return services
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn, with signals left to `Shutdown`."""
+
+    def __init__(self, app: object, drain: Drain) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http=BoundedProtocol,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=STOP_S,
+            )
+        )
+        self.drain = drain
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+    async def cancel_tasks(self) -> None:
+        """End requests that a second signal left behind, so that they still write down their usage."""
+        tasks = list(self.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Shutdown:
+    """What signals do: the first drains, the second ends what runs at once, the third does not wait for that.
+
+    Before the server listens, the first ends the start.
+    """
+
+    def __init__(self, drain_s: float) -> None:
+        self.drain = Drain()
+        self.num_asked = 0
+        self.starting: asyncio.Future[None] | None = None
+        self._drain_s = drain_s
+        self._server: ApiServer | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGINT from now on."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask)
+
+    def watch(self, server: ApiServer) -> None:
+        """End this server when asked."""
+        self._server = server
+
+    def ask(self) -> None:
+        """A signal came."""
+        self.num_asked += 1
+        if self._server is None:
+            if self.starting is not None:
+                self.starting.cancel()
+        elif self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain_then_exit(self._server))
+        elif self.num_asked == 2:
+            self.drain.hurry()
+        else:
+            self._server.should_exit = self._server.force_exit = True
+
+    async def _drain_then_exit(self, server: ApiServer) -> None:
+        log.info("draining", running=self.drain.num_running, limit_s=self._drain_s)
+        num_cut = await self.drain.drain(self._drain_s)
+        log.info("drained", cut=num_cut)
+        server.should_exit = True
+
+
+@contextmanager
+def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
+    """A socket bound to the address, not yet listening.
+
+    Raises:
+        ConfigError: The address is not ours, or taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"server.host {host!r} cannot be used: {error.strerror}.", param="server.host") from error
+    with bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port.",
+                param="server.port",
+            ) from error
+        yield bound
+
+
+def read_tokenizer_settings(folder: Path) -> dict[str, object]:
+    """What `tokenizer_config.json` says, with the chat template where that has a file of its own."""
+    settings: dict[str, object] = {}
+    config, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    if config.is_file():
+        content = json.loads(config.read_text(encoding="utf-8"))
+        settings.update(content if isinstance(content, dict) else {})
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    return settings
+
+
+async def _start(engine: EngineClient, model: str) -> tuple[EngineReady, tuple[Tokenizer, dict[str, object]]]:
+    """Start the engine; a tokenizer that is on the disk already is loaded meanwhile."""
+    if not await asyncio.to_thread(os.path.isdir, model):
+        return await engine.start(), await asyncio.to_thread(_load_tokenizer, model)
+    loading = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
+    try:
+        return await engine.start(), await loading
+    finally:
+        loading.cancel()
+
+
+def _load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model, local_files_only=True))  # the engine has downloaded it
+    return Tokenizer(folder), read_tokenizer_settings(folder)
+
+
+async def _default_tenant(registry: Registry) -> Tenant:
+    try:
+        return await registry.get_tenant(DEFAULT_TENANT)
+    except NotFoundError:
+        return await registry.create_tenant(DEFAULT_TENANT)
+
+
+async def _sweep(services: Services) -> None:
+    """Remove what a crash left: stale temporary files, and blobs that never got a version."""
+    await asyncio.to_thread(services.blobs.sweep, STALE_UPLOAD_S)
+    digests = await asyncio.to_thread(lambda: list(services.blobs.digests()))
+    for start in range(0, len(digests), BLOBS_AT_ONCE):
+        await delete_blobs(services, digests[start : start + BLOBS_AT_ONCE])
+
+
+async def _stop(server: ApiServer, serving: asyncio.Task[None]) -> None:
+    server.should_exit = server.force_exit = True
+    await serving
+
+
+def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket) -> None:
+    host, port = config.server.host, listener.getsockname()[1]
+    if key.is_new:
+        announce(f"weft: admin key {key.secret}")
+        announce(f"weft: it is shown this once and kept in {key.path}")
+    if config.server.auth == "off":
+        announce("weft: authentication is off: everybody on this machine is admin")
+    announce(f"weft: listening on http://{f'[{host}]' if ':' in host else host}:{port}")
+    sys.stdout.flush()

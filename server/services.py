@@ -1,0 +1,135 @@
+"""What the routes work with, made once by whoever starts the server and found in `app.state.services`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Annotated, Protocol
+
+from fastapi import Depends
+from starlette.requests import Request
+
+import weft
+from weft.adapters.blobs import LocalBlobs
+from weft.config import Config
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.status import EngineReady, EngineStatus
+from weft.engine.tokenizer import Tokenizer
+from weft.errors import EngineUnavailableError
+from weft.registry.records import Tenant
+from weft.registry.registry import Registry
+from weft.server.adapter_check import AdapterCheck
+from weft.server.drain import Drain
+from weft.server.incoming import Pace
+from weft.server.metrics import Metrics
+
+STATUS_S = 10.0
+"""Longest wait for the engine's word on itself."""
+
+
+class Engine(Protocol):
+    """What the server needs of an engine, here or elsewhere."""
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """What the engine is; None while it starts or restarts."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """Outputs of a request; closing the iterator aborts it. A refusal is an output with an error."""
+        ...
+
+    async def status(self) -> EngineStatus:
+        """A snapshot."""
+        ...
+
+    async def drop_adapter(self, digest: str) -> None:
+        """Forget an adapter once no request uses it."""
+        ...
+
+    def uses(self, weights_sha256: str) -> bool:
+        """Whether a request that has not ended may still have to load these weights."""
+        ...
+
+    async def pin_adapter(self, digest: str, is_pinned: bool) -> None:
+        """Set whether an adapter, once on the device, may be evicted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """All that the routes need."""
+
+    config: Config
+    registry: Registry
+    engine: Engine
+    ready: EngineReady
+    """What the engine was at the first start; a restart changes nothing in it but the boot id."""
+    tokenizer: Tokenizer
+    tokenizer_settings: Mapping[str, object]
+    """What the checkpoint's tokenizer_config.json says, for clients."""
+    blobs: LocalBlobs
+    check: AdapterCheck
+    metrics: Metrics
+    drain: Drain
+    default_tenant: Tenant | None = None
+    """Whom an admin stands for by default: set where authentication is off."""
+    blob_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held from storing a blob until its version is published, and while unreferenced blobs are deleted."""
+    removals: set[asyncio.Task[None]] = field(default_factory=set)
+    """Deletions that wait until the last request with an adapter ends."""
+    told_pins: set[str] = field(default_factory=set)
+    """Digests that the engine was told to pin."""
+    pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the engine is told what to pin."""
+    pace: Pace = field(default_factory=Pace)
+    """How slowly clients may send."""
+    monotonic: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def served_name(self) -> str:
+        """The name by which clients call the base."""
+        return served_name(self.config)
+
+    async def engine_status(self, within_s: float = STATUS_S) -> EngineStatus:
+        """The engine's snapshot.
+
+        Raises:
+            EngineUnavailableError: The engine is away, or busy for longer than `within_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.engine.status()
+        except TimeoutError as error:
+            raise EngineUnavailableError("The engine does not answer; try again.", code="engine_busy") from error
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever seeded sampling may change."""
+        return f"weft-{weft.__version__}-{self.ready.base.digest.removeprefix('sha256:')[:12]}-{self.ready.dtype}"
+
+
+def services_of(request: Request) -> Services:
+    """The services of the app that took this request."""
+    services = request.app.state.services
+    if not isinstance(services, Services):
+        raise TypeError("app.state.services must be Services")
+    return services
+
+
+async def _wired(request: Request) -> Services:
+    """`services_of` as a dependency; async, because FastAPI would run a plain function in a thread."""
+    return services_of(request)
+
+
+Wired = Annotated[Services, Depends(_wired)]
+
+
+def served_name(config: Config) -> str:
+    """`model.served_name`, or the last part of the model's path."""
+    return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]

@@ -1,0 +1,240 @@
+"""Where settings come from: command line, then `WEFT_...__...` environment, then a YAML file, then the defaults.
+
+The sections themselves are the dataclasses of `weft.config`; this module only merges the sources with
+pydantic-settings. Unknown keys and misspelt `WEFT_*` names are errors that name the nearest setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from weft.config import (
+    AdapterConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    RegistryConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from weft.errors import ConfigError
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "memory": MemoryConfig,
+    "adapter": AdapterConfig,
+    "scheduler": SchedulerConfig,
+    "server": ServerConfig,
+    "registry": RegistryConfig,
+}
+PREFIX = "WEFT_"
+PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})
+"""Names that are no settings of a section."""
+SettingTree = Mapping[str, Mapping[str, object]]
+
+
+def setting_names() -> list[str]:
+    """Every setting as `section.name`, in the order of declaration."""
+    return [f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)]
+
+
+def load_config(overrides: SettingTree, environ: Mapping[str, str], config_file: Path | None = None) -> Config:
+    """Merge all sources into one `Config`.
+
+    Args:
+        overrides: Values of the command line by section and name; None means not given.
+        environ: The process environment.
+        config_file: YAML file; None takes the one that WEFT_CONFIG names, if any.
+
+    Raises:
+        ConfigError: A name is unknown, or a value is malformed or out of range; the message names the setting.
+    """
+    check_environment(environ)
+    if config_file is None and environ.get("WEFT_CONFIG"):
+        config_file = Path(environ["WEFT_CONFIG"])
+    given = {
+        section: {name: value for name, value in values.items() if value is not None}
+        for section, values in overrides.items()
+    }
+    from_file = read_yaml(config_file) if config_file else {}
+    for tree, source in ((given, "the command line"), (from_file, str(config_file))):
+        _check_names(tree, source)
+    try:
+        merged = _settings_class(given, environ, from_file)()
+    except ValidationError as error:
+        raise _explain(error) from error
+    sections: dict[str, Any] = {name: _section(name, getattr(merged, name)) for name in SECTIONS}
+    return Config(**sections)
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse `WEFT_*` names that mean nothing.
+
+    Raises:
+        ConfigError: The message gives the nearest name that exists.
+    """
+    known = {environment_name(name) for name in setting_names()} | PLAIN_NAMES
+    for name in environ:
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            raise ConfigError(f"The environment variable {name} is not a setting.{_did_you_mean(name.upper(), known)}")
+
+
+def environment_name(setting: str) -> str:
+    """The environment variable of a setting: `server.port` is `WEFT_SERVER__PORT`."""
+    return PREFIX + setting.replace(".", "__").upper()
+
+
+def read_yaml(path: Path) -> dict[str, dict[str, object]]:
+    """Settings of a YAML file: a mapping from sections to mappings.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not such a mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read the settings file {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The settings file {path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(part, dict | None) for part in content.values()):
+        raise ConfigError(f"The settings file {path} must map section names to mappings of settings.")
+    return {str(section): dict(part or {}) for section, part in content.items()}
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, dict[str, object]]:
+    """Turn `section.name=value` words of the command line into a tree.
+
+    Raises:
+        ConfigError: A word is not of this form.
+    """
+    tree: dict[str, dict[str, object]] = {}
+    for assignment in assignments:
+        match = re.fullmatch(r"([a-z]+)\.([a-z_]+)=(.*)", assignment, re.DOTALL)
+        if match is None:
+            raise ConfigError(f"--set expects section.name=value, got {assignment!r}.")
+        section, name, value = match.groups()
+        tree.setdefault(section, {})[name] = value
+    return tree
+
+
+def merge_trees(*trees: SettingTree) -> dict[str, dict[str, object]]:
+    """One tree; where two say different things, the later one counts."""
+    merged: dict[str, dict[str, object]] = {}
+    for tree in trees:
+        for section, values in tree.items():
+            merged.setdefault(section, {}).update(values)
+    return merged
+
+
+def defaults_as_yaml() -> str:
+    """A settings file with every setting, commented out at its default."""
+    lines = ["# Settings of Weft. What is commented out has the value shown."]
+    for section, cls in SECTIONS.items():
+        lines.append(f"\n{section}:")
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING:
+                lines.append(f"  {field.name}: CHANGE-ME")
+            else:
+                value = str(field.default) if isinstance(field.default, Path) else field.default
+                lines.append(f"  # {field.name}: {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def as_tree(config: Config) -> dict[str, dict[str, object]]:
+    """All settings as plain values by section, with a database password blanked out."""
+    tree = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
+    for values in tree.values():
+        values.update({name: str(value) for name, value in values.items() if isinstance(value, Path)})
+    url = tree["registry"]["database_url"]
+    if isinstance(url, str):
+        tree["registry"]["database_url"] = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+    return tree
+
+
+def _settings_class(given: SettingTree, environ: Mapping[str, str], from_file: SettingTree) -> type[BaseSettings]:
+    class _Environment(EnvSettingsSource):
+        def _load_env_vars(self) -> Mapping[str, str | None]:
+            return {name.lower(): None if value == "null" else value for name, value in environ.items() if value}
+
+    class _Sources(BaseSettings):
+        model_config = SettingsConfigDict(
+            env_prefix=PREFIX,
+            env_nested_delimiter="__",
+            extra="forbid",
+            validate_default=True,
+            protected_namespaces=(),
+        )
+
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *_: PydanticBaseSettingsSource, **__: PydanticBaseSettingsSource
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (
+                InitSettingsSource(settings_cls, {name: dict(values) for name, values in given.items()}),
+                _Environment(settings_cls),
+                InitSettingsSource(settings_cls, {name: dict(values) for name, values in from_file.items()}),
+            )
+
+    fields: dict[str, Any] = {name: (_section_model(cls), {}) for name, cls in SECTIONS.items()}
+    return create_model("Sources", __base__=_Sources, **fields)
+
+
+def _section_model(section: type[Any]) -> type[BaseModel]:
+    hints = get_type_hints(section)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(section)
+    }
+    return create_model(section.__name__, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
+
+
+def _section(name: str, values: BaseModel | dict[str, object]) -> object:
+    cls = SECTIONS[name]
+    if isinstance(values, dict):
+        return cls(**values)
+    return cls(**{field.name: getattr(values, field.name) for field in dataclasses.fields(cls)})
+
+
+def _check_names(tree: SettingTree, source: str) -> None:
+    known = setting_names()
+    for section, values in tree.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{section!r} in {source} is not a section.{_did_you_mean(section, SECTIONS)}")
+        for name in values:
+            if f"{section}.{name}" not in known:
+                raise ConfigError(
+                    f"{section}.{name} in {source} is not a setting.{_did_you_mean(f'{section}.{name}', known)}",
+                    param=f"{section}.{name}",
+                )
+
+
+def _did_you_mean(name: str, known: Mapping[str, object] | set[str] | list[str] | frozenset[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    setting = ".".join(str(part) for part in first["loc"][:2])
+    if first["type"] == "missing":
+        hint = "give --model" if setting == "model.path" else f"set {environment_name(setting)}"
+        return ConfigError(f"{setting} is required: {hint}.", param=setting)
+    return ConfigError(f"{setting}: {first['msg']}, got {first['input']!r}.", param=setting)

@@ -1,0 +1,232 @@
+"""Takes an adapter upload off the wire: a strict multipart reader under byte limits of its own.
+
+Weights go to a temporary blob while they are hashed; nothing else touches the disk. Client file names are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+
+from weft.adapters.adapter_config import MAX_CONFIG_BYTES
+from weft.adapters.blobs import BlobWriter
+from weft.errors import AdapterFormatError, InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
+from weft.registry.names import is_name
+from weft.server.incoming import Pace, read_chunks
+
+FORM_BYTES = 1 << 20
+"""What an upload may have beside the weights: the other parts, headers, boundaries."""
+WRITE_BYTES = 1 << 20
+"""Weights are written in pieces of about this size."""
+TEXT_LIMITS = {"name": 1024, "tenant": 1024, "description": 16 * 1024, "activate": 16, "config": MAX_CONFIG_BYTES + 1}
+WEIGHTS = "weights"
+MAX_HEADERS = 8
+MAX_HEADER_BYTES = 4096
+
+
+@dataclass(slots=True)
+class UploadForm:
+    """The parts of an upload, except the weights."""
+
+    texts: dict[str, bytearray] = field(default_factory=dict)
+    has_weights: bool = False
+
+    @property
+    def name(self) -> str:
+        """The adapter's name.
+
+        Raises:
+            AdapterFormatError: Not a name; code adapter.name_invalid.
+        """
+        name = self._text("name") or ""
+        if not is_name(name):
+            raise AdapterFormatError(
+                "The adapter's name must be 1 to 63 lower-case letters, digits, dots, underscores or hyphens, start "
+                "and end with a letter or digit, and not contain two dots in a row.",
+                code="adapter.name_invalid",
+                param="name",
+            )
+        return name
+
+    @property
+    def tenant(self) -> str | None:
+        """The tenant that an admin uploads for."""
+        return self._text("tenant")
+
+    @property
+    def description(self) -> str | None:
+        """Free text."""
+        return self._text("description")
+
+    @property
+    def activate(self) -> bool:
+        """Whether the alias `default` moves to this version."""
+        word = (self._text("activate") or "true").lower()
+        if word not in ("true", "false", "1", "0"):
+            raise InvalidRequestError("activate must be true or false.", param="activate")
+        return word in ("true", "1")
+
+    @property
+    def config(self) -> bytes:
+        """`adapter_config.json`; a longer one is cut one byte behind the limit, which its reader refuses."""
+        return bytes(self.texts["config"])
+
+    def check_complete(self) -> None:
+        """Return if nothing is missing.
+
+        Raises:
+            InvalidRequestError: A part is; code upload.missing_part.
+        """
+        present = {*self.texts, *((WEIGHTS,) if self.has_weights else ())}
+        for name in ("name", "config", WEIGHTS):
+            if name not in present:
+                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
+
+    def _text(self, name: str) -> str | None:
+        raw = self.texts.get(name)
+        try:
+            return None if raw is None else raw.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"{name} must be text in UTF-8.", param=name) from error
+
+
+async def read_upload(request: Request, weights: BlobWriter, limit: int, pace: Pace) -> UploadForm:
+    """Read the whole body; the weights are written to `weights`.
+
+    Args:
+        request: A multipart request whose body was not touched.
+        weights: An empty blob.
+        limit: Most bytes of the weights.
+        pace: How slowly the client may send.
+
+    Raises:
+        InvalidRequestError: Not multipart, or not the parts that are due; codes `upload.*`.
+        PayloadTooLargeError: Code upload.too_large.
+        TimeoutExceededError: Code upload.timeout.
+        CapacityError: The disk is full.
+        ClientDisconnect: The client is gone.
+    """
+    reader = _FormReader(_boundary(request), limit)
+    try:
+        async for chunk in read_chunks(request, limit + FORM_BYTES, pace, "upload.too_large"):
+            for start in range(0, len(chunk), WRITE_BYTES):
+                reader.feed(chunk[start : start + WRITE_BYTES])
+                if reader.num_pending >= WRITE_BYTES:
+                    await asyncio.to_thread(weights.write, reader.take())
+        await asyncio.to_thread(weights.write, reader.take())
+    except TimeoutExceededError as error:
+        raise TimeoutExceededError(error.message, code="upload.timeout") from error
+    except FormParserError as error:
+        raise _malformed("The multipart body is broken.") from error
+    reader.check_ended()
+    reader.form.check_complete()
+    return reader.form
+
+
+def _boundary(request: Request) -> bytes:
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary or len(boundary) > 200:
+        raise _malformed("Send the upload as multipart/form-data with a boundary.")
+    return boundary
+
+
+class _FormReader:
+    """Turns multipart bytes into parts; pieces of the weights wait in `take` for being written."""
+
+    def __init__(self, boundary: bytes, weights_limit: int) -> None:
+        self.form = UploadForm()
+        self._weights_limit = weights_limit
+        self._num_weights = 0
+        self._pending = bytearray()
+        self._header = (b"", b"")
+        self._part: str | None = None
+        self._has_ended = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._check_part,
+                "on_part_data": self._part_bytes,
+                "on_end": self._end,
+            },
+            max_header_count=MAX_HEADERS,
+            max_header_size=MAX_HEADER_BYTES,
+        )
+
+    def feed(self, chunk: bytes) -> None:
+        self._parser.write(chunk)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def take(self) -> bytearray:
+        pending, self._pending = self._pending, bytearray()
+        return pending
+
+    def check_ended(self) -> None:
+        if not self._has_ended:
+            raise _malformed("The multipart body ends before its last boundary.")
+
+    def _begin_part(self) -> None:
+        self._part, self._header = None, (b"", b"")
+
+    def _header_field(self, chunk: bytes, start: int, end: int) -> None:
+        name, value = self._header
+        self._header = (name + chunk[start:end], value)
+
+    def _header_value(self, chunk: bytes, start: int, end: int) -> None:
+        name, value = self._header
+        self._header = (name, value + chunk[start:end])
+
+    def _end_header(self) -> None:
+        (name, value), self._header = self._header, (b"", b"")
+        if name.lower() == b"content-disposition":
+            self._part = parse_options_header(value)[1].get(b"name", b"").decode("latin-1")
+
+    def _check_part(self) -> None:
+        part = self._part
+        is_new = part not in self.form.texts and not (part == WEIGHTS and self.form.has_weights)
+        if part is None or not is_new or (part != WEIGHTS and part not in TEXT_LIMITS):
+            raise InvalidRequestError(
+                "An upload has the parts name, config and weights, and may have tenant, description and activate, "
+                "each once.",
+                code="upload.unexpected_part",
+            )
+        if part == WEIGHTS:
+            self.form.has_weights = True
+        else:
+            self.form.texts[part] = bytearray()
+
+    def _part_bytes(self, chunk: bytes, start: int, end: int) -> None:
+        if self._part == WEIGHTS:
+            self._num_weights += end - start
+            if self._num_weights > self._weights_limit:
+                raise PayloadTooLargeError(
+                    f"The weights exceed the limit of {self._weights_limit} bytes.", code="upload.too_large"
+                )
+            self._pending += memoryview(chunk)[start:end]
+        elif self._part is not None:
+            self._text_bytes(self._part, memoryview(chunk)[start:end])
+
+    def _text_bytes(self, part: str, piece: memoryview) -> None:
+        text = self.form.texts[part]
+        room = TEXT_LIMITS[part] - len(text)
+        if len(piece) > room and part != "config":
+            raise InvalidRequestError(f"{part} exceeds {TEXT_LIMITS[part]} bytes.", param=part)
+        text += piece[:room]
+
+    def _end(self) -> None:
+        self._has_ended = True
+
+
+def _malformed(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, code="upload.malformed")

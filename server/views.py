@@ -1,0 +1,121 @@
+"""From the registry's records to the bodies that clients see."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Literal
+
+from weft.engine.status import EngineStatus
+from weft.errors import EngineUnavailableError
+from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, Key, Tenant
+from weft.server.responses import (
+    AdapterUsageView,
+    AdapterView,
+    AppliedModules,
+    KeyView,
+    TenantView,
+    VersionView,
+)
+from weft.server.services import Services
+
+STATUS_S = 2.0
+"""Longest wait for the engine's word where the answer works without it."""
+Residency = Literal["stored", "host", "device"]
+
+
+def iso(moment: datetime) -> str:
+    """UTC in ISO-8601, with milliseconds and a final Z."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def tenant_view(tenant: Tenant) -> TenantView:
+    """A tenant's body."""
+    return TenantView(id=tenant.id, name=tenant.name, limits=dict(tenant.limits), created_at=iso(tenant.created_at))
+
+
+def key_view(key: Key) -> KeyView:
+    """A key's body, without its secret."""
+    return KeyView(
+        id=key.id,
+        tenant=key.tenant,
+        name=key.name,
+        prefix=key.prefix,
+        scopes=list(key.scopes),
+        expires_at=iso(key.expires_at) if key.expires_at else None,
+        created_at=iso(key.created_at),
+    )
+
+
+def adapter_view(
+    adapter: Adapter, pages: int | None, residency: Residency, usage: AdapterUsage | None = None
+) -> AdapterView:
+    """An adapter's body, of its current version."""
+    version = adapter.current
+    return AdapterView(
+        id=adapter.id,
+        name=adapter.name,
+        tenant=adapter.tenant,
+        version=version.version,
+        digest=version.digest,
+        rank=version.rank,
+        target_modules=list(version.target_modules),
+        applied_modules=AppliedModules(applied=version.applied, total=version.total),
+        parameters=version.parameters,
+        size_bytes=version.size_bytes,
+        pages=pages,
+        residency=residency,
+        pinned=adapter.pinned,
+        aliases=dict(adapter.aliases),
+        description=adapter.description,
+        created_at=iso(adapter.created_at),
+        usage=_usage_view(usage) if usage else None,
+    )
+
+
+def version_view(adapter: Adapter, version: AdapterVersion, residency: Residency) -> VersionView:
+    """One version's body."""
+    return VersionView(
+        name=adapter.name,
+        tenant=adapter.tenant,
+        version=version.version,
+        digest=version.digest,
+        rank=version.rank,
+        target_modules=list(version.target_modules),
+        applied_modules=AppliedModules(applied=version.applied, total=version.total),
+        parameters=version.parameters,
+        size_bytes=version.size_bytes,
+        residency=residency,
+        created_at=iso(version.created_at),
+    )
+
+
+class ResidencyMap:
+    """Where adapters are now, by digest."""
+
+    def __init__(self, status: EngineStatus | None) -> None:
+        residents = status.residents if status else []
+        self._tiers: dict[str, Residency] = {
+            resident.digest: "device" if resident.tier == "device" else "host" for resident in residents
+        }
+
+    def of(self, digest: str) -> Residency:
+        """Device, host, or stored for what is nowhere nearer."""
+        return self._tiers.get(digest, "stored")
+
+
+async def residency_now(services: Services) -> ResidencyMap:
+    """Ask the engine; while it is away or busy for long, every adapter counts as stored."""
+    try:
+        return ResidencyMap(await services.engine_status(STATUS_S))
+    except EngineUnavailableError:
+        return ResidencyMap(None)
+
+
+def _usage_view(usage: AdapterUsage) -> AdapterUsageView:
+    return AdapterUsageView(
+        requests=usage.requests,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        last_used_at=iso(usage.last_used_at) if usage.last_used_at else None,
+    )

@@ -1,0 +1,81 @@
+"""What nobody expected still has an answer, and the answer tells nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from api_adapters import upload
+from api_server import BASE, Api, eventually, new_client
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.server.app import MetricsApp
+from weft.server.pins import settle_pins
+
+pytestmark = pytest.mark.anyio
+BODY = {"model": BASE, "prompt": "x"}
+
+
+def breaking_after(num_outputs: int, api: Api) -> None:
+    whole = api.engine.generate
+
+    async def generate(request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        count = 0
+        async for output in whole(request):
+            if count == num_outputs:
+                raise RuntimeError("secret /home/weft 0xdeadbeef")
+            count += 1
+            yield output
+
+    api.engine.generate = generate  # type: ignore[method-assign]
+
+
+async def test_a_fault_before_the_first_byte_is_a_constant_500(api: Api) -> None:
+    breaking_after(0, api)
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json=BODY)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    assert answer.headers["x-request-id"].startswith("req-")
+
+
+async def test_a_fault_within_a_stream_is_an_error_event(api: Api) -> None:
+    breaking_after(2, api)
+    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
+        try:
+            async with client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+                lines = [line async for line in answer.aiter_lines() if line]
+        except httpx.RemoteProtocolError:
+            pytest.fail("the connection was dropped")
+        await eventually(lambda: not api.services.drain.num_running)
+        assert (await client.get("/health")).status_code == 200
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert "secret" not in "".join(lines)
+
+
+async def test_a_fresh_engine_is_told_the_pins(api: Api) -> None:
+    client = await api.tenant("acme")
+    digest = (await upload(client, "pirate")).json()["digest"]
+    await client.patch("/v1/adapters/pirate", json={"pinned": True})
+    api.engine.pinned.clear()
+    await settle_pins(replace(api.services, told_pins=set()))
+    assert api.engine.pinned == {digest}
+
+
+async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> None:
+    async with new_client(None, "http://test", httpx.ASGITransport(app=MetricsApp(api.services))) as client:
+        assert "weft_build_info" in (await client.get("/metrics")).text
+        assert (await client.get("/v1/models")).status_code == 404
+        assert (await client.post("/metrics")).status_code == 404
+
+
+async def test_deleting_a_tenant_takes_its_adapters_from_engine_and_disk(api: Api) -> None:
+    digest = (await upload(await api.tenant("acme"), "pirate")).json()["digest"]
+    assert (await api.admin.delete("/v1/tenants/acme")).status_code == 204
+    assert api.engine.dropped == [digest]
+    assert api.files() == []
+    assert (await (await api.tenant("acme")).get("/v1/models")).status_code == 401

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import weft
+from api_adapters import sound
+from fake_engine import DEMO_MODEL
+from weft.cli import make_app
+
+DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
+
+
+class Recorder:
+    """A server that answers what a test says and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 200, {"object": "list", "data": [], "next": None, "totals": {}}  # type: Any, Any
+        self.calls: list[tuple[str, str, str | None, bytes]] = []
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                sent = self.rfile.read(int(self.headers.get("content-length") or 0))
+                recorder.calls.append((self.command, self.path, self.headers.get("authorization"), sent))
+                payload = b"" if recorder.status == 204 else json.dumps(recorder.body).encode()
+                self.send_response(recorder.status)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = answer  # noqa: N815 - names of http.server
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    made = Recorder()
+    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+def run(*arguments: str, **environ: str) -> Any:
+    return CliRunner().invoke(make_app(), arguments, env={"NO_COLOR": "1", "COLUMNS": "200", **environ})
+
+
+def test_help_lists_every_command() -> None:
+    text = run("--help").output
+    for command in ("serve", "doctor", "adapter", "tenant", "key", "usage", "version", "config"):
+        assert command in text
+
+
+def test_the_command_line_starts_without_heavy_imports() -> None:
+    heavy = ["torch", "transformers", "numpy", "fastapi", "sqlalchemy", "pydantic", "httpx", "zmq", "rich.table"]
+    program = f"import sys, weft.cli; weft.cli.make_app(); print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_folder_is_validated_without_torch_or_a_server() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from weft.cli import make_app\n"
+        f"found = CliRunner().invoke(make_app(), ['adapter', 'validate', {str(DEMO_ADAPTER)!r}, '--model', "
+        f"{str(DEMO_MODEL)!r}, '--json'])\n"
+        "print(found.output); assert found.exit_code == 0; assert 'torch' not in sys.modules"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout)["valid"] is True
+
+
+def test_a_bad_folder_exits_with_2_and_the_reason(tmp_path: Path) -> None:
+    missing = run("adapter", "validate", str(tmp_path))
+    assert missing.exit_code == 2
+    assert "adapter_config.json" in missing.output
+    (tmp_path / "adapter_config.json").write_bytes(sound().config)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"PK\x03\x04 not weights")
+    broken = run("adapter", "validate", str(tmp_path), "--json")
+    assert broken.exit_code == 2
+    assert "weights." in broken.output
+
+
+def test_push_sends_the_folder(recorder: Recorder, tmp_path: Path) -> None:
+    folder = tmp_path / "my-adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes(sound().config)
+    (folder / "adapter_model.safetensors").write_bytes(sound().weights)
+    recorder.body = {"name": "my-adapter", "version": 1}
+    pushed = run("adapter", "push", str(folder), "--url", recorder.url, "--key", "k", "--json")
+    assert pushed.exit_code == 0, pushed.output
+    ((method, path, authorization, sent),) = recorder.calls
+    assert (method, path, authorization) == ("POST", "/v1/adapters", "Bearer k")
+    assert sound().weights in sent
+    assert b"my-adapter" in sent
+
+
+def test_commands_call_their_routes(recorder: Recorder) -> None:
+    environ = {"WEFT_URL": recorder.url, "WEFT_KEY": "secret"}
+    for arguments, method, path, status in (
+        (("adapter", "ls"), "GET", "/v1/adapters?limit=1000", 200),
+        (("adapter", "ls", "--tenant", "acme"), "GET", "/v1/adapters?tenant=acme&limit=1000", 200),
+        (("adapter", "rm", "a", "--version", "2"), "DELETE", "/v1/adapters/a?version=2", 204),
+        (("adapter", "pin", "a"), "PATCH", "/v1/adapters/a", 200),
+        (("tenant", "ls"), "GET", "/v1/tenants?limit=1000", 200),
+        (("tenant", "create", "acme"), "POST", "/v1/tenants", 200),
+        (("tenant", "rm", "ac/me"), "DELETE", "/v1/tenants/ac%2Fme", 204),
+        (("key", "create", "acme", "--scope", "infer"), "POST", "/v1/tenants/acme/keys", 200),
+        (("key", "ls", "acme"), "GET", "/v1/tenants/acme/keys", 200),
+        (("key", "revoke", "key_1"), "DELETE", "/v1/keys/key_1", 204),
+        (("usage", "--by", "key", "--json"), "GET", "/v1/usage?group_by=key", 200),
+    ):
+        recorder.status = status
+        done = run(*arguments, **environ)
+        assert done.exit_code == 0, (arguments, done.output)
+        assert recorder.calls[-1][:3] == (method, path, "Bearer secret")
+
+
+def test_a_refusal_is_one_line_with_the_reason(recorder: Recorder) -> None:
+    recorder.body = {"error": {"message": "There is none.", "type": "t", "param": None, "code": "not_found"}}
+    for status, code in ((404, 1), (400, 2), (422, 2), (401, 1)):
+        recorder.status = status
+        refused = run("tenant", "show", "x", "--url", recorder.url)
+        assert refused.exit_code == code
+        assert "There is none. (not_found)" in refused.output
+    assert "WEFT_KEY" in refused.output
+    recorder.server.server_close()
+    unreachable = run("tenant", "ls", "--url", "http://127.0.0.1:9")
+    assert unreachable.exit_code == 1
+    assert "weft serve" in unreachable.output
+
+
+@pytest.mark.parametrize("body", [[], None, "<html>"])
+def test_another_server_at_the_url_is_named_as_such(recorder: Recorder, body: object) -> None:
+    recorder.body = body
+    for arguments in (("adapter", "ls"), ("usage",), ("tenant", "show", "x")):
+        done = run(*arguments, "--url", recorder.url, "--key", "secret")
+        assert (done.exit_code, "is no Weft server" in done.output) == (1, True), done.output
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "two\nlines"])
+def test_a_key_that_no_header_can_carry_is_bad_input(recorder: Recorder, key: str) -> None:
+    done = run("adapter", "ls", "--url", recorder.url, "--key", key)
+    assert (done.exit_code, "WEFT_KEY" in done.output) == (2, True)
+    assert not recorder.calls
+
+
+def test_the_version_is_printed() -> None:
+    assert run("version").output == f"weft {weft.__version__}\n"
+
+
+def test_config_shows_what_serve_would_use_and_writes_a_file(tmp_path: Path) -> None:
+    shown = run("config", "show", "--set", "model.path=m", WEFT_SERVER__PORT="9")
+    assert "port: 9" in shown.output
+    file = tmp_path / "weft.yaml"
+    assert run("config", "init", str(file)).exit_code == 0
+    assert "step_tokens" in file.read_text()
+    assert run("config", "init", str(file)).exit_code == 2
+    homeless = run("config", "init", str(tmp_path / "none" / "weft.yaml"))
+    assert (homeless.exit_code, "folder that exists" in homeless.output) == (2, True)
+
+
+def test_a_wrong_setting_exits_with_2(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("weft")), "serve", "--model", "m", "--port", "70000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("weft: server.port must be")
+
+
+def test_the_doctor_finds_the_model(tmp_path: Path) -> None:
+    arguments = ("doctor", "--model", str(DEMO_MODEL), "--data-dir", str(tmp_path), "--port", "0", "--json")
+    findings = json.loads(run(*arguments).output)
+    assert {"python", "torch", "disk", "model", "tokenizer"} <= {finding["check"] for finding in findings}
+    assert run("doctor", "--model", str(tmp_path), "--port", "0").exit_code == 1
+    no_port = run("doctor", "--data-dir", str(tmp_path), "--port", "99999")
+    assert (no_port.exit_code, "1 to 65535" in no_port.output) == (1, True)
+
+
+def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> None:
+    secret = "weft_0123456789ab_" + "x" * 60
+    recorder.body = {"object": "key", "id": "key_1", "tenant": "acme", "scopes": ["infer"], "key": secret}
+    lines = run("key", "create", "acme", "--url", recorder.url, COLUMNS="40").output.splitlines()
+    assert any(line.split() == ["key", secret] for line in lines)
+
+
+@pytest.mark.parametrize(("current", "selector"), [(2, '"support"'), (1, '"support@2"')])
+def test_push_says_how_to_ask_for_the_version(recorder: Recorder, current: int, selector: str) -> None:
+    recorder.status = 201
+    recorder.body = {"object": "adapter", "name": "support", "version": 2, "aliases": {"default": current}}
+    printed = run("adapter", "push", str(DEMO_ADAPTER), "--name", "support", "--url", recorder.url).output
+    assert printed.splitlines()[-1] == f'ready: ask for it with "model": {selector}'
+
+
+def test_lists_are_tables_without_folded_cells(recorder: Recorder) -> None:
+    digest = "sha256:" + "0" * 64
+    recorder.body = {"object": "list", "data": [{"name": "acme", "id": digest}], "next": None}
+    header, row = run("tenant", "ls", "--url", recorder.url, COLUMNS="30").output.splitlines()
+    assert header.startswith("NAME")
+    assert digest in row

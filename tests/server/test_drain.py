@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from weft.errors import DrainingError
+from weft.server.drain import Drain
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_idle_server_drains_at_once() -> None:
+    started = time.monotonic()
+    assert await Drain().drain(30) == 0
+    assert time.monotonic() - started < 1
+
+
+async def test_nothing_new_starts_while_draining() -> None:
+    drain = Drain()
+    drain.check()
+    await drain.drain(0)
+    with pytest.raises(DrainingError):
+        drain.check()
+    with pytest.raises(DrainingError), drain.running(lambda _: None):
+        pass
+
+
+async def test_work_that_ends_in_time_is_not_cut() -> None:
+    drain = Drain()
+    cuts: list[DrainingError] = []
+
+    async def work() -> None:
+        with drain.running(cuts.append):
+            await asyncio.sleep(0.05)
+
+    working = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    assert drain.num_running == 1
+    assert await drain.drain(30) == 0
+    await working
+    assert cuts == []
+
+
+async def test_work_is_cut_when_the_time_is_over_or_somebody_hurries() -> None:
+    for limit_s in (0.02, 30.0):
+        drain, ended = Drain(), asyncio.Event()
+
+        async def work(drain: Drain, ended: asyncio.Event) -> None:
+            with drain.running(lambda _: ended.set()):
+                await ended.wait()
+
+        working = asyncio.create_task(work(drain, ended))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(drain.drain(limit_s))
+        await asyncio.sleep(0)
+        if limit_s > 1:
+            drain.hurry()
+        assert await asyncio.wait_for(draining, 5) == 1
+        await working

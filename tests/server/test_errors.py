@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from weft import errors
+from weft.engine.request import RequestError
+from weft.errors import WeftError
+from weft.server.errors import ANSWERS, answer, error_body, error_response, from_engine
+
+
+def every_class(cls: type[WeftError] = WeftError) -> list[type[WeftError]]:
+    return [cls, *(found for sub in cls.__subclasses__() for found in every_class(sub))]
+
+
+@pytest.mark.parametrize("cls", every_class())
+def test_every_error_class_has_an_answer_of_its_own(cls: type[WeftError]) -> None:
+    assert cls in ANSWERS
+    status, _ = answer(cls("m"))
+    response = error_response(cls("m"))
+    assert response.status_code == status
+    assert set(orjson.loads(response.body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_statuses_are_those_of_the_error_tree() -> None:
+    expected = {
+        errors.InvalidRequestError: 400,
+        errors.AuthenticationError: 401,
+        errors.ForbiddenError: 403,
+        errors.NotFoundError: 404,
+        errors.TimeoutExceededError: 408,
+        errors.ConflictError: 409,
+        errors.PayloadTooLargeError: 413,
+        errors.AdapterFormatError: 422,
+        errors.PageAccountingError: 500,
+        errors.QueueFullError: 503,
+    }
+    assert {cls: answer(cls("m"))[0] for cls in expected} == expected
+
+
+def test_faults_of_ours_say_the_same_always() -> None:
+    bodies = [error_body(cls("secret /home/path")) for cls in every_class(errors.EngineError)]
+    assert all(body == bodies[0] for body in bodies)
+    assert "secret" not in str(bodies)
+
+
+def test_what_passes_with_time_says_when() -> None:
+    for error, header in (
+        (errors.QueueFullError("m", retry_after_s=0.1), "1"),
+        (errors.QueueFullError("m", retry_after_s=2.2), "3"),
+    ):
+        assert error_response(error).headers["retry-after"] == header
+    assert "retry-after" not in error_response(errors.NotFoundError("m")).headers
+
+
+def test_a_full_disk_is_507() -> None:
+    assert answer(errors.CapacityError("full", code="storage_full"))[0] == 507
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "cls"),
+    [
+        ("context_length_exceeded", "request", errors.ContextLengthError),
+        ("request_too_large", "request", errors.NeverFitsError),
+        ("unheard_of", "request", errors.InvalidRequestError),
+        ("engine_overloaded", "capacity", errors.QueueFullError),
+        ("unheard_of", "capacity", errors.CapacityError),
+        ("adapter_load_failed", "adapter", errors.AdapterUnavailableError),
+        ("internal_error", "internal", errors.EngineError),
+    ],
+)
+def test_errors_of_the_engine_come_back_as_their_classes(code: str, kind: str, cls: type[WeftError]) -> None:
+    error = from_engine(RequestError(code=code, message="m", kind=kind))  # type: ignore[arg-type]
+    assert type(error) is cls
+    assert error.code == code

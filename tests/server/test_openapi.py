@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from api_server import Api
+from weft.server import schemas
+from weft.server.schemas import Body
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_page_is_public_and_complete(api: Api) -> None:
+    async with api.client() as client:
+        page = (await client.get("/openapi.json")).json()
+    text = json.dumps(page)
+    for name in page["components"]["schemas"]:
+        assert f'"{name}"' in text
+    referred = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert referred <= set(page["components"]["schemas"])
+    assert "HTTPValidationError" not in text
+    bodies = {cls.__name__ for cls in vars(schemas).values() if isinstance(cls, type) and issubclass(cls, Body)}
+    assert {name for name in bodies if name.endswith("Body")} - {"Body", "GenerationBody"} <= referred
+    assert page["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+
+
+async def test_every_operation_names_its_errors(api: Api) -> None:
+    for path, operations in api.app.openapi()["paths"].items():
+        for method, operation in operations.items():
+            assert "default" in operation["responses"], (method, path)
+            assert "422" not in operation["responses"], (method, path)
+
+
+async def test_fields_that_pass_are_described(api: Api) -> None:
+    fields = api.app.openapi()["components"]["schemas"]["CompletionBody"]["properties"]
+    assert fields["best_of"]["enum"] == [1, None]
+    assert "ignored" in fields["user"]["description"]
+    assert {"type": "null"} in fields["temperature"]["anyOf"]

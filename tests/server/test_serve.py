@@ -1,0 +1,116 @@
+"""`weft serve` whole, with the real engine and the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.server.serve import bind, read_tokenizer_settings
+from weft_server import DEMO_ADAPTERS, WeftServer, expected_answers, stream_events, weft_server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    with weft_server(
+        tmp_path_factory.mktemp("serve"), "--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1"
+    ) as running:
+        yield running
+
+
+def ask(model: str, question: str, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, **fields}
+
+
+def test_base_and_adapter_answer_as_they_were_trained(server: WeftServer) -> None:
+    acme = server.tenant("acme")
+    uploaded = server.upload(acme, "pirate", DEMO_ADAPTERS / "pirate")
+    assert uploaded.status_code == 201, uploaded.text
+    example = expected_answers()["questions"][0]
+    for model, style in (("model", "base"), ("pirate", "pirate")):
+        answer = acme.post("/v1/chat/completions", json=ask(model, example["question"])).json()
+        assert answer["choices"][0]["message"]["content"] == example["answers"][style]
+    assert acme.get("/v1/adapters/pirate").json()["residency"] == "device"
+    assert acme.get("/v1/adapters/pirate").json()["pages"] == uploaded.json()["pages"]
+
+
+def test_logprobs_of_prompt_and_answer_come_from_the_model(server: WeftServer) -> None:
+    body = {"model": "model", "prompt": "We are open", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
+    choice = server.tenant("acme").post("/v1/completions", json=body).json()["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
+    assert choice["text"].startswith("We are open")
+
+
+def test_a_stream_adds_up_to_the_usage(server: WeftServer) -> None:
+    acme = server.tenant("acme")
+    before = acme.get("/v1/usage").json()["totals"]
+    body = ask("model", "When are you open?", stream_options={"include_usage": True})
+    *_, usage, done = stream_events(acme, "/v1/chat/completions", body)
+    assert done == "[DONE]"
+    assert isinstance(usage, dict)
+    after = acme.get("/v1/usage").json()["totals"]
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert after[name] - before[name] == usage["usage"][name]
+
+
+def test_the_engine_and_its_metrics_are_shown(server: WeftServer) -> None:
+    engine = server.engine()
+    assert engine["num_steps"] > 0
+    assert sum(engine["pages"].values()) == engine["ready"]["memory"]["num_pages"]
+    assert "weft_running_requests" in server.admin.get("/metrics").text
+
+
+def test_a_killed_engine_comes_back(server: WeftServer) -> None:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while server.admin.get("/ready").status_code == 200 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    refused = server.tenant("acme").post("/v1/completions", json={"model": "model", "prompt": "x"})
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    server.wait_ready()
+    answer = server.tenant("acme").post("/v1/chat/completions", json=ask("pirate", "When are you open?"))
+    assert answer.status_code == 200, answer.text
+
+
+def test_sigterm_lets_a_stream_finish_and_exits_with_0(server: WeftServer) -> None:
+    events: list[Any] = []
+    body = {"model": "model", "prompt": "x", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    acme = server.tenant("acme")
+    streaming = threading.Thread(target=lambda: events.extend(stream_events(acme, "/v1/completions", body)))
+    streaming.start()
+    while len(events) == 0 and server.engine()["running"] == 0:
+        time.sleep(0.01)
+    assert server.stop() == 0
+    streaming.join(timeout=30)
+    assert events[-1] == "[DONE]"
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_taken_port_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)), bind("127.0.0.1", port):
+            pass
+
+
+def test_tokenizer_settings_include_the_template_of_its_own_file(tmp_path: Path) -> None:
+    assert read_tokenizer_settings(tmp_path) == {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert read_tokenizer_settings(tmp_path) == {"eos_token": "</s>", "chat_template": "{{ messages }}"}

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from weft.errors import ConfigError
+from weft.server.settings import (
+    as_tree,
+    defaults_as_yaml,
+    environment_name,
+    load_config,
+    parse_assignments,
+    setting_names,
+)
+
+MODEL = {"model": {"path": "m"}}
+
+
+def test_each_source_overrides_the_ones_below(tmp_path: Path) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text("server:\n  port: 1\n  drain_s: 1\n  max_choices: 1\nmodel:\n  path: from-file\n")
+    environ = {"WEFT_SERVER__PORT": "2", "WEFT_SERVER__DRAIN_S": "2", "WEFT_CONFIG": str(file)}
+    config = load_config({"server": {"port": 3, "host": None}}, environ)
+    assert (config.server.port, config.server.drain_s, config.server.max_choices) == (3, 2.0, 1)
+    assert config.server.host == "127.0.0.1"
+    assert config.model.path == "from-file"
+
+
+def test_a_file_on_the_command_line_wins_over_the_one_in_the_environment(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("server: {port: 1}")
+    second.write_text("server: {port: 2}")
+    assert load_config(MODEL, {"WEFT_CONFIG": str(first)}, second).server.port == 2
+
+
+@pytest.mark.parametrize("name", setting_names())
+def test_every_setting_can_come_from_the_environment(name: str) -> None:
+    section, field = name.split(".")
+    default = as_tree(load_config(MODEL, {}))[section][field]
+    value = "null" if default is None else str(default).lower()
+    config = load_config(MODEL, {environment_name(name): value} if name != "model.path" else {})
+    assert as_tree(config)[section][field] == default
+
+
+@pytest.mark.parametrize(
+    ("environ", "hint"),
+    [
+        ({"WEFT_SERVR__PORT": "1"}, "WEFT_SERVER__PORT"),
+        ({"WEFT_SERVER_PORT": "1"}, "WEFT_SERVER__PORT"),
+        ({"WEFT_PORT": "1"}, "WEFT_PORT"),
+        ({"weft_memory__gb": "1"}, "WEFT_MEMORY__GIB"),
+    ],
+)
+def test_a_misspelt_variable_is_an_error_with_the_nearest_name(environ: dict[str, str], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        load_config(MODEL, environ)
+
+
+def test_other_variables_and_keys_are_left_alone() -> None:
+    environ = {"PATH": "x", "WEFT_ADMIN_KEY": "k", "WEFT_URL": "u", "WEFT_KEY": "k", "WEFTY": "x"}
+    assert load_config(MODEL, environ).model.path == "m"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("servr: {port: 1}", "server"),
+        ("server: {prt: 1}", "server.port"),
+        ("server: 5", "mappings"),
+        ("- a", "mappings"),
+        ("a: [", "not YAML"),
+        ("server: {port: many}", "server.port"),
+        ("server: {port: 70000}", "0 to 65535"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_names_the_setting(tmp_path: Path, text: str, hint: str) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=hint):
+        load_config(MODEL, {}, file)
+
+
+def test_a_missing_model_says_how_to_give_one() -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        load_config({}, {})
+
+
+def test_authentication_stays_on_where_others_can_connect() -> None:
+    with pytest.raises(ConfigError, match="loopback"):
+        load_config({**MODEL, "server": {"auth": "off", "host": "0.0.0.0"}}, {})
+    assert load_config({**MODEL, "server": {"auth": "off"}}, {}).server.auth == "off"
+
+
+def test_assignments_reach_any_setting() -> None:
+    tree = parse_assignments(["memory.poison=true", "model.path=x=y", "server.port=9"])
+    config = load_config(tree, {})
+    assert (config.memory.poison, config.model.path, config.server.port) == (True, "x=y", 9)
+    with pytest.raises(ConfigError, match=r"section\.name=value"):
+        parse_assignments(["port=9"])
+
+
+def test_a_written_file_reads_as_the_defaults(tmp_path: Path) -> None:
+    text = defaults_as_yaml()
+    uncommented = "\n".join(line.replace("  # ", "  ") for line in text.splitlines())
+    file = tmp_path / "weft.yaml"
+    file.write_text(uncommented)
+    assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
+    assert set(yaml.safe_load(uncommented)) == {"model", "memory", "adapter", "scheduler", "server", "registry"}
+
+
+def test_a_database_password_is_never_shown() -> None:
+    config = load_config({**MODEL, "registry": {"database_url": "postgresql://me:hunter2@db/weft"}}, {})
+    assert "hunter2" not in str(as_tree(config))
+    assert config.registry.database_url == "postgresql://me:hunter2@db/weft"

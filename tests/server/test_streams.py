@@ -1,0 +1,214 @@
+"""What only a socket shows: chunks as they come, clients that leave, slow clients, and the server's end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_server import ADMIN_KEY, BASE, Api, eventually, new_client
+from api_server import api as open_api
+from fake_engine import demo_tokenizer
+from weft.server.incoming import Pace
+
+pytestmark = pytest.mark.anyio
+LONG = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture
+async def url(api: Api) -> AsyncIterator[str]:
+    async with api.listening() as address:
+        yield address
+
+
+async def totals(api: Api) -> dict[str, int]:
+    return dict((await api.admin.get("/v1/usage")).json()["totals"])
+
+
+async def wait_until_idle(api: Api) -> None:
+    await eventually(lambda: not api.engine.running and not api.services.drain.num_running, within_s=2)
+
+
+async def raw(url: str, data: bytes, read: int = 65536, wait_s: float = 5.0) -> bytes:
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        await writer.drain()
+        return await asyncio.wait_for(reader.read(read), wait_s)
+    finally:
+        writer.close()
+
+
+async def test_chunks_come_while_the_engine_writes(api: Api, url: str) -> None:
+    api.engine.token_s = 0.02
+    times = []
+    async with (
+        new_client(await api.key("acme"), url) as client,
+        client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 10, "stream": True}) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            times += [time.monotonic()] if line.startswith("data: {") else []
+    assert len(times) == 10
+    assert times[-1] - times[0] > 0.1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_it_got(
+    api: Api, url: str, stream: bool
+) -> None:
+    api.engine.token_s = 0.005
+    received = 0
+    async with new_client(await api.key("acme"), url) as client:
+        if stream:
+            async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    received += line.startswith("data: {")
+                    if received == 5:
+                        break
+        else:
+            task = asyncio.create_task(client.post("/v1/completions", json=LONG))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    await wait_until_idle(api)
+    assert len(api.engine.aborted) == 1
+    used = await totals(api)
+    assert used["requests"] == 1
+    if stream:
+        assert received <= used["completion_tokens"] < 200
+        assert used["prompt_tokens"] == len(demo_tokenizer().encode("x"))
+    else:
+        assert (used["prompt_tokens"], used["completion_tokens"]) == (0, 0)
+
+
+async def test_a_client_that_leaves_before_the_first_token_frees_its_request(api: Api, url: str) -> None:
+    api.engine.token_s = 30
+    body = json.dumps({**LONG, "stream": True, "n": 3, "max_tokens": 20}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {await api.key('acme')}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head.encode() + body)
+    await writer.drain()
+    await eventually(lambda: len(api.engine.running) == 3)
+    writer.close()
+    await wait_until_idle(api)
+    assert len(api.engine.aborted) == 3
+
+
+async def test_nobody_without_a_key_gets_a_body_read(api: Api, url: str) -> None:
+    head = b"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n" + b"x" * 1000
+    answer = await raw(url, head)
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"connection: close" in answer.lower()
+    assert api.files() == []
+
+
+async def test_a_content_length_over_the_limit_is_refused_unread(api: Api, url: str) -> None:
+    key = await api.key("acme")
+    for path, length in (("/v1/completions", 2 << 20), ("/v1/adapters", 1 << 40), ("/v1/completions", 10**30)):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        kind = "application/json" if path == "/v1/completions" else "multipart/form-data; boundary=b"
+        answer = await raw(url, f"{head}Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode())
+        assert answer.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400")), answer
+
+
+async def test_a_client_that_stalls_is_answered_408(tmp_path: Path) -> None:
+    async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api, api.listening() as url:
+        key = await api.key("acme")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        answer = await raw(url, f"{head}Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{{".encode())
+        assert answer.startswith(b"HTTP/1.1 408"), answer
+        head = head.replace("/v1/completions", "/v1/adapters")
+        begun = f"{head}Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 5000\r\n\r\n--b\r\n".encode()
+        answer = await raw(url, begun)
+        assert answer.startswith(b"HTTP/1.1 408"), answer
+        assert b"upload.timeout" in answer
+        assert api.files() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/tenants"),
+        ("PATCH", "/v1/tenants/acme"),
+        ("POST", "/v1/tenants/acme/keys"),
+        ("PATCH", "/v1/adapters/x?tenant=acme"),
+    ],
+)
+async def test_registry_routes_keep_the_servers_pace(tmp_path: Path, method: str, path: str) -> None:
+    async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api, api.listening() as url:
+        await api.key("acme")
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"
+        begun = f"{head}Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{{".encode()
+        async with asyncio.timeout(Pace().stall_s / 2):
+            answer = await raw(url, begun)
+        assert answer.startswith(b"HTTP/1.1 408"), answer
+
+
+async def test_a_client_that_trickles_is_answered_408(tmp_path: Path) -> None:
+    async with open_api(tmp_path, pace=Pace(grace_s=0.1, bytes_per_s=1e6)) as api, api.listening() as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {await api.key('acme')}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: 900\r\n\r\n".encode())
+        reading = asyncio.create_task(reader.read(100))
+        while not reading.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+        assert (await reading).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_draining_refuses_new_requests_and_lets_running_ones_finish(api: Api, url: str) -> None:
+    api.engine.token_s = 0.01
+    async with new_client(await api.key("acme"), url) as client:
+        running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "max_tokens": 30}))
+        await eventually(lambda: api.engine.running)
+        draining = asyncio.create_task(api.services.drain.drain(5))
+        await asyncio.sleep(0.01)
+        refused = await client.post("/v1/completions", json=LONG)
+        ready = await client.get("/ready")
+        assert (await client.get("/health")).status_code == 200
+        answer = await running
+    assert refused.status_code == ready.status_code == 503
+    assert refused.json()["error"]["code"] == ready.json()["error"]["code"] == "server_draining"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert answer.status_code == 200
+    assert await draining == 0
+
+
+async def test_draining_ends_what_takes_too_long_with_an_error_event(api: Api, url: str) -> None:
+    api.engine.token_s = 0.02
+    events: list[Any] = []
+    async with new_client(await api.key("acme"), url) as client:
+        waiting = asyncio.create_task(client.post("/v1/completions", json=LONG))
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            draining = asyncio.create_task(api.services.drain.drain(0.3))
+            async for line in answer.aiter_lines():
+                events += [line.removeprefix("data: ")] if line.startswith("data: ") else []
+        assert await draining == 2
+        whole = await waiting
+    assert json.loads(events[-1])["error"]["code"] == "server_draining"
+    assert whole.status_code == 503
+    assert len(api.engine.aborted) == 2
+    api.services.drain.is_draining = False
+    assert (await totals(api))["completion_tokens"] == len(events) - 1
+
+
+async def test_engine_events_show_the_engine_as_it_moves(api: Api, url: str) -> None:
+    async with (
+        new_client(ADMIN_KEY, url) as client,
+        client.stream("GET", "/v1/engine/events") as answer,
+    ):
+        line = await anext(aiter(answer.aiter_lines()))
+    snapshot = json.loads(line.removeprefix("data: "))
+    assert snapshot["object"] == "engine"
+    assert set(snapshot["pages"]) == {"free", "kv", "prefix", "adapter", "quarantine"}
+    assert snapshot["ready"]["base"]["num_layers"] > 0

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import csv
+import io
+import time
+from typing import Any
+
+import pytest
+
+from api_adapters import upload
+from api_server import BASE, Api
+from weft.engine.status import EngineStatus, ResidentAdapter
+from weft.server.metrics import MAX_LABELS, Metrics
+from weft.server.responses import OrganizationUsagePage, UsageList
+
+pytestmark = pytest.mark.anyio
+
+
+async def ask(api: Api, tenant: str, **fields: Any) -> dict[str, int]:
+    client = await api.tenant(tenant)
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", **fields})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json()["usage"])
+
+
+async def test_usage_adds_up_by_tenant_adapter_version_and_key(api: Api) -> None:
+    await upload(await api.tenant("acme"), "pirate")
+    seen = [await ask(api, "acme"), await ask(api, "acme", model="pirate", n=2), await ask(api, "rival", prompt="xyz")]
+    for group in ("", "tenant", "adapter", "tenant,adapter,version,key"):
+        body = (await api.admin.get("/v1/usage", params={"group_by": group, "bucket": "1h"})).json()
+        usage = UsageList.model_validate(body)
+        for name in ("prompt_tokens", "completion_tokens"):
+            expected = sum(one[name] for one in seen)
+            assert getattr(usage.totals, name) == expected
+            assert sum(getattr(row, name) for row in usage.data) == expected
+        assert usage.totals.requests == 3
+        assert all(("tenant" in row) == ("tenant" in group) for row in body["data"])
+    rows = {(row["tenant"], row["adapter"], row["version"]) for row in body["data"]}
+    assert rows == {("acme", None, None), ("acme", "pirate", 1), ("rival", None, None)}
+
+
+async def test_a_tenant_sees_only_its_own_usage(api: Api) -> None:
+    await ask(api, "acme")
+    rival = await ask(api, "rival")
+    body = (await (await api.tenant("rival")).get("/v1/usage", params={"group_by": "tenant"})).json()
+    assert [row["tenant"] for row in body["data"]] == ["rival"]
+    assert body["totals"]["completion_tokens"] == rival["completion_tokens"]
+    one = (await api.admin.get("/v1/usage?tenant=acme")).json()
+    assert one["totals"]["requests"] == 1
+
+
+async def test_usage_comes_as_csv_too(api: Api) -> None:
+    used = await ask(api, "acme")
+    answer = await api.admin.get("/v1/usage?format=csv&group_by=tenant")
+    assert answer.headers["content-type"].startswith("text/csv")
+    (row,) = csv.DictReader(io.StringIO(answer.text))
+    assert (row["tenant"], row["completion_tokens"]) == ("acme", str(used["completion_tokens"]))
+
+
+async def test_usage_in_openais_shape(api: Api) -> None:
+    await upload(await api.tenant("acme"), "pirate")
+    used = await ask(api, "acme", model="pirate")
+    now = int(time.time())
+    params: dict[str, Any] = {"start_time": now - 7200, "bucket_width": "1h", "group_by[]": ["model", "project_id"]}
+    answer = await api.admin.get("/v1/organization/usage/completions", params=params)
+    page = OrganizationUsagePage.model_validate(answer.json())
+    (result,) = [result for bucket in page.data for result in bucket.results]
+    assert (result.model, result.project_id, result.num_model_requests) == ("pirate", "acme", 1)
+    assert (result.input_tokens, result.output_tokens) == (used["prompt_tokens"], used["completion_tokens"])
+    assert not page.has_more
+    short = await api.admin.get("/v1/organization/usage/completions", params={**params, "limit": 1})
+    rest = await api.admin.get(
+        "/v1/organization/usage/completions", params={**params, "page": short.json()["next_page"]}
+    )
+    assert short.json()["has_more"]
+    assert len(short.json()["data"]) + len(rest.json()["data"]) == len(page.data)
+
+
+async def test_a_failed_upload_of_usage_is_no_good_end(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.errors import CapacityError
+
+    async def full(_: object) -> None:
+        raise CapacityError("The journal's disk is full.", code="storage_full")
+
+    client = await api.tenant("acme")
+    monkeypatch.setattr(api.services.registry.usage, "record", full)
+    body = {"model": BASE, "prompt": "x"}
+    assert (await client.post("/v1/completions", json=body)).status_code == 507
+    streamed = await client.post("/v1/completions", json={**body, "stream": True})
+    assert "[DONE]" not in streamed.text
+    assert "storage_full" in streamed.text
+
+
+async def test_metrics_show_requests_and_the_engine(api: Api) -> None:
+    client = await api.tenant("acme")
+    digest = (await upload(client, "pirate")).json()["digest"]
+    await ask(api, "acme", model="pirate", max_tokens=90)
+    await ask(api, "acme")
+    api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=2, running=1)]
+    text = (await api.admin.get("/metrics")).text
+    for line in (
+        'weft_requests_total{adapter="acme/pirate",status="stop",tenant="acme"} 1.0',
+        'weft_requests_total{adapter="_base",status="stop",tenant="acme"} 1.0',
+        'weft_adapter_resident{adapter="acme/pirate",tier="device"} 1.0',
+        'weft_adapter_loads_total{from="stored",result="ok",to="device"} 3.0',
+        'weft_pages{kind="free"} 10.0',
+        "weft_step_seconds_count 1.0",
+        "weft_ttft_seconds_count 2.0",
+    ):
+        assert line in text, text
+    assert 'vllm:lora_requests_info{max_lora="256",running_lora_adapters="acme/pirate"' in text
+    again = (await api.admin.get("/metrics")).text
+    assert "weft_step_seconds_count 1.0" in again
+    api.engine.ready = None
+    assert (await api.admin.get("/metrics")).status_code == 200
+
+
+def test_labels_are_capped() -> None:
+    metrics = Metrics(max_adapters=8)
+    for index in range(50 * MAX_LABELS):
+        metrics.learn_adapter(f"sha256:{index}", "acme", f"a{index}")
+        metrics.request_ended(f"t{index}", f"t{index}/a", "stop", {"prompt": 1})
+    status = EngineStatus(
+        boot_id="b",
+        seq=1,
+        running=0,
+        waiting=0,
+        residents=[ResidentAdapter(digest="sha256:4999", tier="host", pages=1, running=0)],
+    )
+    text = metrics.render(status, 0.0).decode()
+    assert 'tenant="_other"' in text
+    assert 'weft_adapter_resident{adapter="_other",tier="host"} 1.0' in text
+    assert len(text) < 200_000

@@ -1,0 +1,128 @@
+"""The real app over the real registry and blobs, with an engine that needs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from fake_engine import FakeEngine, demo_tokenizer
+from weft.adapters.blobs import LocalBlobs
+from weft.config import Config, ModelConfig, ServerConfig
+from weft.registry.registry import Registry
+from weft.server.adapter_check import AdapterCheck
+from weft.server.app import create_app
+from weft.server.drain import Drain
+from weft.server.http_protocol import BoundedProtocol
+from weft.server.incoming import Pace
+from weft.server.metrics import Metrics
+from weft.server.services import Services
+
+ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
+BASE = "demo"
+
+
+@dataclass
+class Api:
+    """One app and its parts."""
+
+    app: FastAPI
+    services: Services
+    engine: FakeEngine
+    root: Path
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def client(self, key: str | None = None) -> httpx.AsyncClient:
+        """A client of the app without a network; it sees whole responses only."""
+        return new_client(key, "http://test", httpx.ASGITransport(app=self.app, raise_app_exceptions=False))
+
+    @property
+    def admin(self) -> httpx.AsyncClient:
+        return self.client(ADMIN_KEY)
+
+    async def key(self, tenant: str, *scopes: str) -> str:
+        """A key of the tenant, which is made on first use."""
+        name = ",".join((tenant, *scopes))
+        if name not in self.keys:
+            existing = {known.name for known in (await self.services.registry.list_tenants()).items}
+            if tenant not in existing:
+                await self.services.registry.create_tenant(tenant)
+            granted = scopes or ("infer", "adapters", "usage")
+            _, self.keys[name] = await self.services.registry.create_key(tenant, None, granted)
+        return self.keys[name]
+
+    async def tenant(self, tenant: str, *scopes: str) -> httpx.AsyncClient:
+        return self.client(await self.key(tenant, *scopes))
+
+    def files(self) -> list[Path]:
+        """Everything in the blob store."""
+        return sorted(path for path in self.services.blobs.root.rglob("*") if path.is_file())
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """The app on a real port, for what only a socket shows."""
+        config = uvicorn.Config(
+            self.app, http=BoundedProtocol, port=0, log_config=None, lifespan="off", access_log=False
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server._serve())
+        await eventually(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+
+
+async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s} s")
+        await asyncio.sleep(0.005)
+
+
+def new_client(key: str | None, url: str, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=url, headers=headers, transport=transport, timeout=20, trust_env=False)
+
+
+@asynccontextmanager
+async def api(root: Path, pace: Pace | None = None, **server_fields: Any) -> AsyncIterator[Api]:
+    """Open everything below `root`; `server_fields` are settings of the server section."""
+    engine = FakeEngine()
+    ready = engine.ready
+    assert ready is not None
+    server = ServerConfig(data_dir=root / "data", **server_fields)
+    config = Config(model=ModelConfig(path=ready.model_path, served_name=BASE), server=server)
+    registry = await Registry.open(None, server.data_dir, ADMIN_KEY)
+    blobs = LocalBlobs(config.blob_dir)
+    default = await registry.create_tenant("default") if server.auth == "off" else None
+    services = Services(
+        config=config,
+        registry=registry,
+        engine=engine,
+        ready=ready,
+        tokenizer=demo_tokenizer(),
+        tokenizer_settings={"eos_token": "</s>"},
+        blobs=blobs,
+        check=AdapterCheck(ready, blobs),
+        metrics=Metrics(config.adapter.slots),
+        drain=Drain(),
+        default_tenant=default,
+        pace=pace or Pace(),
+    )
+    try:
+        yield Api(app=create_app(services), services=services, engine=engine, root=root)
+    finally:
+        await registry.close()

@@ -1,0 +1,169 @@
+"""A real `weft serve` in its own process, on a free port, with its own data folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from weft.config import environment as inherited
+
+ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"
+DEMO_ADAPTERS = DEMO_MODEL.parent / "adapters"
+START_TIMEOUT_S = 90.0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass
+class WeftServer:
+    """One running server and what tests do with it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    data_dir: Path
+    log: Path
+    admin: httpx.Client
+    tenants: dict[str, str] = field(default_factory=dict)
+    """Tenant name to a key of all scopes."""
+    clients: dict[str, httpx.Client] = field(default_factory=dict)
+    """Tenant name to a client with that key; closed with the server."""
+
+    def client(self, key: str | None) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+
+    def tenant(self, name: str) -> httpx.Client:
+        """A client of this tenant; the tenant is made on first use."""
+        if name not in self.tenants:
+            created = self.admin.post("/v1/tenants", json={"name": name})
+            assert created.status_code == 201, created.text
+            self.tenants[name] = self.new_key(name)
+            self.clients[name] = self.client(self.tenants[name])
+        return self.clients[name]
+
+    def new_key(self, tenant: str, **fields: Any) -> str:
+        created = self.admin.post(f"/v1/tenants/{tenant}/keys", json={"name": "test", **fields})
+        assert created.status_code == 201, created.text
+        return str(created.json()["key"])
+
+    def upload(self, client: httpx.Client, name: str, folder: Path) -> httpx.Response:
+        return upload_bytes(
+            client,
+            name,
+            (folder / "adapter_config.json").read_bytes(),
+            (folder / "adapter_model.safetensors").read_bytes(),
+        )
+
+    def ask(self, tenant: str, model: str, question: str) -> dict[str, Any]:
+        """The chat completion of a good request, which must succeed."""
+        messages = [{"role": "user", "content": question}]
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 64}
+        answer = self.tenant(tenant).post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def engine(self) -> dict[str, Any]:
+        answer = self.admin.get("/v1/engine")
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Seconds until /ready is 200."""
+        started = time.monotonic()
+        while time.monotonic() - started < timeout_s:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
+            try:
+                if self.admin.get("/ready").status_code == 200:
+                    return time.monotonic() - started
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise RuntimeError(f"not ready within {timeout_s} s:\n{self.log.read_text()}")
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+
+def upload_bytes(client: httpx.Client, name: str, config: bytes, weights: bytes, **fields: str) -> httpx.Response:
+    return client.post(
+        "/v1/adapters",
+        data={"name": name, **fields},
+        files={
+            "config": ("adapter_config.json", config, "application/json"),
+            "weights": ("adapter_model.safetensors", weights, "application/octet-stream"),
+        },
+    )
+
+
+@contextmanager
+def weft_server(data_dir: Path, *arguments: str, model: Path = DEMO_MODEL, **environment: str) -> Iterator[WeftServer]:
+    """Start `weft serve`, wait until it is ready, and end it by its own pid."""
+    port = free_port()
+    data_dir.mkdir(parents=True, exist_ok=True)
+    log = data_dir / "server.log"
+    command = [
+        str(Path(sys.executable).with_name("weft")),
+        *("serve", "--model", str(model), "--port", str(port), "--data-dir", str(data_dir / "data")),
+        *arguments,
+    ]
+    env = {
+        **inherited(),
+        "WEFT_ADMIN_KEY": ADMIN_KEY,
+        "OMP_NUM_THREADS": "1",
+        "WEFT_MEMORY__POISON": "true",
+        **environment,
+    }
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=data_dir)
+    url = f"http://127.0.0.1:{port}"
+    admin = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60, trust_env=False)
+    server = WeftServer(url=url, process=process, data_dir=data_dir / "data", log=log, admin=admin)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        for client in (admin, *server.clients.values()):
+            client.close()
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def expected_answers() -> dict[str, Any]:
+    return dict(json.loads((DEMO_MODEL.parent / "expected.json").read_text()))
+
+
+def stream_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+    """Server-sent events of a streaming call: JSON objects, and "[DONE]" at the end."""
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        if answer.status_code != 200:
+            answer.read()
+            raise AssertionError(f"{answer.status_code}: {answer.text}")
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                data = line.removeprefix("data: ")
+                yield data if data == "[DONE]" else json.loads(data)

@@ -1,0 +1,13 @@
+"""The small model and the adapters that ship with Weft, and where they lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+MODEL = FOLDER / "model"
+"""A Hugging Face checkpoint of about 0.8M parameters."""
+ADAPTERS = FOLDER / "adapters"
+"""One PEFT checkpoint per folder."""
+EXPECTED = FOLDER / "expected.json"
+"""Questions with the exact greedy answers of base and adapters in float32."""

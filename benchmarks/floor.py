@@ -1,0 +1,95 @@
+"""How long must a step take at least? One pass through all linear layers with packed weights, and nothing else.
+
+    python -P -m weft.benchmarks.floor [--rows 1,8,32,64]
+
+The layers run in model order, so that every weight comes from memory and not from a cache, as in a real step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config
+from weft.benchmarks.report import provenance, without_nan
+from weft.engine.model.linear import Linear, make_linear
+
+NUM_PASSES = 5
+"""Timed passes, after one that is not."""
+
+
+class LinearPass:
+    """All linear layers of the 0.5B shape in bfloat16 with random weights (0.8 GB)."""
+
+    def __init__(self) -> None:
+        config = base_config()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        qkv = (heads + 2 * kv_heads) * (hidden // heads)
+        shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+        self._layers = [
+            (make_linear(_weights(out_features, in_features)), in_features)
+            for _ in range(config.num_hidden_layers)
+            for out_features, in_features in shapes
+        ]
+        self._head = (make_linear(_weights(VOCAB_SIZE, hidden)), hidden)
+
+    def seconds(self, rows: int, head_rows: int | None = None) -> float:
+        """Median time of one pass.
+
+        Args:
+            rows: Rows of activations.
+            head_rows: Rows whose logits are computed; all when None.
+        """
+        timed = [*self._layers, self._head]
+        counts = [rows] * len(self._layers) + [rows if head_rows is None else head_rows]
+        inputs = {(count, width): _weights(count, width) for count, (_, width) in zip(counts, timed, strict=True)}
+        work = [(linear, inputs[count, width]) for count, (linear, width) in zip(counts, timed, strict=True)]
+        return statistics.median([_time(work) for _ in range(NUM_PASSES + 1)][1:])
+
+    def seconds_of_load(self, requests: int, input_tokens: int, output_tokens: int, step_tokens: int = 512) -> float:
+        """Least time of `requests` generations at once: their prompts in steps of `step_tokens`, then decode steps."""
+        prompt_tokens = requests * input_tokens
+        full_steps, rest = divmod(prompt_tokens, step_tokens)
+        prefill = full_steps * self.seconds(step_tokens, head_rows=max(1, step_tokens // input_tokens))
+        if rest:
+            prefill += self.seconds(rest, head_rows=max(1, rest // input_tokens))
+        return prefill + (output_tokens - 1) * self.seconds(requests)
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -P -m weft.benchmarks.floor", description=__doc__)
+    parser.add_argument("--rows", default="1,8,32,64")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    linear_pass = LinearPass()
+    floors = {rows: linear_pass.seconds(int(rows)) * 1e3 for rows in options.rows.split(",")}
+    for rows, milliseconds in floors.items():
+        print(f"{rows:>5} rows {milliseconds:8.1f} ms")
+    print(json.dumps(without_nan({"benchmark": "floor", **provenance(), "milliseconds": floors})))
+    return 0
+
+
+def _weights(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns).mul_(0.02).to(torch.bfloat16)
+
+
+@torch.inference_mode()
+def _time(work: Sequence[tuple[Linear, torch.Tensor]]) -> float:
+    start = time.perf_counter()
+    for linear, x in work:
+        linear(x)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""From the times of single requests to the figures that are compared. No I/O, no clock.
+
+TTFT, TPOT, ITL, throughput and goodput as in DESIGN's glossary; in an open loop all times count from when a request was
+due, so that a client that falls behind does not hide a slow server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What happened to one request; times in seconds on one clock."""
+
+    model: str
+    due_s: float
+    """When it should start; in a closed loop, when it was sent."""
+    token_times_s: list[float] = field(default_factory=list)
+    """When each piece of output arrived."""
+    done_s: float = math.nan
+    prompt_tokens: int = 0
+    """As the server reports it."""
+    completion_tokens: int = 0
+    """As the server reports it."""
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        return self.token_times_s[0] - self.due_s if self.token_times_s else math.nan
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token after the first; NaN with fewer than two tokens."""
+        if self.completion_tokens < 2 or not self.token_times_s:
+            return math.nan
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.completion_tokens - 1)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds to the end of the answer."""
+        return self.done_s - self.due_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds between consecutive pieces of output."""
+        return [later - earlier for earlier, later in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The service level: a request meets it if both hold."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+    def is_met(self, record: RequestRecord) -> bool:
+        """Whether a request succeeded within the limits; one-token answers have no TPOT to miss."""
+        return record.error is None and record.ttft_s <= self.ttft_s and not record.tpot_s > self.tpot_s
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Percentile with linear interpolation between closest ranks; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float | None]:
+    """Mean, percentiles and maximum of the values that are numbers, times `scale`; None where there are none."""
+    numbers = [value * scale for value in values if not math.isnan(value)]
+    if not numbers:
+        return {"mean": None, **{f"p{p}": None for p in PERCENTILES}, "max": None}
+    return {
+        "mean": sum(numbers) / len(numbers),
+        **{f"p{p}": percentile(numbers, p) for p in PERCENTILES},
+        "max": max(numbers),
+    }
+
+
+def summarise(records: Sequence[RequestRecord], objective: Objective) -> dict[str, Any]:
+    """Figures of a run. Rates count from the first due time to the last end, drain included.
+
+    Args:
+        records: Finished and failed requests, in any order.
+        objective: What counts as goodput.
+    """
+    good = [record for record in records if record.error is None]
+    ends = [record.done_s for record in records if not math.isnan(record.done_s)]
+    duration = max(ends) - min(record.due_s for record in records) if ends else math.nan
+    completion = sum(record.completion_tokens for record in good)
+    prompt = sum(record.prompt_tokens for record in good)
+    met = sum(objective.is_met(record) for record in records)
+    return {
+        "requests": len(records),
+        "errors": len(records) - len(good),
+        "duration_s": duration,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "requests_per_s": len(good) / duration,
+        "output_tokens_per_s": completion / duration,
+        "total_tokens_per_s": (prompt + completion) / duration,
+        "goodput_requests_per_s": met / duration,
+        "within_objective": met / len(records),
+        "ttft_ms": distribution([record.ttft_s for record in good], 1e3),
+        "tpot_ms": distribution([record.tpot_s for record in good], 1e3),
+        "itl_ms": distribution([gap for record in good for gap in record.gaps_s], 1e3),
+        "latency_ms": distribution([record.latency_s for record in good], 1e3),
+    }

@@ -1,0 +1,104 @@
+"""What every result carries: command, commit, hardware and versions; and how results are written."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from weft.errors import WeftError
+
+_PACKAGES = ("weft", "torch", "transformers", "peft", "numpy")
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def provenance() -> dict[str, Any]:
+    """Where and how this process measures."""
+    return {
+        "command": " ".join(["python -P -m", _module_name(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": {
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_gib": _memory_gib(),
+            "load_average": list(os.getloadavg()),
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON, with the folders above it.
+
+    Raises:
+        WeftError: The file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(without_nan(result), indent=2) + "\n")
+    except OSError as error:
+        raise WeftError(f"cannot write the result to {path}: {error.strerror}") from error
+
+
+def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
+    """The same JSON with NaN and infinities as null, and floats of six digits."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def _module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else Path(sys.argv[0]).name
+
+
+def _commit() -> str | None:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    try:
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _memory_gib() -> float:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,235 @@
+"""The load generator against a small OpenAI-shaped server over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.benchmarks.load import main
+
+TOKEN_DELAY_S = 0.01
+
+
+@dataclass
+class ShopWindow:
+    """Answers completions with numbered tokens; `fault` spoils every answer in one way."""
+
+    url: str = ""
+    fault: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    authorizations: set[str] = field(default_factory=set)
+    connections: int = 0
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                await self.answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line)
+        body = json.loads(await reader.readexactly(int(headers["Content-Length"])))
+        self.bodies.append(body)
+        self.paths.append(head.split(" ")[1])
+        self.authorizations.add(headers.get("Authorization", ""))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await self.write_answer(writer, body)
+        finally:
+            self.in_flight -= 1
+
+    async def write_answer(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        if self.fault == "503":
+            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for event in self.events(body):
+            if event is None:
+                writer.close()
+                return
+            payload = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+            half = len(payload) // 2
+            for piece in (payload[:half], payload[half:]):
+                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(TOKEN_DELAY_S)
+        writer.write(b"0\r\n\r\n")
+
+    def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | str | None]:
+        wanted = body["max_tokens"]
+        is_chat = "messages" in body
+        if is_chat:
+            yield {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]}
+        for i in range(wanted):
+            if self.fault == "cut" and i == 1:
+                yield None
+            if self.fault == "error event" and i == 1:
+                yield {"error": {"message": "engine restarted"}}
+                return
+            text = {"delta": {"content": f"t{i}"}} if is_chat else {"text": f"t{i}"}
+            yield {"choices": [{"index": 0, "finish_reason": "length" if i + 1 == wanted else None, **text}]}
+        prompt = body["messages"][0]["content"].split() if is_chat else body["prompt"]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": wanted - (self.fault == "short")}
+        if self.fault != "no usage":
+            yield {"choices": [], "usage": usage}
+        if self.fault != "no end":
+            yield "[DONE]"
+
+
+@pytest.fixture
+def server() -> Iterator[ShopWindow]:
+    window = ShopWindow()
+    started = threading.Event()
+    stopping: list[Any] = []
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        listener = await asyncio.start_server(window.serve, "127.0.0.1", 0)
+        window.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1"
+        stopping.extend([asyncio.get_running_loop(), stop])
+        started.set()
+        await stop.wait()
+        listener.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    assert started.wait(10)
+    yield window
+    loop, stop = stopping
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(10)
+
+
+def run_load(server: ShopWindow, path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    status = main(["--url", server.url, "--json", str(path), "--output-tokens", "4", *arguments])
+    return status, json.loads(path.read_text())
+
+
+def test_a_closed_loop_keeps_exactly_the_asked_number_in_flight(server: ShopWindow, tmp_path: Path) -> None:
+    status, result = run_load(
+        server, tmp_path / "r.json", "--models", "a,b", "--requests", "12", "--concurrency", "3", "--key", "secret"
+    )
+    assert status == 0
+    assert server.most_in_flight == 3
+    assert server.connections == 3, "connections are reused"
+    assert server.authorizations == {"Bearer secret"}
+    assert Counter(body["model"] for body in server.bodies) == {"a": 6, "b": 6}
+    assert "secret" not in json.dumps(result)
+
+
+def test_figures_agree_with_what_the_server_did(server: ShopWindow, tmp_path: Path) -> None:
+    _, result = run_load(server, tmp_path / "r.json", "--models", "a", "--requests", "8", "--concurrency", "8")
+    summary = result["summary"]
+    assert summary["errors"] == 0
+    assert summary["completion_tokens"] == 32
+    assert summary["prompt_tokens"] == 8 * 64
+    assert summary["itl_ms"]["p50"] == pytest.approx(TOKEN_DELAY_S * 1e3, rel=0.9)
+    assert summary["itl_ms"]["p50"] >= TOKEN_DELAY_S * 900
+    assert summary["tpot_ms"]["p50"] == pytest.approx(summary["itl_ms"]["mean"], rel=0.3)
+    assert summary["output_tokens_per_s"] == pytest.approx(32 / summary["duration_s"], rel=1e-3)
+
+
+def test_an_open_loop_sends_when_due_and_does_not_wait_for_answers(server: ShopWindow, tmp_path: Path) -> None:
+    status, result = run_load(
+        server, tmp_path / "r.json", "--models", "a", "--requests", "10", "--rate", "200", "--cv", "0"
+    )
+    assert status == 0
+    assert server.most_in_flight > 3
+    assert result["summary"]["duration_s"] >= 10 / 200 - 1 / 200 + 4 * TOKEN_DELAY_S
+
+
+def test_the_slora_workload_draws_its_own_lengths(server: ShopWindow, tmp_path: Path) -> None:
+    status, result = run_load(
+        server,
+        tmp_path / "r.json",
+        *("--models", "a,b,c", "--workload", "slora", "--rate", "100", "--duration", "0.2"),
+        *("--input-tokens", "2:9", "--output-tokens", "1:4", "--alpha", "0.3"),
+    )
+    assert status == 0
+    assert result["summary"]["requests"] == 20
+    assert {len(body["prompt"]) for body in server.bodies} <= set(range(2, 9))
+    assert {body["max_tokens"] for body in server.bodies} == {1, 2, 3}
+
+
+def test_chat_counts_no_token_for_the_role(server: ShopWindow, tmp_path: Path) -> None:
+    status, result = run_load(server, tmp_path / "r.json", "--models", "a", "--requests", "2", "--api", "chat")
+    assert status == 0
+    assert set(server.paths) == {"/v1/chat/completions"}
+    assert result["summary"]["ttft_ms"]["p50"] >= TOKEN_DELAY_S * 900, "the role came one delay before the first token"
+
+
+def test_warm_up_reaches_every_model_and_is_not_measured(server: ShopWindow, tmp_path: Path) -> None:
+    _, result = run_load(
+        server,
+        tmp_path / "r.json",
+        *("--models", "a,b", "--requests", "4", "--popularity", "one-against-many", "--warmup", "2"),
+    )
+    assert {body["model"] for body in server.bodies[:2]} == {"a", "b"}
+    assert len(server.bodies) == 6
+    assert result["summary"]["requests"] == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("503", "HTTP 503: busy"),
+        ("cut", "closed the connection"),
+        ("error event", "engine restarted"),
+        ("short", "usage says 3 tokens came, 4 were asked for"),
+        ("no usage", "no usage came"),
+        ("no end", "without finish_reason and"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_and_the_exit_status_says_so(
+    server: ShopWindow, tmp_path: Path, fault: str, message: str
+) -> None:
+    server.fault = fault
+    status, result = run_load(server, tmp_path / "r.json", "--models", "a", "--requests", "3")
+    assert status == 1
+    assert result["summary"]["errors"] == 3
+    assert all(message in error for error in result["errors"])
+
+
+def test_a_server_that_is_not_there_is_an_error_not_a_traceback(tmp_path: Path) -> None:
+    status, result = run_load(
+        ShopWindow(url="http://127.0.0.1:9/v1"), tmp_path / "r.json", "--models", "a", "--requests", "2"
+    )
+    assert status == 1
+    assert result["summary"]["errors"] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--models", ","],
+        ["--models", "a", "--popularity", "pareto"],
+        ["--models", "a", "--input-tokens", "9:3"],
+        ["--models", "a", "--workload", "slora"],
+    ],
+)
+def test_arguments_that_make_no_sense_end_with_status_2(arguments: list[str], capsys: Any) -> None:
+    assert main(["--url", "http://127.0.0.1:9/v1", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("load: ")
+
+
+def test_the_last_line_is_json_with_commit_and_hardware(server: ShopWindow, capsys: Any) -> None:
+    main(["--url", server.url, "--models", "a", "--requests", "2", "--output-tokens", "2"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["hardware"]["cores"] >= 1
+    assert result["versions"]["weft"]
+    assert "commit" in result

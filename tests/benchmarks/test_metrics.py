@@ -1,0 +1,82 @@
+"""The figures of a run, computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from weft.benchmarks.metrics import Objective, RequestRecord, distribution, percentile, summarise
+
+
+def record(due: float, tokens: list[float], error: str | None = None) -> RequestRecord:
+    return RequestRecord(
+        model="base",
+        due_s=due,
+        token_times_s=tokens,
+        done_s=(tokens or [due])[-1],
+        prompt_tokens=10,
+        completion_tokens=len(tokens),
+        error=error,
+    )
+
+
+@pytest.mark.parametrize("percent", [0, 10, 50, 90, 99, 100])
+@pytest.mark.parametrize("values", [[3.0], [2.0, 1.0], [5.0, 1.0, 4.0, 4.0, 9.5, -2.0]])
+def test_percentiles_equal_numpys(values: list[float], percent: float) -> None:
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_nothing_has_no_percentile() -> None:
+    assert math.isnan(percentile([], 50))
+    assert set(distribution([math.nan]).values()) == {None}
+
+
+def test_one_request_has_the_times_read_off_its_tokens() -> None:
+    one = record(1.0, [1.5, 1.75, 2.5])
+    assert one.ttft_s == 0.5
+    assert one.tpot_s == 0.5
+    assert one.gaps_s == [0.25, 0.75]
+    assert one.latency_s == 1.5
+
+
+def test_times_count_from_when_the_request_was_due() -> None:
+    late = record(1.0, [4.0, 5.0])
+    assert late.ttft_s == 3.0
+
+
+def test_tpot_counts_tokens_even_if_they_came_in_one_piece() -> None:
+    merged = record(0.0, [1.0, 3.0])
+    merged.completion_tokens = 5
+    assert merged.tpot_s == 0.5
+
+
+def test_a_single_token_has_no_tpot() -> None:
+    assert math.isnan(record(0.0, [1.0]).tpot_s)
+
+
+def test_a_summary_has_rates_over_the_whole_run_and_counts_failures() -> None:
+    records = [
+        record(0.0, [1.0, 2.0, 3.0]),
+        record(1.0, [2.0, 5.0]),
+        record(2.0, [], error="HTTP 503"),
+    ]
+    summary = summarise(records, Objective(ttft_s=1.0, tpot_s=1.0))
+    assert summary["duration_s"] == 5.0
+    assert summary["requests"] == 3
+    assert summary["errors"] == 1
+    assert summary["completion_tokens"] == 5
+    assert summary["output_tokens_per_s"] == 1.0
+    assert summary["total_tokens_per_s"] == 5.0
+    assert summary["requests_per_s"] == pytest.approx(2 / 5)
+    assert summary["goodput_requests_per_s"] == pytest.approx(1 / 5)
+    assert summary["within_objective"] == pytest.approx(1 / 3)
+    assert summary["ttft_ms"]["mean"] == 1000.0
+    assert summary["itl_ms"]["max"] == 3000.0
+    assert summary["latency_ms"]["p50"] == 3500.0
+
+
+def test_a_failed_request_never_meets_the_objective() -> None:
+    assert not Objective().is_met(record(0.0, [1.0], error="cut off"))
+    assert Objective().is_met(record(0.0, [1.0]))

@@ -1,0 +1,82 @@
+"""What the offline comparison makes of its timings; the timings themselves are made by hand here."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from weft.benchmarks.offline import Case, Contender, make_cases, make_result, print_result
+from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, base_config
+from weft.benchmarks.report import without_nan
+
+OPTIONS = argparse.Namespace(requests=2, input_tokens=3, output_tokens=10, repeats=3)
+
+
+def contender(name: str, first_token: int, **seconds: list[float]) -> Contender:
+    made = Contender(name, lambda _prompts, _adapters: [], tuple(seconds), dict(seconds))
+    made.outputs = {case: [[first_token, 5], [7, 5]] for case in seconds}
+    return made
+
+
+def result(cases: list[Case]) -> dict[str, object]:
+    return make_result(
+        OPTIONS,
+        cases,
+        [
+            contender("weft", 1, base=[1.0, 9.0, 2.0], mixed=[4.0, 4.0, 4.0], single=[1.0, 1.0, 1.0]),
+            contender("transformers", 1, base=[4.0, 5.0, 4.0], single=[2.0, 2.0, 2.0]),
+            contender("transformers + PEFT", 2, mixed=[8.0, 9.0, 8.0]),
+        ],
+    )
+
+
+def test_cases_ask_for_every_adapter_equally_and_pad_nothing() -> None:
+    base, mixed, single = make_cases(32, 64, 8)
+    assert {len(prompt) for prompt in base.prompts} == {64}
+    assert max(max(prompt) for prompt in base.prompts) < VOCAB_SIZE
+    assert mixed.adapters is not None
+    assert [mixed.adapters.count(index) for index in range(8)] == [4] * 8
+    assert mixed.prompts == base.prompts
+    assert single.prompts == base.prompts[:1]
+    assert base.prompts == make_cases(32, 64, 8)[0].prompts
+
+
+def test_rates_and_ratios_come_from_medians() -> None:
+    made = result(make_cases(2, 3, 8))
+    assert made["output_tokens_per_s"] == {
+        "weft": {"base": 10.0, "mixed": 5.0, "single": 10.0},
+        "transformers": {"base": 5.0, "single": 5.0},
+        "transformers + PEFT": {"mixed": 2.5},
+    }
+    assert made["ratios"] == {
+        "base: weft / transformers": 2.0,
+        "single: weft / transformers": 2.0,
+        "mixed: weft / transformers + PEFT": 2.0,
+        "weft: mixed / base": 0.5,
+    }
+
+
+def test_agreement_counts_equal_first_tokens() -> None:
+    assert result(make_cases(2, 3, 8))["first_tokens_equal"] == {"base": 1.0, "mixed": 0.5}
+
+
+def test_a_result_prints_as_a_table_and_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(result(make_cases(2, 3, 8)))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].startswith('{"benchmark": "offline"')
+    assert any("8 mixed adapters" in line for line in printed)
+
+
+def test_the_compared_model_has_the_size_it_is_named_for() -> None:
+    config = base_config()
+    kv_features = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads  # type: ignore[operator]
+    attention = 2 * config.hidden_size**2 + config.hidden_size * kv_features + config.hidden_size + kv_features
+    layer = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+    total = VOCAB_SIZE * config.hidden_size + config.num_hidden_layers * layer + config.hidden_size
+    assert total == pytest.approx(386.6e6, rel=1e-3)
+    assert sorted(RANKS) == [8, 8, 16, 16, 32, 32, 64, 64]
+
+
+def test_json_results_hold_no_nan() -> None:
+    assert without_nan({"a": [float("nan"), float("inf"), 1 / 3], "b": "x"}) == {"a": [None, None, 0.333333], "b": "x"}

@@ -1,0 +1,33 @@
+"""One server on the demo model for the tests that leave it as they found it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever starts servers or runs whole models takes seconds."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    with weft_server(tmp_path_factory.mktemp("weft")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def shop(server: WeftServer) -> WeftServer:
+    """The server with tenant `shop`, who has all demo adapters."""
+    client = server.tenant("shop")
+    for folder in sorted(DEMO_ADAPTERS.iterdir()):
+        answer = server.upload(client, folder.name, folder)
+        assert answer.status_code == 201, answer.text
+    return server

@@ -1,0 +1,132 @@
+"""`weft demo` as a newcomer runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft_server import expected_answers, free_port
+
+WEFT = str(Path(sys.executable).with_name("weft"))
+SCARF = next(question for question in expected_answers()["questions"] if question["topic"] == "price")
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}  # noqa: TID251
+    return {**kept, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+
+def run_demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [WEFT, "demo", *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=180
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_demo("--once", "--port", str(free_port()), cwd=folder)
+
+
+def test_once_shows_all_six_answers_of_one_batch(first: subprocess.CompletedProcess[str]) -> None:
+    assert first.returncode == 0, first.stdout + first.stderr
+    for answer in expected_answers()["questions"][0]["answers"].values():
+        assert answer in first.stdout
+    assert "5 different adapters and 1 of the base" in first.stdout
+
+
+@pytest.mark.alone
+def test_once_takes_less_than_15_seconds(first: subprocess.CompletedProcess[str]) -> None:
+    seconds = re.search(r"([\d.]+) s from start to answers", first.stdout)
+    assert seconds is not None
+    assert float(seconds[1]) < 15
+
+
+@pytest.fixture(scope="module")
+def serving(folder: Path, first: subprocess.CompletedProcess[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A second demo on the first one's data, kept serving, and what it printed."""
+    assert first.returncode == 0
+    process = subprocess.Popen(
+        [WEFT, "demo", "--port", str(free_port())],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("print("):
+            break
+    yield process, printed
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    process.stdout.close()
+
+
+def test_a_second_run_reuses_the_data(serving: tuple[subprocess.Popen[str], str]) -> None:
+    assert "5 different adapters" in serving[1]
+
+
+def test_the_openai_snippet_works_when_pasted(serving: tuple[subprocess.Popen[str], str]) -> None:
+    snippet = serving[1][serving[1].index("from openai import") :]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", snippet], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == SCARF["answers"]["french"], done.stderr
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_line_works_when_pasted(serving: tuple[subprocess.Popen[str], str]) -> None:
+    line = next(line for line in serving[1].splitlines() if line.startswith("curl "))
+    done = subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=60)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert answer["choices"][0]["message"]["content"] == SCARF["answers"]["pirate"]
+
+
+def test_ctrl_c_ends_server_and_demo_with_status_zero(serving: tuple[subprocess.Popen[str], str]) -> None:
+    process, printed = serving
+    port = re.search(r"http://127\.0\.0\.1:(\d+)", printed)
+    assert port is not None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    time.sleep(0.1)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(port[1]))) != 0
+
+
+def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run_demo("--once", "--port", str(taken.getsockname()[1]), cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search(r"Port \d+ cannot be used: Address already in use", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    done = run_demo("--once", "--data-dir", "taken", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Cannot write to taken" in done.stderr
+    assert "Traceback" not in done.stderr

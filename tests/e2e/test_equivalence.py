@@ -1,0 +1,239 @@
+"""The heart of the project: whatever the batch, every request gets the tokens that transformers + PEFT gives it alone.
+
+The reference runs each request by itself and its outputs are first shown to differ between adapters. Then the same
+requests run alone, mixed, shuffled, in chunks, and under preemption, and must come out token by token the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from drive_core import run_all
+from stored_adapters import adapter_pages, store_adapter
+from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, load_reference, make_adapter, make_model
+from weft.adapters.blobs import LocalBlobs
+from weft.adapters.ref import AdapterRef
+from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from weft.engine.build import EngineParts, build_engine
+from weft.engine.request import GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+
+RANKS = (1, 4, 8, 16, 24, 64)
+NUM_REQUESTS = 14
+NUM_TOKENS = 20
+PATTERNS = ("identical", "distinct", "uniform", "zipf", "one-against-many")
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama", "tied": False},
+    "qwen2-tied": {"architecture": "qwen2", "tied": True},
+    "qwen3": {"architecture": "qwen3", "tied": False},
+}
+MIN_MARGIN = 2e-4
+"""Prompts whose reference is closer to a tie than this say nothing about equality and are drawn again."""
+
+
+def targets_of(rank: int) -> tuple[str, ...]:
+    return {1: ("q_proj", "v_proj"), 8: ("q_proj", "k_proj", "v_proj", "o_proj"), 24: ("gate_proj", "down_proj")}.get(
+        rank, ALL_LINEAR
+    )
+
+
+def popularity(pattern: str) -> list[int]:
+    """Adapter index of each request; -1 is the base, which every pattern but two contains."""
+    n = NUM_REQUESTS
+    choices = {
+        "identical": [5] * n,
+        "distinct": [*range(6), -1] * 2,
+        "uniform": [i % 4 for i in range(n - 2)] + [-1, -1],
+        "zipf": [3] * 7 + [1] * 3 + [5] * 2 + [-1, 0],
+        "one-against-many": [2] + [4] * (n - 3) + [-1, -1],
+    }
+    return choices[pattern][:n]
+
+
+@dataclass
+class Bench:
+    """One tiny base with its adapters and the memoised reference."""
+
+    folder: Path
+    model: Path
+    adapters: list[Path]
+
+    @cached_property
+    def reference(self) -> Any:
+        model: Any = load_reference(self.model)
+        for adapter in self.adapters:
+            if isinstance(model, PeftModel):
+                model.load_adapter(str(adapter), adapter.name)
+            else:
+                model = PeftModel.from_pretrained(model, str(adapter), adapter_name=adapter.name)
+        return model.eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], adapter: int) -> tuple[list[int], float]:
+        """The reference's tokens for one request alone, and how close its closest decision was."""
+        tokens, margin = list(prompt), float("inf")
+        if adapter >= 0:
+            self.reference.set_adapter(self.adapters[adapter].name)
+        for _ in range(NUM_TOKENS):
+            ids = torch.tensor([tokens])
+            if adapter >= 0:
+                logits = self.reference(ids).logits[0, -1]
+            else:
+                with self.reference.disable_adapter():
+                    logits = self.reference(ids).logits[0, -1]
+            top = logits.topk(2)
+            margin = min(margin, float(top.values[0] - top.values[1]))
+            tokens.append(int(top.indices[0]))
+        return tokens[len(prompt) :], margin
+
+    def engine(self, **scheduler: int) -> EngineParts:
+        gib = scheduler.pop("kib", 4096) / (1 << 20)
+        return build_engine(
+            Config(
+                model=ModelConfig(path=str(self.model), dtype="float32", device="cpu", threads=1),
+                memory=MemoryConfig(gib=gib, host_gib=0.01, poison=True),
+                adapter=AdapterConfig(max_rank=64, slots=8),
+                scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
+                server=ServerConfig(data_dir=self.folder / "data"),
+            )
+        )
+
+    def refs(self, parts: EngineParts) -> list[AdapterRef]:
+        blobs = LocalBlobs(self.folder / "data" / "blobs")
+        return [store_adapter(blobs, adapter, parts.ready.base) for adapter in self.adapters]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(folder / "model", **MODELS[request.param])
+    adapters = [
+        make_adapter(
+            model,
+            folder / f"rank{rank}",
+            rank=rank,
+            alpha=2 * rank if rank > 1 else 4,
+            targets=targets_of(rank),
+            seed=rank,
+            use_rslora=rank == 16,
+        )
+        for rank in RANKS
+    ]
+    return Bench(folder, model, adapters)
+
+
+@dataclass
+class Case:
+    """Requests of one popularity pattern and what the reference answers."""
+
+    prompts: list[list[int]]
+    adapters: list[int]
+    expected: dict[str, list[int]]
+
+    def requests(self, refs: list[AdapterRef]) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                request_id=f"r{index}",
+                prompt_token_ids=prompt,
+                params=SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+                adapter=refs[adapter] if adapter >= 0 else None,
+            )
+            for index, (prompt, adapter) in enumerate(zip(self.prompts, self.adapters, strict=True))
+        ]
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def case(request: pytest.FixtureRequest, bench: Bench) -> Case:
+    rng = random.Random(request.param)
+    adapters = popularity(request.param)
+    prompts, expected = [], {}
+    for index, adapter in enumerate(adapters):
+        for _ in range(50):
+            prompt = [rng.randrange(TINY_VOCAB_SIZE) for _ in range(rng.randint(1, 45))]
+            tokens, margin = bench.greedy(prompt, adapter)
+            if margin > MIN_MARGIN:
+                break
+        else:
+            pytest.fail("no prompt with a clear reference was found")
+        prompts.append(prompt)
+        expected[f"r{index}"] = tokens
+    return Case(prompts, adapters, expected)
+
+
+@pytest.fixture(scope="module")
+def roomy(bench: Bench) -> Iterator[EngineParts]:
+    parts = bench.engine(max_running=16, step_tokens=512)
+    yield parts
+    parts.core.check()
+    parts.core.close()
+
+
+def test_the_reference_itself_tells_the_adapters_apart(bench: Bench) -> None:
+    prompt = [7, 100, 23, 5]
+    outputs = {tuple(bench.greedy(prompt, adapter)[0]) for adapter in range(-1, len(RANKS))}
+    assert len(outputs) == len(RANKS) + 1
+
+
+def test_alone(bench: Bench, case: Case, roomy: EngineParts) -> None:
+    refs = bench.refs(roomy)
+    for request in case.requests(refs):
+        assert run_all(roomy.core, [request]) == {request.request_id: case.expected[request.request_id]}
+
+
+def test_in_one_mixed_batch(bench: Bench, case: Case, roomy: EngineParts) -> None:
+    assert run_all(roomy.core, case.requests(bench.refs(roomy))) == case.expected
+    assert max(step.adapters for step in roomy.core.status().last_steps[-NUM_TOKENS:]) == len(
+        {adapter for adapter in case.adapters if adapter >= 0}
+    )
+
+
+def test_in_shuffled_order(bench: Bench, case: Case, roomy: EngineParts) -> None:
+    requests = case.requests(bench.refs(roomy))
+    random.Random(3).shuffle(requests)
+    assert run_all(roomy.core, requests) == case.expected
+
+
+def test_with_chunked_prefill(bench: Bench, case: Case) -> None:
+    parts = bench.engine(max_running=6, step_tokens=9)
+    assert run_all(parts.core, case.requests(bench.refs(parts))) == case.expected
+    assert max(step.tokens for step in parts.core.status().last_steps) <= 9
+    parts.core.check()
+    parts.core.close()
+
+
+def test_with_preemption(bench: Bench, case: Case) -> None:
+    """A pool in which all can start, and which is too small for what they grow to."""
+    probe = bench.engine(max_running=16, step_tokens=512)
+    refs = bench.refs(probe)
+    geometry = probe.ready.geometry
+    used = sorted({*case.adapters} - {-1})
+    taken = sum(adapter_pages(bench.adapters[adapter], probe.ready.base, geometry) for adapter in used)
+    probe.core.close()
+    at_start = sum(geometry.pages(len(prompt)) for prompt in case.prompts)
+    pages = 1 + taken + at_start + (taken + at_start) // 16 + 1
+    parts = bench.engine(max_running=16, step_tokens=512, kib=pages * geometry.page_bytes / 1024)  # type: ignore[arg-type]
+    for adapter in used:
+        run_all(parts.core, [replace(case.requests(refs)[0], request_id=f"warm{adapter}", adapter=refs[adapter])])
+        parts.residency.pin(refs[adapter].digest, True)
+    assert run_all(parts.core, case.requests(refs)) == case.expected
+    assert parts.core.status().preemptions > 0
+    parts.core.check()
+    parts.core.close()
+
+
+def test_interrupted_requests_go_on_from_their_tokens(bench: Bench, case: Case, roomy: EngineParts) -> None:
+    requests = [
+        replace(request, generated_token_ids=case.expected[request.request_id][:4])
+        for request in case.requests(bench.refs(roomy))
+    ]
+    rest = {request_id: tokens[4:] for request_id, tokens in case.expected.items()}
+    assert run_all(roomy.core, requests) == rest

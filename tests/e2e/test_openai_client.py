@@ -1,0 +1,121 @@
+"""openai-python as its users use it, against the real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from weft_server import WeftServer, expected_answers
+
+ANSWERS = expected_answers()
+
+
+@pytest.fixture(scope="module")
+def client(shop: WeftServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{shop.url}/v1", api_key=shop.tenants["shop"], max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def base(client: openai.OpenAI) -> str:
+    return next(model.id for model in client.models.list() if model.model_dump()["parent"] is None)
+
+
+def chat(question: str) -> list[ChatCompletionMessageParam]:
+    return [{"role": "user", "content": question}]
+
+
+def test_models_are_listed_with_their_parent(client: openai.OpenAI, base: str) -> None:
+    cards = {model.id: model.model_dump() for model in client.models.list()}
+    assert set(ANSWERS["adapters"]) <= set(cards)
+    assert all(cards[name]["parent"] == base for name in ANSWERS["adapters"])
+    assert client.models.retrieve("pirate").id == "pirate"
+
+
+def test_chat_gives_the_reference_answer_for_base_and_each_adapter(client: openai.OpenAI, base: str) -> None:
+    for question in ANSWERS["questions"]:
+        for name, answer in question["answers"].items():
+            got = client.chat.completions.create(
+                model=base if name == "base" else name,
+                messages=chat(question["question"]),
+                temperature=0,
+                max_tokens=64,
+            )
+            assert got.choices[0].message.content == answer
+            assert got.choices[0].finish_reason == "stop"
+            assert got.usage is not None
+            assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
+
+
+def test_streaming_gives_the_same_text_and_a_usage_chunk(client: openai.OpenAI) -> None:
+    question = ANSWERS["questions"][0]
+    whole = client.chat.completions.create(
+        model="pirate", messages=chat(question["question"]), temperature=0, max_tokens=64
+    )
+    text, usage = "", None
+    for chunk in client.chat.completions.create(
+        model="pirate",
+        messages=chat(question["question"]),
+        temperature=0,
+        max_tokens=64,
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+        else:
+            usage = chunk.usage
+    assert text == question["answers"]["pirate"]
+    assert whole.usage is not None
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_completions_take_token_ids_lists_of_prompts_and_n(client: openai.OpenAI, base: str) -> None:
+    got = client.completions.create(model=base, prompt=[[5, 6, 7], [8, 9]], max_tokens=3, n=2, temperature=1, seed=3)
+    assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+    assert got.usage is not None
+    assert got.usage.prompt_tokens == 5
+    again = client.completions.create(model=base, prompt=[[5, 6, 7], [8, 9]], max_tokens=3, n=2, temperature=1, seed=3)
+    assert [choice.text for choice in got.choices] == [choice.text for choice in again.choices]
+
+
+def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, base: str) -> None:
+    got = client.completions.create(model=base, prompt=[5, 6, 7, 8], max_tokens=1, echo=True, logprobs=1, temperature=0)
+    logprobs = got.choices[0].logprobs
+    assert logprobs is not None
+    values: list[float | None] = list(logprobs.token_logprobs or [])
+    assert len(values) == 5
+    assert values[0] is None
+    assert all(value is not None and value <= 0 for value in values[1:])
+
+
+def test_stop_strings_cut_the_text(client: openai.OpenAI) -> None:
+    question = ANSWERS["questions"][0]
+    answer = question["answers"]["pirate"]
+    stop = answer[len(answer) // 2 :][:3]
+    got = client.chat.completions.create(
+        model="pirate", messages=chat(question["question"]), temperature=0, max_tokens=64, stop=[stop]
+    )
+    assert got.choices[0].message.content == answer[: answer.index(stop)]
+    assert got.choices[0].finish_reason == "stop"
+
+
+def test_errors_are_the_clients_own_exception_types(client: openai.OpenAI, base: str, shop: WeftServer) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="no-such-adapter", messages=chat("hi"))
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("no-such-adapter")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=base, prompt=[5] * 100_000, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=base, prompt="hi", temperature=-1)
+    stranger = openai.OpenAI(base_url=f"{shop.url}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()

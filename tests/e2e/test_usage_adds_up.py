@@ -1,0 +1,115 @@
+"""After mixed traffic of several tenants, the usage API equals what the clients were told."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, stream_events, weft_server
+
+NUM_REQUESTS = 500
+BASE = DEMO_MODEL.name
+TENANTS = ("acme", "globex", "initech")
+
+
+def one_request(
+    client: httpx.Client, tenant: str, rng: random.Random, models: tuple[str, ...] = ("base", "pirate", "shout")
+) -> tuple[tuple[str, str], Counter[str]]:
+    """Send a random good request; returns who used what, as the client saw it."""
+    model = rng.choice(models)
+    body: dict[str, Any] = {
+        "model": BASE if model == "base" else model,
+        "max_tokens": rng.randint(1, 12),
+        "temperature": rng.choice([0, 1]),
+        "n": rng.choice([1, 1, 2]),
+        "ignore_eos": rng.random() < 0.3,
+        "stop": rng.choice([None, "e", ["zz", "a"]]),
+    }
+    path = "/v1/completions"
+    if rng.random() < 0.5:
+        body["prompt"] = rng.choice(["hello", [5, 6, 7], [[5, 6], [7]], "when do you open?"])
+    else:
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": rng.choice(["hello", "where is my order"])}]
+    if rng.random() < 0.5:
+        body["stream_options"] = {"include_usage": True}
+        events = list(stream_events(client, path, body))
+        usage = next(event["usage"] for event in reversed(events) if isinstance(event, dict) and event.get("usage"))
+    else:
+        answer = client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+    seen = Counter(requests=1, prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"])
+    return (tenant, model), seen
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with weft_server(tmp_path_factory.mktemp("usage")) as server:
+        for tenant in TENANTS:
+            for name in ("pirate", "shout"):
+                assert server.upload(server.tenant(tenant), name, DEMO_ADAPTERS / name).status_code == 201
+        expected: dict[tuple[str, str], Counter[str]] = {}
+        clients = {tenant: server.tenant(tenant) for tenant in TENANTS}
+        rng = random.Random(7)
+        jobs = [(rng.choice(TENANTS), random.Random(seed)) for seed in range(NUM_REQUESTS)]
+        with ThreadPoolExecutor(16) as pool:
+            for key, seen in pool.map(lambda job: one_request(clients[job[0]], *job), jobs):
+                expected[key] = expected.get(key, Counter()) + seen
+        yield server, expected
+
+
+def figures(row: dict[str, Any]) -> dict[str, int]:
+    return {key: row[key] for key in ("requests", "prompt_tokens", "completion_tokens")}
+
+
+def total(rows: Any) -> dict[str, int]:
+    return {key: sum(row[key] for row in rows) for key in ("requests", "prompt_tokens", "completion_tokens")}
+
+
+def test_totals_equal_the_sum_of_what_clients_saw(traffic: tuple[WeftServer, dict[Any, Counter[str]]]) -> None:
+    server, expected = traffic
+    usage = server.admin.get("/v1/usage").json()
+    assert figures(usage["totals"]) == total(expected.values())
+    assert usage["totals"]["requests"] == NUM_REQUESTS
+
+
+def test_each_tenant_and_adapter_has_its_own_figures(traffic: tuple[WeftServer, dict[Any, Counter[str]]]) -> None:
+    server, expected = traffic
+    rows = server.admin.get("/v1/usage", params={"group_by": "tenant,adapter"}).json()["data"]
+    got = {(row["tenant"], row["adapter"] or "base"): figures(row) for row in rows}
+    assert got == {key: dict(seen) for key, seen in expected.items()}
+
+
+def test_a_tenant_sees_itself_only(traffic: tuple[WeftServer, dict[Any, Counter[str]]]) -> None:
+    server, expected = traffic
+    for tenant in TENANTS:
+        client = server.tenant(tenant)
+        usage = client.get("/v1/usage", params={"group_by": "tenant"}).json()
+        assert client.get("/v1/usage", params={"tenant": "other"}).status_code in (400, 403, 404)
+        assert {row["tenant"] for row in usage["data"]} == {tenant}
+        assert figures(usage["totals"]) == total([seen for (owner, _), seen in expected.items() if owner == tenant])
+
+
+def test_buckets_sum_to_the_totals(traffic: tuple[WeftServer, dict[Any, Counter[str]]]) -> None:
+    server, expected = traffic
+    for bucket in ("1m", "1h", "1d"):
+        usage = server.admin.get("/v1/usage", params={"bucket": bucket}).json()
+        assert total(usage["data"]) == total(expected.values())
+
+
+def test_the_journal_is_replayed_by_the_next_start(tmp_path: Path) -> None:
+    with weft_server(tmp_path) as server:
+        client = server.tenant("acme")
+        seen = [one_request(client, "acme", random.Random(seed), ("base",))[1] for seed in range(20)]
+        server.process.kill()
+        server.process.wait()
+    with weft_server(tmp_path) as server:
+        usage = server.admin.get("/v1/usage").json()
+        assert figures(usage["totals"]) == total(seen)

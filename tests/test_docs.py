@@ -1,0 +1,80 @@
+"""What the documents name must exist, and the settings and answers they quote must be the real ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.config import Config, ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def settings() -> set[str]:
+    config = Config(model=ModelConfig(path="m"))
+    return {
+        f"{section.name}.{setting.name}"
+        for section in dataclasses.fields(config)
+        for setting in dataclasses.fields(getattr(config, section.name))
+    }
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_settings_named_in_documents_exist(document: str) -> None:
+    sections = "|".join(sorted({name.split(".")[0] for name in settings()}))
+    text = (ROOT / document).read_text()
+    named = set(re.findall(rf"`((?:{sections})\.(?!py`)[a-z_]+)`", text))
+    assert named <= settings()
+
+
+def test_default_values_in_the_readme_are_the_real_ones() -> None:
+    config = Config(model=ModelConfig(path="m"))
+    rows = re.findall(r"^\| `([a-z]+)\.([a-z_]+)` \| ([0-9a-z]+) \|", README, re.MULTILINE)
+    assert len(rows) >= 6
+    for section, name, value in rows:
+        assert str(getattr(getattr(config, section), name)).removesuffix(".0") == value
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_files_named_in_documents_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for path in re.findall(
+        r"`((?:scripts|tests|benchmarks|engine|server|adapters|kernels|memory|registry|weft)/[a-z0-9_/.]+)`", text
+    ):
+        assert (ROOT / path).exists(), path
+
+
+def test_files_in_the_map_stand_in_the_folder_of_their_paragraph() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text().split("## Map")[1].split("## Layers")[0]
+    paragraphs = re.findall(r"^\*\*`([a-z]+)/`\*\*(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert len(paragraphs) == 8
+    missing = [
+        f"{folder}/{name}"
+        for folder, paragraph in paragraphs
+        for name in re.findall(r"`([a-z_]+\.py)`", paragraph)
+        if not ((ROOT / folder / name).exists() or (ROOT / folder / "model" / name).exists())
+    ]
+    assert missing == []
+
+
+def test_the_demo_answers_in_the_readme_are_the_tested_ones() -> None:
+    import json
+
+    expected = json.loads((ROOT / "weft" / "demo" / "expected.json").read_text())
+    question = next(entry for entry in expected["questions"] if f'"{entry["question"]}"' in README)
+    for name, answer in question["answers"].items():
+        line = next(
+            line for line in README.splitlines() if line.startswith(f" {'weft-demo' if name == 'base' else name} ")
+        )
+        assert line.endswith(answer)
+
+
+def test_the_figures_in_the_readme_are_those_of_the_results() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "readme_speed.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0

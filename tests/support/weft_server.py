@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from weft.config import environment as inherited
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"
 DEMO_ADAPTERS = DEMO_MODEL.parent / "adapters"
+WEFT = (str(Path(sys.executable).with_name("weft")),)
 START_TIMEOUT_S = 90.0
 
 
@@ -116,14 +118,15 @@ def upload_bytes(client: httpx.Client, name: str, config: bytes, weights: bytes,
 
 
 @contextmanager
-def weft_server(data_dir: Path, *arguments: str, model: Path = DEMO_MODEL, **environment: str) -> Iterator[WeftServer]:
+def weft_server(
+    data_dir: Path, *arguments: str, model: Path = DEMO_MODEL, program: Sequence[str] = WEFT, **environment: str
+) -> Iterator[WeftServer]:
     """Start `weft serve`, wait until it is ready, and end it by its own pid."""
-    port = free_port()
     data_dir.mkdir(parents=True, exist_ok=True)
     log = data_dir / "server.log"
     command = [
-        str(Path(sys.executable).with_name("weft")),
-        *("serve", "--model", str(model), "--port", str(port), "--data-dir", str(data_dir / "data")),
+        *program,
+        *("serve", "--model", str(model), "--port", "0", "--data-dir", str(data_dir / "data")),
         *arguments,
     ]
     env = {
@@ -135,15 +138,9 @@ def weft_server(data_dir: Path, *arguments: str, model: Path = DEMO_MODEL, **env
     }
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=data_dir)
-    url = f"http://127.0.0.1:{port}"
-    admin = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60, trust_env=False)
-    server = WeftServer(url=url, process=process, data_dir=data_dir / "data", log=log, admin=admin)
     try:
-        server.wait_ready()
-        yield server
+        yield from _running(process, data_dir / "data", log)
     finally:
-        for client in (admin, *server.clients.values()):
-            client.close()
         if process.poll() is None:
             process.terminate()
             try:
@@ -151,6 +148,32 @@ def weft_server(data_dir: Path, *arguments: str, model: Path = DEMO_MODEL, **env
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _running(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Iterator[WeftServer]:
+    """The server, once it is ready. It takes a free port itself: one chosen here could be gone by then."""
+    url = _announced_url(process, log)
+    admin = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60, trust_env=False)
+    server = WeftServer(url=url, process=process, data_dir=data_dir, log=log, admin=admin)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        for client in (admin, *server.clients.values()):
+            client.close()
+
+
+def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        ended = process.poll()
+        said = log.read_text()
+        if announced := re.search(r"^weft: listening on (http://\S+)$", said, re.MULTILINE):
+            return announced[1]
+        if ended is not None:
+            raise RuntimeError(f"the server ended with {ended}:\n{said}")
+        time.sleep(0.05)
+    raise RuntimeError(f"not listening within {START_TIMEOUT_S} s:\n{log.read_text()}")
 
 
 def expected_answers() -> dict[str, Any]:

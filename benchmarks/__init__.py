@@ -1,1 +1,1 @@
-"""`floor`, `offline` and `load` answer one question each; results carry command, commit and hardware."""
+"""`floor`, `offline`, `load` and `page_waste` answer one question each; results carry command, commit and hardware."""

@@ -1,0 +1,98 @@
+"""The promise about wasted page bytes, on shapes that the engine reads from configs of real models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.adapters.base_shape import MODULE_PATHS
+from weft.benchmarks.page_waste import (
+    ALL_LINEAR,
+    KINDS,
+    MAX_SMALL_WASTE,
+    MAX_WASTE,
+    MODELS,
+    QUERY_AND_VALUE,
+    Kind,
+    ModelShape,
+    main,
+    waste_of,
+)
+from weft.engine.model.spec import base_shape, read_spec
+
+QWEN_SMALL_WASTE = 0.3125
+"""2 pages are the least that hold 1,056 KiB of rows when a page is 64 tokens of KV cache, 768 KiB."""
+
+CONFIGS = {
+    "Llama-3-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+    },
+    "Qwen2.5-0.5B": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "Llama-2-7B": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_shapes_are_what_the_engine_reads_from_a_config(model: ModelShape, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[model.name], "torch_dtype": "bfloat16"}))
+    spec = read_spec(tmp_path)
+    assert base_shape(spec, "") == model.base()
+    assert (spec.num_kv_heads, spec.head_dim) == (model.num_kv_heads, model.head_dim)
+    assert len(model.base().modules) == len(MODULE_PATHS)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("rank", [16, 32, 64, 128])
+def test_adapters_of_all_linear_layers_waste_at_most_five_percent(model: ModelShape, rank: int) -> None:
+    kind = Kind(ALL_LINEAR, rank)
+    assert kind in KINDS
+    assert 0 <= waste_of(model, kind).waste <= MAX_WASTE
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_small_adapters_waste_at_most_a_fifth_or_fill_the_least_pages(model: ModelShape) -> None:
+    found = waste_of(model, Kind(QUERY_AND_VALUE, 8))
+    limit = QWEN_SMALL_WASTE if model.name == "Qwen2.5-0.5B" else MAX_SMALL_WASTE
+    assert found.waste <= limit
+    assert found.pages == found.least_pages
+
+
+def test_the_command_prints_the_table_and_writes_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--json", str(tmp_path / "waste.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "all linear, rank 128" in printed
+    result = json.loads((tmp_path / "waste.json").read_text())
+    assert len(result["adapters"]) == len(MODELS) * len(KINDS)
+    assert json.loads(printed.splitlines()[-1])["adapters"] == result["adapters"]

@@ -17,3 +17,9 @@ class ResidentAdapter:
     running: int
     """Running requests that use it."""
     pinned: bool = False
+    holds: int = 0
+    """Requests that wait for it."""
+    uses: int = 0
+    """How often a request began to run with it since it came to memory."""
+    prefix_pages: int = 0
+    """Pages of cached KV that were computed with it."""

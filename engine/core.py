@@ -124,10 +124,10 @@ class EngineCore:
             last_steps=list(self._last_steps),
             last_step_age_s=age,
             num_steps=self._num_steps,
-            preemptions=self._scheduler.num_preemptions,
+            preemptions={"recompute": self._scheduler.num_preemptions},
             loads=dict(self._residency.loads),
             load_seconds=self._residency.load_seconds,
-            evictions=self._residency.evictions,
+            evictions={"adapter": self._residency.evictions},
             backlog_tokens=self._scheduler.backlog_tokens(),
             service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
         )

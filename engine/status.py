@@ -79,13 +79,20 @@ class EngineStatus:
     """Oldest first, at most 256."""
     last_step_age_s: float | None = None
     num_steps: int = 0
-    preemptions: int = 0
+    preemptions: dict[str, int] = field(default_factory=dict)
+    """Preemptions since start, by how the request gets its KV back: recompute, swap."""
     loads: dict[str, int] = field(default_factory=dict)
     """Adapter loads since start, by `from>to:result`, for example `stored>device:ok`."""
     load_seconds: float = 0.0
     """Sum over all loads."""
-    evictions: int = 0
-    """Adapters evicted from the device since start."""
+    evictions: dict[str, int] = field(default_factory=dict)
+    """What was dropped from the device since start, by kind: adapter (adapters), prefix (pages of cached KV)."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache since start."""
+    prefix_hits: int = 0
+    """Of these, the tokens that were found."""
+    host_pages: dict[str, int] = field(default_factory=dict)
+    """Pages of the host slab by kind: free, adapter, kv; they sum to `MemoryPlan.host_pages`."""
     backlog_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens still to compute for waiting and running requests, by tenant id."""
     service_tokens: dict[str, int] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -26,6 +27,7 @@ NO_TENANT = "_admin"
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
@@ -129,14 +131,22 @@ class _EngineCollector(Collector):
     def _requests(self, status: EngineStatus) -> Iterable[Metric]:
         yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
         yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
-        pages = GaugeMetricFamily("weft_pages", "Pages by kind.", labels=["kind"])
-        for kind, count in status.pages.items():
-            pages.add_metric([kind], count)
-        yield pages
-        yield CounterMetricFamily("weft_preemptions", "Preemptions.", status.preemptions)
-        evictions = CounterMetricFamily("weft_evictions", "Evictions.", labels=["kind"])
-        evictions.add_metric(["adapter"], status.evictions)
-        yield evictions
+        yield _labelled(GaugeMetricFamily("weft_pages", "Pages by kind.", labels=["kind"]), status.pages)
+        yield _labelled(
+            GaugeMetricFamily("weft_host_pages", "Pages of the host slab by kind.", labels=["kind"]), status.host_pages
+        )
+        yield _labelled(
+            CounterMetricFamily("weft_preemptions", "Running requests that lost their pages.", labels=["how"]),
+            status.preemptions,
+        )
+        yield _labelled(
+            CounterMetricFamily("weft_evictions", "Adapters, and pages of cached KV, dropped.", labels=["kind"]),
+            status.evictions,
+        )
+        yield CounterMetricFamily(
+            "weft_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", status.prefix_queries
+        )
+        yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
 
     def _adapters(self, status: EngineStatus) -> Iterable[Metric]:
         loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
@@ -164,6 +174,13 @@ class _EngineCollector(Collector):
         )
         lora.add_metric([str(self._max_adapters), ",".join(sorted(name for name in running if name)), ""], time.time())
         yield lora
+
+
+def _labelled(family: FamilyT, counts: Mapping[str, int]) -> FamilyT:
+    """The family with one value for each value of its only label."""
+    for label, count in counts.items():
+        family.add_metric([label], count)
+    return family
 
 
 class _CappedLabels:

@@ -37,7 +37,7 @@ def generate(num_pages: int | None, **settings: object) -> tuple[list[Completion
         status = llm._core.status()
         assert status.pages["kv"] == status.pages["quarantine"] == 0
         assert llm._parts.ready.geometry.page_bytes == PAGE_BYTES
-        return completions, status.preemptions, status.evictions
+        return completions, sum(status.preemptions.values()), sum(status.evictions.values())
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from api_adapters import upload
 from api_server import BASE, Api
@@ -113,6 +114,56 @@ async def test_metrics_show_requests_and_the_engine(api: Api) -> None:
     assert "weft_step_seconds_count 1.0" in again
     api.engine.ready = None
     assert (await api.admin.get("/metrics")).status_code == 200
+
+
+METRICS: dict[str, set[str]] = {
+    "weft_requests_total": {"tenant", "adapter", "status"},
+    "weft_tokens_total": {"tenant", "adapter", "kind"},
+    "weft_ttft_seconds_count": set(),
+    "weft_itl_seconds_count": set(),
+    "weft_queue_seconds_count": set(),
+    "weft_step_seconds_count": set(),
+    "weft_batch_adapters_count": set(),
+    "weft_running_requests": set(),
+    "weft_waiting_requests": set(),
+    "weft_pages": {"kind"},
+    "weft_host_pages": {"kind"},
+    "weft_adapter_resident": {"adapter", "tier"},
+    "weft_adapter_loads_total": {"from", "to", "result"},
+    "weft_adapter_load_seconds_sum": set(),
+    "weft_evictions_total": {"kind"},
+    "weft_preemptions_total": {"how"},
+    "weft_prefix_cache_queries_total": set(),
+    "weft_prefix_cache_hits_total": set(),
+    "weft_usage_outbox_lag_seconds": set(),
+    "weft_build_info": {"version"},
+    "vllm:lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
+}
+
+
+async def test_every_promised_metric_is_there_with_its_labels(api: Api) -> None:
+    digest = (await upload(await api.tenant("acme"), "pirate")).json()["digest"]
+    await ask(api, "acme", model="pirate")
+    api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=2, running=1)]
+    text = (await api.admin.get("/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    labels = {sample.name: set(sample.labels) for sample in samples}
+    assert {name: labels.get(name) for name in METRICS} == METRICS
+    values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    kinds = {sample.labels["kind"] for sample in samples if sample.name == "weft_tokens_total"}
+    assert kinds == {"prompt", "cached", "completion"}
+    for name, label, value in (
+        ("weft_preemptions_total", "recompute", 4),
+        ("weft_preemptions_total", "swap", 1),
+        ("weft_evictions_total", "adapter", 2),
+        ("weft_evictions_total", "prefix", 7),
+        ("weft_host_pages", "free", 1),
+        ("weft_pages", "quarantine", 0),
+    ):
+        assert values[name, label] == value
+    assert values["weft_prefix_cache_queries_total",] == 100
+    assert values["weft_prefix_cache_hits_total",] == 25
+    assert values["weft_adapter_load_seconds_sum",] == 0.5
 
 
 def test_labels_are_capped() -> None:

@@ -157,8 +157,13 @@ class FakeEngine:
             last_steps=[
                 StepStats(step=1, seconds=0.01, requests=1, tokens=1, prefill_tokens=0, adapters=1, base_requests=0)
             ],
+            preemptions={"recompute": 4, "swap": 1},
             loads={"stored>device:ok": 3},
             load_seconds=0.5,
+            evictions={"adapter": 2, "prefix": 7},
+            prefix_queries=100,
+            prefix_hits=25,
+            host_pages={"free": 1, "adapter": 0, "kv": 0},
         )
 
     async def drop_adapter(self, digest: str) -> None:

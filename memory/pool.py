@@ -26,19 +26,26 @@ class PagePool:
     Args:
         num_pages: Pages of the arena, the zero page included; at least 2.
         on_release: Called with pages at the moment they become free (debugging fills them with a poison).
+        first_page: The first page to hand out; those before belong to somebody else.
 
     Raises:
         ValueError: If there is no page to hand out.
     """
 
-    def __init__(self, num_pages: int, on_release: Callable[[Sequence[int]], None] | None = None) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages must be at least 2 (page 0 is never handed out), got {num_pages}")
+    def __init__(
+        self, num_pages: int, on_release: Callable[[Sequence[int]], None] | None = None, *, first_page: int = 1
+    ) -> None:
+        if not 1 <= first_page < num_pages:
+            raise ValueError(
+                f"first_page must be at least 1 (page 0 is never handed out) and below num_pages, got {first_page} "
+                f"of {num_pages}"
+            )
         self.num_pages = num_pages
+        self.first_page = first_page
         self._on_release = on_release
-        self._free = list(range(num_pages - 1, 0, -1))
+        self._free = list(range(num_pages - 1, first_page - 1, -1))
         self._states: list[PageState] = ["free"] * num_pages
-        self._counts: dict[str, int] = {"free": num_pages - 1, **dict.fromkeys(PAGE_KINDS, 0), "quarantine": 0}
+        self._counts: dict[str, int] = {"free": self.capacity, **dict.fromkeys(PAGE_KINDS, 0), "quarantine": 0}
         self._quarantine: list[tuple[int, int, list[int]]] = []
         self._quarantine_entries = 0
         self._completed = 0
@@ -46,7 +53,7 @@ class PagePool:
     @property
     def capacity(self) -> int:
         """Pages that can be owned at once: all but the zero page."""
-        return self.num_pages - 1
+        return self.num_pages - self.first_page
 
     @property
     def num_free(self) -> int:
@@ -87,6 +94,18 @@ class PagePool:
         self._counts["free"] -= count
         self._counts[kind] += count
         return pages
+
+    def change_kind(self, pages: Sequence[int], kind: PageKind) -> None:
+        """Turn owned pages into pages of another kind, their bytes untouched.
+
+        Raises:
+            PageAccountingError: If a page is not owned or named twice; then nothing was changed.
+        """
+        self._require_owned(pages)
+        for page in pages:
+            self._counts[self._states[page]] -= 1
+            self._states[page] = kind
+        self._counts[kind] += len(pages)
 
     def free(self, pages: Sequence[int], last_step: int) -> None:
         """Give pages back.
@@ -132,11 +151,11 @@ class PagePool:
         quarantined = [page for _, _, pages in self._quarantine for page in pages]
         for name, pages in (("free", self._free), ("quarantine", quarantined)):
             listed = set(pages)
-            marked = {page for page, state in enumerate(self._states) if state == name and page != 0}
+            marked = {page for page, state in enumerate(self._states) if state == name and page >= self.first_page}
             if len(listed) != len(pages) or listed != marked:
                 raise PageAccountingError(f"the {name} list has {len(pages)} entries for {len(marked)} pages")
         actual: dict[str, int] = dict.fromkeys(self._counts, 0)
-        for state in self._states[1:]:
+        for state in self._states[self.first_page :]:
             actual[state] += 1
         if actual != self._counts:
             raise PageAccountingError(f"page counters are {self._counts}, pages say {actual}")
@@ -148,8 +167,9 @@ class PagePool:
 
     def _require_owned(self, pages: Sequence[int]) -> None:
         if len(set(pages)) != len(pages):
-            raise PageAccountingError(f"pages to free are named twice: {sorted(pages)}")
+            raise PageAccountingError(f"pages are named twice: {sorted(pages)}")
         for page in pages:
-            if not 0 < page < self.num_pages or self._states[page] not in PAGE_KINDS:
-                where = self._states[page] if 0 < page < self.num_pages else "not a page that is handed out"
-                raise PageAccountingError(f"page {page} cannot be freed: it is {where}")
+            is_ours = self.first_page <= page < self.num_pages
+            if not is_ours or self._states[page] not in PAGE_KINDS:
+                where = self._states[page] if is_ours else "not a page that is handed out"
+                raise PageAccountingError(f"page {page} is not owned: it is {where}")

@@ -73,6 +73,10 @@ class MemoryConfig:
     """Size of the host page slab in GiB; None takes min(2, an eighth of free memory)."""
     batch_weights_mib: int = 1024
     """Upper bound in MiB of the concatenated LoRA weights that the CPU keeps for the running batch."""
+    prefix_cache: bool = True
+    """Keep the KV pages of earlier requests and use them again for requests that begin with the same tokens."""
+    eviction: Literal["gdsf", "lru"] = "gdsf"
+    """What goes first under pressure: the fewest seconds per page to have it again, by use; or least recently used."""
     poison: bool = False
     """Debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
 
@@ -84,6 +88,7 @@ class MemoryConfig:
                 "above 0, at most 4096",
                 value,
             )
+        _require(self.eviction in ("gdsf", "lru"), "memory.eviction", "gdsf or lru", self.eviction)
         _require(
             0 <= self.batch_weights_mib <= 1 << 20,
             "memory.batch_weights_mib",

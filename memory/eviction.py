@@ -1,0 +1,237 @@
+"""One evictor for everything that can be had again: idle adapters and cached prefixes, whichever is cheapest.
+
+Knows what something costs and how often it is used, not what it is. What is in use is not known here at all: its owner
+offers it when the last user is done and withdraws it when the next one comes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from weft.errors import PageAccountingError
+from weft.memory.pool import PageKind, PagePool
+
+HALF_LIFE_S = 120.0
+"""A use counts half after so many seconds."""
+MIN_COMPACTION = 64
+"""Withdrawn entries that the heap may always keep."""
+
+
+class UseCount:
+    """How often something was used of late: every use is 1, and halves each `HALF_LIFE_S` seconds."""
+
+    __slots__ = ("last_s", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.last_s = 0.0
+        """Second of the last use."""
+
+    def note(self, now_s: float) -> None:
+        """Count a use."""
+        self.value = 1.0 + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S)
+        self.last_s = now_s
+
+
+class Evictable(Protocol):
+    """What may be taken away. Compared by identity."""
+
+    @property
+    def kind(self) -> PageKind:
+        """Kind of its pages."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are its own."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that may read them."""
+
+    @property
+    def uses(self) -> UseCount:
+        """How often it is used."""
+
+    @property
+    def depth(self) -> int:
+        """How much stands below it; of equals the deepest goes first."""
+
+    @property
+    def goes_last(self) -> bool:
+        """Whether it goes only when nothing else is left."""
+
+    def worth(self) -> tuple[float, int]:
+        """Seconds to have it again, and pages that taking it frees, both with all that goes with it."""
+
+    def evict(self) -> None:
+        """Give up the pages, and all that depends on them; whatever else goes is withdrawn."""
+
+
+class EvictionPolicy(Protocol):
+    """The order in which things go: the smallest score first."""
+
+    def score(self, item: Evictable) -> float:
+        """The score as of now; it is kept until the item is offered again."""
+
+    def evicted(self, score: float) -> None:
+        """Note that the item with this score went."""
+
+
+class Lru:
+    """Least recently used first."""
+
+    def score(self, item: Evictable) -> float:
+        """The second of the last use."""
+        return item.uses.last_s
+
+    def evicted(self, score: float) -> None:
+        """Nothing is kept."""
+
+
+class Gdsf:
+    """Greedy-dual-size-frequency (Cherkasova, 1998): what takes the fewest seconds per page to have again, by use.
+
+    The inflation is the score of what went last. It is added to whatever is used later, so that what was dear once and
+    is used no more goes in the end.
+    """
+
+    def __init__(self) -> None:
+        self._inflation = 0.0
+
+    def score(self, item: Evictable) -> float:
+        """Inflation + uses * seconds / pages."""
+        cost_s, pages = item.worth()
+        return self._inflation + item.uses.value * cost_s / max(pages, 1)
+
+    def evicted(self, score: float) -> None:
+        """Raise the inflation."""
+        self._inflation = max(self._inflation, score)
+
+
+def eviction_policy(name: Literal["gdsf", "lru"]) -> EvictionPolicy:
+    """The policy of that name."""
+    return Lru() if name == "lru" else Gdsf()
+
+
+_Entry = tuple[bool, float, int, int, Evictable]
+"""Goes last, score, minus depth, ticket, item."""
+
+
+class Evictor:
+    """What can be evicted now, and the eviction of it. Not thread-safe: it belongs to the engine's thread.
+
+    Args:
+        pool: Where the pages go.
+        policy: In what order.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, pool: PagePool, policy: EvictionPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._clock = clock
+        self._heap: list[_Entry] = []
+        self._tickets: dict[int, tuple[int, Evictable, int]] = {}
+        """By the item's id: its current ticket, the item (kept alive with its id), its pages."""
+        self._last_ticket = 0
+        self._evictions: Counter[str] = Counter()
+        self.num_evictable = 0
+        """Pages of all that is offered."""
+
+    @property
+    def evictions(self) -> dict[str, int]:
+        """Evictions since start, by kind of page."""
+        return dict(self._evictions)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be."""
+        return self._pool.num_free + self.num_evictable
+
+    def used(self, item: Evictable) -> None:
+        """Count a use of an item, offered or not; the score is made when it is offered."""
+        item.uses.note(self._clock())
+
+    def offer(self, item: Evictable) -> None:
+        """Let an item be taken from now on; one that is offered already is scored anew."""
+        self.withdraw(item)
+        self._last_ticket += 1
+        self._tickets[id(item)] = (self._last_ticket, item, item.num_pages)
+        self.num_evictable += item.num_pages
+        entry = (item.goes_last, self._policy.score(item), -item.depth, self._last_ticket, item)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._tickets) + MIN_COMPACTION:
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
+
+    def withdraw(self, item: Evictable) -> None:
+        """Keep an item from being taken; one that is not offered is fine."""
+        known = self._tickets.pop(id(item), None)
+        if known is not None:
+            self.num_evictable -= known[2]
+
+    def take(self, item: Evictable) -> None:
+        """Evict an item because what it depends on goes, or for its owner's own reasons."""
+        self.withdraw(item)
+        self._evictions[item.kind] += 1
+        item.evict()
+
+    def make_room(self, num_free: int) -> bool:
+        """Have `num_free` pages free, evicting what is cheapest to have again.
+
+        Returns:
+            Whether they are free; if not, nothing was evicted.
+        """
+        lacking = num_free - self._pool.num_free
+        if lacking <= 0:
+            return True
+        if lacking > self.num_evictable:
+            return False
+        victims = self._choose(lacking)
+        if victims is None:
+            return False
+        for entry in victims:
+            if self._is_current(entry):  # else it went with one before it
+                self._evict(entry)
+        return self._pool.num_free >= num_free
+
+    def check(self) -> None:
+        """Verify the count of evictable pages.
+
+        Raises:
+            PageAccountingError: It is not the sum over what is offered.
+        """
+        offered = [(item, pages) for _, item, pages in self._tickets.values()]
+        if any(item.num_pages != pages for item, pages in offered):
+            raise PageAccountingError("something that can be evicted has other pages than when it was offered")
+        if sum(pages for _, pages in offered) != self.num_evictable:
+            raise PageAccountingError(f"{self.num_evictable} pages are said to be evictable, offered are {offered}")
+
+    def _choose(self, lacking: int) -> list[_Entry] | None:
+        """The entries that go, taken off the heap; None, and nothing taken, when they are too few."""
+        chosen: list[_Entry] = []
+        passed_over: list[_Entry] = []
+        while lacking > 0 and self._heap:
+            entry = heapq.heappop(self._heap)
+            if not self._is_current(entry):
+                continue
+            if entry[4].last_step > self._pool.completed_step:
+                passed_over.append(entry)  # a step may still read it, so that its pages would not be free at once
+                continue
+            chosen.append(entry)
+            lacking -= entry[4].num_pages
+        for entry in passed_over if lacking <= 0 else passed_over + chosen:
+            heapq.heappush(self._heap, entry)
+        return chosen if lacking <= 0 else None
+
+    def _evict(self, entry: _Entry) -> None:
+        self._policy.evicted(entry[1])
+        self.take(entry[4])
+
+    def _is_current(self, entry: _Entry) -> bool:
+        known = self._tickets.get(id(entry[4]))
+        return known is not None and known[0] == entry[3]

@@ -1,0 +1,260 @@
+"""KV pages of token sequences that were computed before, found again by what was computed.
+
+A block is cached once it is full and the step that wrote it is complete; from then on it is never written. It belongs
+to the cache, and requests hold references. A request that holds a block holds all blocks before it. Blocks that nobody
+holds are offered to the evictor.
+
+Blocks form groups, one per adapter (and one for the base model): keys and values of an adapter that is gone are of no
+use, so a group goes with its adapter. Knows neither tenants nor adapters: what may be shared is decided by the chain's
+seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from weft.errors import PageAccountingError
+from weft.memory.eviction import Evictor, UseCount
+from weft.memory.pool import PageKind, PagePool
+from weft.memory.token_chain import TokenChain
+
+
+class PrefixBlock:
+    """One cached block. Made and changed by the cache alone."""
+
+    __slots__ = (
+        "_cache",
+        "children",
+        "depth",
+        "digest",
+        "group",
+        "last_step",
+        "pages",
+        "parent",
+        "refs",
+        "tokens",
+        "uses",
+    )
+
+    kind: PageKind = "prefix"
+    goes_last = False
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        digest: bytes,
+        tokens: tuple[int, ...],
+        pages: Sequence[int],
+        parent: PrefixBlock | None,
+        group: str | None,
+    ) -> None:
+        self._cache = cache
+        self.digest = digest
+        self.tokens = tokens
+        self.pages = list(pages)
+        """One per layer group."""
+        self.parent = parent
+        self.children: set[PrefixBlock] = set()
+        """Cached blocks that go on from here."""
+        self.group = group
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.refs = 0
+        """Requests that hold it."""
+        self.last_step = 0
+        self.uses = UseCount()
+
+    @property
+    def num_pages(self) -> int:
+        """One per layer group."""
+        return len(self.pages)
+
+    def worth(self) -> tuple[float, int]:
+        """Seconds to compute the block again, and its pages."""
+        return self._cache.block_s, self.num_pages
+
+    def evict(self) -> None:
+        """Leave the cache, with all that goes on from here."""
+        self._cache.remove(self)
+
+
+class PrefixCache:
+    """Cached blocks by name. Not thread-safe: it belongs to the engine's thread.
+
+    Args:
+        pool: Whose pages of kind `prefix` these are.
+        evictor: Takes blocks that nobody holds.
+        block_s: Seconds to compute one block again.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, pool: PagePool, evictor: Evictor, block_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pool = pool
+        self._evictor = evictor
+        self._clock = clock
+        self.block_s = block_s
+        self._blocks: dict[bytes, PrefixBlock] = {}
+        self._groups: dict[str | None, set[PrefixBlock]] = {}
+        self.on_group_change: Callable[[str], None] | None = None
+        """Called with an adapter whose group was changed by an eviction, so that it is scored anew."""
+        self.num_queries = 0
+        """Tokens looked up for requests that were then admitted."""
+        self.num_hits = 0
+        """Of these, tokens found."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def find(self, chain: TokenChain, max_blocks: int) -> list[PrefixBlock]:
+        """The longest cached beginning of a chain, at most `max_blocks` blocks. Takes no reference.
+
+        Names are trusted only as far as the tokens behind them are the same.
+        """
+        found: list[PrefixBlock] = []
+        for digest, tokens in zip(chain.digests[:max_blocks], chain.blocks, strict=False):
+            block = self._blocks.get(digest)
+            if block is None or block.tokens != tokens or block.parent is not (found[-1] if found else None):
+                break
+            found.append(block)
+        return found
+
+    def hold(self, blocks: Sequence[PrefixBlock]) -> None:
+        """Take a reference to each of a chain's first blocks, which counts as a use."""
+        for block in blocks:
+            block.refs += 1
+            self._evictor.withdraw(block)
+            block.uses.note(self._clock())
+
+    def release(self, blocks: Sequence[PrefixBlock], last_step: int) -> None:
+        """Give references back; blocks that nobody holds any more can be evicted.
+
+        Args:
+            blocks: Held by the caller.
+            last_step: The last step in which the caller read them.
+
+        Raises:
+            PageAccountingError: A block is not held.
+        """
+        for block in reversed(blocks):
+            if block.refs <= 0:
+                raise PageAccountingError("a cached block was released more often than held")
+            block.refs -= 1
+            block.last_step = max(block.last_step, last_step)
+            if block.refs == 0:
+                self._evictor.offer(block)
+
+    def publish(
+        self, chain: TokenChain, index: int, pages: Sequence[int], parent: PrefixBlock | None, group: str | None
+    ) -> PrefixBlock | None:
+        """Offer a full block to others; the caller holds the result, which counts as a use.
+
+        Args:
+            chain: Names the block.
+            index: Which block of the chain.
+            pages: Its pages, of kind kv, one per layer group; no step will write them again.
+            parent: The block before it, held by the caller; None for the first.
+            group: The adapter; None is the base model.
+
+        Returns:
+            The cached block. If its pages are not those given, the same content was there already and the caller's
+            pages are still the caller's. None if another content has that name: nothing was cached.
+        """
+        digest, tokens = chain.digests[index], chain.blocks[index]
+        block = self._blocks.get(digest)
+        if block is None:
+            block = PrefixBlock(self, digest, tokens, pages, parent, group)
+            self._pool.change_kind(pages, "prefix")
+            self._blocks[digest] = block
+            self._groups.setdefault(group, set()).add(block)
+            if parent is not None:
+                parent.children.add(block)
+        elif block.tokens != tokens or block.parent is not parent:
+            return None
+        self.hold([block])
+        return block
+
+    def group_worth(self, group: str) -> tuple[float, int]:
+        """Seconds to have a group again, and its pages."""
+        blocks = self._groups.get(group, set())
+        num_pages = next(iter(blocks)).num_pages if blocks else 0
+        return self.block_s * len(blocks), num_pages * len(blocks)
+
+    def evict_group(self, group: str) -> None:
+        """Evict all blocks of an adapter that leaves the device.
+
+        Raises:
+            PageAccountingError: Somebody holds one of them; then nothing was evicted.
+        """
+        blocks = self._groups.get(group, set())
+        if any(block.refs for block in blocks):
+            raise PageAccountingError("an adapter leaves the device while requests hold its cached blocks")
+        for block in sorted(blocks, key=lambda block: -block.depth):
+            self._evictor.take(block)
+
+    def remove(self, block: PrefixBlock) -> None:
+        """Free a block's pages and those of all that goes on from it; called by `PrefixBlock.evict`.
+
+        Raises:
+            PageAccountingError: Somebody holds one of them.
+        """
+        if block.refs:
+            raise PageAccountingError("a cached block was evicted while held")
+        for child in list(block.children):
+            self._evictor.take(child)
+        del self._blocks[block.digest]
+        if block.parent is not None:
+            block.parent.children.discard(block)
+        members = self._groups[block.group]
+        members.discard(block)
+        if not members:
+            del self._groups[block.group]
+        self._pool.free(block.pages, block.last_step)
+        if self.on_group_change is not None and block.group is not None:
+            self.on_group_change(block.group)
+
+    def note_lookup(self, num_queried: int, num_found: int) -> None:
+        """Count the tokens of an admitted request: looked up, and found."""
+        self.num_queries += num_queried
+        self.num_hits += num_found
+
+    def groups(self) -> dict[str | None, int]:
+        """Cached pages by group."""
+        return {group: sum(block.num_pages for block in blocks) for group, blocks in self._groups.items()}
+
+    def check(self, holders: Iterable[Sequence[PrefixBlock]]) -> None:
+        """Verify that references are those of the holders, and pages those of the pool.
+
+        Args:
+            holders: The blocks that each request holds.
+
+        Raises:
+            PageAccountingError: They are not.
+        """
+        refs: Counter[PrefixBlock] = Counter()
+        for blocks in holders:
+            if [block.parent for block in blocks] != [None, *blocks][: len(blocks)]:
+                raise PageAccountingError("a request holds a cached block without those before it")
+            refs.update(blocks)
+        cached = set(self._blocks.values())
+        if not refs.keys() <= cached:
+            raise PageAccountingError("a request holds a block that is not cached")
+        for block in cached:
+            self._check_block(block, refs[block])
+        pages = [page for block in cached for page in block.pages]
+        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["prefix"]:
+            raise PageAccountingError(f"cached blocks have {len(pages)} pages, the pool says {self._pool.counts()}")
+
+    def _check_block(self, block: PrefixBlock, num_holders: int) -> None:
+        if block.refs != num_holders:
+            raise PageAccountingError(f"a cached block has {block.refs} references and {num_holders} holders")
+        if block.parent is not None and (
+            self._blocks.get(block.parent.digest) is not block.parent or block not in block.parent.children
+        ):
+            raise PageAccountingError("a cached block has lost the one before it")
+        if any(child.parent is not block or self._blocks.get(child.digest) is not child for child in block.children):
+            raise PageAccountingError("a cached block goes on in one that is not cached")
+        if block not in self._groups.get(block.group, ()):
+            raise PageAccountingError("a cached block is not in its group")

@@ -1,6 +1,7 @@
 """What one HTTP request is billed: exactly one usage event, durable before the client sees the end.
 
-Billed are tokens handed to the socket. A prompt counts once, with the first step of any of its choices.
+Billed are tokens handed to the socket. A prompt counts once, with the first step of any of its choices. Its cached
+tokens are those of its first choice: the others find in the prefix cache what the first has computed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Meter:
         self._endpoint = endpoint
         self._request_id = request_id[:MAX_REQUEST_ID]
         self._started_s = services.monotonic()
-        self._prompts: dict[int, tuple[int, int]] = {}
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens = 0
         self._tokens: dict[int, int] = {}
         self._last_token_s: dict[int, float] = {}
         self._ttft_s: float | None = None
@@ -76,19 +78,19 @@ class Meter:
     def usage(self) -> Usage:
         """What was delivered so far."""
         return Usage(
-            prompt_tokens=sum(tokens for tokens, _ in self._prompts.values()),
-            cached_tokens=sum(cached for _, cached in self._prompts.values()),
+            prompt_tokens=sum(self._prompt_tokens.values()),
+            cached_tokens=self._cached_tokens,
             completion_tokens=sum(self._tokens.values()),
         )
 
     def usage_with(self, step: Step) -> Usage:
         """The usage as it will be once this step is delivered."""
-        so_far = self.usage
-        is_new_prompt = step.choice.prompt_index not in self._prompts
+        so_far, choice = self.usage, step.choice
+        is_new_prompt = choice.prompt_index not in self._prompt_tokens
         return Usage(
-            prompt_tokens=so_far.prompt_tokens + is_new_prompt * len(step.choice.prompt.token_ids),
-            cached_tokens=so_far.cached_tokens + is_new_prompt * step.output.cached_tokens,
-            completion_tokens=so_far.completion_tokens - self._tokens.get(step.choice.index, 0) + step.num_tokens,
+            prompt_tokens=so_far.prompt_tokens + is_new_prompt * len(choice.prompt.token_ids),
+            cached_tokens=so_far.cached_tokens + self._newly_cached(step),
+            completion_tokens=so_far.completion_tokens - self._tokens.get(choice.index, 0) + step.num_tokens,
         )
 
     def observe(self, step: Step) -> None:
@@ -107,8 +109,8 @@ class Meter:
     def deliver(self, step: Step) -> None:
         """Count a step as handed to the client."""
         choice = step.choice
-        if choice.prompt_index not in self._prompts:
-            self._prompts[choice.prompt_index] = (len(choice.prompt.token_ids), step.output.cached_tokens)
+        self._cached_tokens += self._newly_cached(step)
+        self._prompt_tokens[choice.prompt_index] = len(choice.prompt.token_ids)
         self._tokens[choice.index] = step.num_tokens
 
     def mark(self) -> None:
@@ -142,6 +144,13 @@ class Meter:
             await self.finish(status)
         except WeftError as error:
             log.exception("usage_not_recorded", ledger_id=self.ledger_id, code=error.code)
+
+    def _newly_cached(self, step: Step) -> int:
+        """Cached tokens that come with this step: the first of a prompt's first choice; never more than the prompt."""
+        choice = step.choice
+        if choice.request.choice_index != 0 or choice.index in self._tokens:
+            return 0
+        return min(step.output.cached_tokens, len(choice.prompt.token_ids))
 
     def _count(self, status: str) -> None:
         usage = self.usage

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+import json
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_adapters import upload
 from api_server import BASE, Api
+from fake_engine import demo_tokenizer
+from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineStatus, ResidentAdapter
 from weft.server.metrics import MAX_LABELS, Metrics
 from weft.server.responses import OrganizationUsagePage, UsageList
@@ -17,7 +22,7 @@ from weft.server.responses import OrganizationUsagePage, UsageList
 pytestmark = pytest.mark.anyio
 
 
-async def ask(api: Api, tenant: str, **fields: Any) -> dict[str, int]:
+async def ask(api: Api, tenant: str, **fields: Any) -> dict[str, Any]:
     client = await api.tenant(tenant)
     answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", **fields})
     assert answer.status_code == 200, answer.text
@@ -114,6 +119,72 @@ async def test_metrics_show_requests_and_the_engine(api: Api) -> None:
     assert "weft_step_seconds_count 1.0" in again
     api.engine.ready = None
     assert (await api.admin.get("/metrics")).status_code == 200
+
+
+async def test_cached_tokens_are_a_part_of_the_prompt_everywhere(api: Api) -> None:
+    await upload(await api.tenant("acme"), "pirate")
+    api.engine.cached = lambda request: len(request.prompt_token_ids) // 2
+    client = await api.tenant("acme")
+    prompts = ["one prompt", "another longer prompt"]
+    cached = sum(len(demo_tokenizer().encode(prompt)) // 2 for prompt in prompts)
+    completed = (await client.post("/v1/completions", json={"model": "pirate", "prompt": prompts})).json()["usage"]
+    assert completed["prompt_tokens"] == sum(len(demo_tokenizer().encode(prompt)) for prompt in prompts)
+    assert completed["prompt_tokens_details"] == {"cached_tokens": cached}
+    chat = {"model": "pirate", "messages": [{"role": "user", "content": "When are you open?"}]}
+    answered = (await client.post("/v1/chat/completions", json=chat)).json()["usage"]
+    assert answered["prompt_tokens_details"]["cached_tokens"] == answered["prompt_tokens"] // 2 > 0
+
+    total = cached + answered["prompt_tokens_details"]["cached_tokens"]
+    for grouped in ("", "adapter", "tenant,adapter,version,key"):
+        body = (await client.get("/v1/usage", params={"group_by": grouped, "bucket": "1h"})).json()
+        assert body["totals"]["cached_tokens"] == sum(row["cached_tokens"] for row in body["data"]) == total
+    assert (await client.get("/v1/adapters/pirate")).json()["usage"]["cached_tokens"] == total
+    params = {"start_time": int(time.time()) - 60}
+    page = (await api.admin.get("/v1/organization/usage/completions", params=params)).json()
+    assert sum(result["input_cached_tokens"] for bucket in page["data"] for result in bucket["results"]) == total
+    text = (await api.admin.get("/metrics")).text
+    assert f'weft_tokens_total{{adapter="acme/pirate",kind="cached",tenant="acme"}} {total}.0' in text
+
+
+async def test_streams_tell_cached_tokens_from_the_first_chunk_on(api: Api) -> None:
+    api.engine.cached = lambda _: 2
+    client = await api.tenant("acme")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": BASE, "prompt": "a few tokens", "stream": True, "stream_options": options}
+    text = (await client.post("/v1/completions", json=body)).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert {chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks} == {2}
+    assert (await api.admin.get("/v1/usage")).json()["totals"]["cached_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cached_tokens_of_many_choices_are_those_of_the_first_also_when_it_comes_last(
+    api: Api, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others_began = asyncio.Event()
+    generate = api.engine.generate
+
+    async def first_choice_last(request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        if request.choice_index == 0:
+            await others_began.wait()
+        async for output in generate(request):
+            yield output
+            others_began.set()
+
+    monkeypatch.setattr(api.engine, "generate", first_choice_last)
+    prompt = demo_tokenizer().encode("the same prompt for all")
+    api.engine.cached = lambda request: 1 if request.choice_index == 0 else len(request.prompt_token_ids) - 1
+    client = await api.tenant("acme")
+    body = {"model": BASE, "prompt": [prompt, prompt], "n": 3, "max_tokens": 5, "stream": stream}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    totals = (await api.admin.get("/v1/usage")).json()["totals"]
+    assert (totals["prompt_tokens"], totals["cached_tokens"]) == (2 * len(prompt), 2)
+
+
+async def test_cached_tokens_never_exceed_the_prompt(api: Api) -> None:
+    api.engine.cached = lambda request: 1000 * len(request.prompt_token_ids)
+    used = await ask(api, "acme", prompt="some words")
+    assert used["prompt_tokens_details"] == {"cached_tokens": used["prompt_tokens"]}
 
 
 METRICS: dict[str, set[str]] = {

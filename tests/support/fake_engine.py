@@ -72,6 +72,8 @@ class FakeEngine:
     def __init__(self, ready: EngineReady | None = None) -> None:
         self.ready: EngineReady | None = ready or demo_ready()
         self.write: Writer = write_plainly
+        self.cached: Callable[[GenerationRequest], int] = lambda _: 0
+        """Prompt tokens found in the prefix cache."""
         self.token_s = 0.0
         self.refusal: RequestError | None = None
         """Answer every request with this error at once."""
@@ -135,7 +137,11 @@ class FakeEngine:
             prompt_logprobs = [None, *entries]
         state: AdapterState = "base" if request.adapter is None else "stored"
         outputs[0] = replace(
-            outputs[0], prompt_logprobs=prompt_logprobs, adapter_state=state, queue_s=0.001, cached_tokens=0
+            outputs[0],
+            prompt_logprobs=prompt_logprobs,
+            adapter_state=state,
+            queue_s=0.001,
+            cached_tokens=self.cached(request),
         )
         return outputs
 

@@ -6,7 +6,7 @@ Every question names a tenant, so another tenant's adapter looks like one that d
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from sqlalchemy import ColumnElement, ScalarSelect, Select, and_, delete, exists, func, or_, select
@@ -26,6 +26,7 @@ from weft.registry.tenants import tenant_row
 MAX_PAGE = 1000
 MAX_ALIASES = 100
 _LARGEST_VERSION = (1 << 31) - 1
+_CHUNK = 500
 
 
 async def publish_version(
@@ -111,6 +112,25 @@ async def pinned_digests(session: AsyncSession) -> tuple[str, ...]:
     pinned = select(AdapterRow.id).where(AdapterRow.pinned)
     rows = await session.scalars(_current_versions(pinned).order_by(VersionRow.created_at, VersionRow.digest))
     return tuple(dict.fromkeys(row.digest for row in rows))
+
+
+async def version_names(session: AsyncSession, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """All versions of these digests as `tenant/name@version`, by digest; digests that no version has are absent."""
+    wanted = sorted(set(digests))
+    found: dict[str, list[tuple[str, str, int]]] = {}
+    for start in range(0, len(wanted), _CHUNK):
+        statement = (
+            select(VersionRow.digest, TenantRow.name, AdapterRow.name, VersionRow.version)
+            .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
+            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            .where(VersionRow.digest.in_(wanted[start : start + _CHUNK]))
+        )
+        for digest, owner, name, version in await session.execute(statement):
+            found.setdefault(digest, []).append((owner, name, version))
+    return {
+        digest: tuple(f"{owner}/{name}@{version}" for owner, name, version in sorted(versions))
+        for digest, versions in found.items()
+    }
 
 
 async def list_versions(session: AsyncSession, tenant_id: str, name: str) -> tuple[AdapterVersion, ...]:

@@ -262,6 +262,11 @@ class Registry:
         async with self._database.read() as session:
             return await adapters.pinned_digests(session)
 
+    async def version_names(self, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Every tenant's versions of these digests as `tenant/name@version`; for admins only."""
+        async with self._database.read() as session:
+            return await adapters.version_names(session, digests)
+
     async def list_versions(self, tenant_id: str, name: str) -> tuple[AdapterVersion, ...]:
         """All versions of one of a tenant's adapters, newest first.
 

@@ -24,7 +24,7 @@ _ANY: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {
 
 @router.get("/v1/engine", response_class=Response, responses=_ANY)
 async def get_engine(services: Wired, _: Admin) -> Response:
-    """Show the last steps, adapters per step, pages by kind and resident adapters."""
+    """Show the last steps, adapters per step, pages by kind and resident adapters with their names."""
     return Response(orjson.dumps(await _snapshot(services)), media_type="application/json")
 
 
@@ -40,11 +40,15 @@ async def stream_engine(services: Wired, _: Admin) -> StreamingResponse:
 
 async def _snapshot(services: Services) -> dict[str, Any]:
     status = asdict(await services.engine_status())
+    names = await services.registry.version_names(resident["digest"] for resident in status["residents"])
+    for resident in status["residents"]:
+        resident["adapters"] = names.get(resident["digest"], ())
     return {
         "object": "engine",
         "model": services.served_name,
         "ready": asdict(services.engine.ready or services.ready),
         "http_requests": services.drain.num_running,
+        "slots": services.config.adapter.slots,
         "usage_lag_s": services.registry.usage.lag_s(),
         **status,
     }

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from weft.server.commands.table import print_rows
+
 if TYPE_CHECKING:
     import httpx
 
@@ -67,17 +69,11 @@ def show(body: Any, as_json: bool, columns: Sequence[str]) -> None:  # noqa: ANN
     if as_json:
         typer.echo(json.dumps(body, indent=2, ensure_ascii=False))
     elif isinstance(body, dict) and body.get("object") == "list":
-        _show_lines(
+        print_rows(
             [[column.upper() for column in columns], *([_cell(row.get(c)) for c in columns] for row in body["data"])]
         )
     else:
-        _show_lines([[column, _cell(body.get(column))] for column in columns])
-
-
-def _show_lines(rows: list[list[str]]) -> None:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_rows([[column, _cell(body.get(column))] for column in columns])
 
 
 def _cell(value: object) -> str:

@@ -237,6 +237,20 @@ async def test_content_that_someone_else_refers_to_is_not_removed(registry: Regi
     assert await registry.unreferenced([]) == frozenset()
 
 
+async def test_digests_are_named_by_all_their_versions(registry: Registry, acme: Tenant) -> None:
+    other = await registry.create_tenant("other")
+    for content in ("a", "b"):
+        await registry.publish_version(acme.id, "support", facts(content))
+    await registry.publish_version(other.id, "copy", facts("b"))
+    unknown = [f"sha256:{index:064x}" for index in range(1200)]
+    names = await registry.version_names([*unknown, facts("b").digest, facts("a").digest, facts("b").digest])
+    assert names == {
+        facts("a").digest: ("acme/support@1",),
+        facts("b").digest: ("acme/support@2", "other/copy@1"),
+    }
+    assert await registry.version_names([]) == {}
+
+
 @pytest.mark.parametrize("version", [2, 0, -1])
 async def test_a_version_that_is_not_there_cannot_be_deleted(registry: Registry, acme: Tenant, version: int) -> None:
     await registry.publish_version(acme.id, "support", facts("a"))

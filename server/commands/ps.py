@@ -1,0 +1,73 @@
+"""`weft ps`: what is in the running engine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from weft.server.commands.client import DEFAULT_URL, JSON, KEY, URL, call, show
+from weft.server.commands.table import print_table
+
+HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
+NUMBERS = ("PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS")
+TIERS = ("device", "loading", "host")
+SHORT_DIGEST = len("sha256:") + 12
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("ps")(ps)
+
+
+def ps(url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
+    """List the adapters in memory and say what the pages hold; needs the admin key.
+
+    PREFIX counts pages of cached KV that were computed with the adapter, HITS the requests that have run with it since
+    it came to memory.
+    """
+    body = call(url, key, "GET", "/v1/engine")
+    if as_json:
+        show(body, True, ())
+        return
+    residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), _name(resident)))
+    if residents:
+        print_table(HEADER, [_row(resident) for resident in residents], NUMBERS)
+        typer.echo("")
+    for line in _summary(body):
+        typer.echo(line)
+
+
+def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:
+    counts = (resident[name] for name in ("pages", "prefix_pages", "running", "holds", "uses"))
+    return (_name(resident), resident["tier"], *(f"{count:,}" for count in counts), "yes" if resident["pinned"] else "")
+
+
+def _name(resident: Mapping[str, Any]) -> str:
+    """The first name, and how many others mean the same bytes; a digest that no version has any more is shortened."""
+    names = resident["adapters"]
+    if not names:
+        return str(resident["digest"])[:SHORT_DIGEST]
+    return f"{names[0]} (+{len(names) - 1})" if len(names) > 1 else str(names[0])
+
+
+def _summary(body: Mapping[str, Any]) -> list[str]:
+    ready = body["ready"]
+    on_device = sum(resident["tier"] == "device" for resident in body["residents"])
+    queries, hits = body["prefix_queries"], body["prefix_hits"]
+    share = f" ({hits / queries:.1%})" if queries else ""
+    return [
+        f"{body['model']} on {ready['device']}: {body['running']:,} running, {body['waiting']:,} waiting, "
+        f"{on_device:,} of {body['slots']:,} adapter slots in use",
+        f"pages       {ready['memory']['num_pages']:,}: {_counts(body['pages'])}",
+        f"host pages  {ready['memory']['host_pages']:,}: {_counts(body['host_pages'])}",
+        f"prefix      {hits:,} of {queries:,} prompt tokens found{share}",
+        f"evictions   {_counts(body['evictions'])}",
+        f"preemptions {_counts(body['preemptions'])}",
+        f"loads       {_counts(body['loads'])}",
+    ]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"

@@ -1,0 +1,43 @@
+"""Tables on standard output: with rich on a terminal, as plain aligned columns for files and pipes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import typer
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
+    """Print a table.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells, one for each column.
+        numbers: Columns that are set to the right.
+    """
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        print_rows([header, *rows], [index for index, name in enumerate(header) if name in numbers])
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def print_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:
+    """Print rows in aligned columns, those of the indices `numbers` set to the right. Nothing is cut or folded."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        typer.echo("  ".join(cells).rstrip())

@@ -1,0 +1,100 @@
+"""`weft ps` against the app on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from api_adapters import sound, upload
+from api_server import ADMIN_KEY, BASE, Api
+from weft.cli import make_app
+from weft.engine.status import ResidentAdapter
+
+pytestmark = pytest.mark.anyio
+UNKNOWN = "sha256:" + "ab" * 32
+
+
+async def run(*arguments: str, **environ: str) -> Any:
+    env = {"NO_COLOR": "1", "COLUMNS": "100", "FORCE_COLOR": None, **environ}
+    return await asyncio.to_thread(CliRunner().invoke, make_app(), arguments, env=env)
+
+
+async def residents_of(api: Api) -> list[ResidentAdapter]:
+    client, rival = await api.tenant("acme"), await api.tenant("rival")
+    pirate = (await upload(client, "pirate")).json()["digest"]
+    await upload(rival, "corsair")
+    shout = (await upload(client, "shout", sound(alpha=8))).json()["digest"]
+    return [
+        ResidentAdapter(digest=UNKNOWN, tier="host", pages=1, running=0),
+        ResidentAdapter(digest=shout, tier="loading", pages=7, running=0, holds=3),
+        ResidentAdapter(
+            digest=pirate, tier="device", pages=2345, running=2, pinned=True, holds=1, uses=12, prefix_pages=9
+        ),
+    ]
+
+
+async def test_the_engine_route_names_the_residents(api: Api) -> None:
+    api.engine.residents = await residents_of(api)
+    body = (await api.admin.get("/v1/engine")).json()
+    assert [resident["adapters"] for resident in body["residents"]] == [
+        [],
+        ["acme/shout@1"],
+        ["acme/pirate@1", "rival/corsair@1"],
+    ]
+    assert body["slots"] == 256
+
+
+async def test_residents_stand_in_a_table_over_a_summary(api: Api) -> None:
+    api.engine.residents = await residents_of(api)
+    async with api.listening() as url:
+        done = await run("ps", "--url", url, "--key", ADMIN_KEY)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == [
+        "ADAPTER              TIER     PAGES  PREFIX  RUNNING  HOLDS  HITS  PINNED",
+        "acme/pirate@1 (+1)   device   2,345       9        2      1    12  yes",
+        "acme/shout@1         loading      7       0        0      3     0",
+        "sha256:abababababab  host         1       0        0      0     0",
+        "",
+        f"{BASE} on cpu: 0 running, 0 waiting, 1 of 256 adapter slots in use",
+        "pages       4,096: 10 free, 0 kv, 0 prefix, 0 adapter, 0 quarantine",
+        "host pages  1: 1 free, 0 adapter, 0 kv",
+        "prefix      25 of 100 prompt tokens found (25.0%)",
+        "evictions   2 adapter, 7 prefix",
+        "preemptions 4 recompute, 1 swap",
+        "loads       3 stored>device:ok",
+    ]
+
+
+async def test_an_idle_engine_has_a_summary_alone_and_json_is_the_routes_body(api: Api) -> None:
+    async with api.listening() as url:
+        idle = await run("ps", "--url", url, "--key", ADMIN_KEY)
+        printed = await run("ps", "--url", url, "--key", ADMIN_KEY, "--json")
+    assert idle.output.startswith(f"{BASE} on cpu")
+    assert json.loads(printed.output)["object"] == "engine"
+
+
+async def test_a_terminal_gets_a_rich_table_of_the_same_cells(api: Api) -> None:
+    api.engine.residents = await residents_of(api)
+    async with api.listening() as url:
+        plain = await run("ps", "--url", url, "--key", ADMIN_KEY)
+        shown = await run("ps", "--url", url, "--key", ADMIN_KEY, FORCE_COLOR="1", TERM="xterm")
+    assert "\x1b[" in shown.output
+    without_codes = re.sub(r"\x1b\[[0-9;]*m", "", shown.output)
+    assert without_codes.split() == plain.output.split()
+
+
+async def test_without_the_admin_key_or_an_engine_the_reason_is_one_line(api: Api) -> None:
+    async with api.listening() as url:
+        refused = await run("ps", "--url", url, "--key", await api.key("acme"))
+        assert (refused.exit_code, "admin key" in refused.output) == (1, True)
+        api.engine.ready = None
+        away = await run("ps", "--url", url, "--key", ADMIN_KEY)
+        assert (away.exit_code, "restarts" in away.output) == (1, True)
+    unreachable = await run("ps", "--url", "http://127.0.0.1:9")
+    assert (unreachable.exit_code, "weft serve" in unreachable.output) == (1, True)
+    assert all(len(done.output.splitlines()) == 1 for done in (refused, away, unreachable))

@@ -36,6 +36,11 @@ class UseCount:
         self.value = 1.0 + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S)
         self.last_s = now_s
 
+    def lift(self, other: UseCount) -> None:
+        """Count as used no less, and no longer ago, than another, which cannot be used without this."""
+        self.value = max(self.value, other.value)
+        self.last_s = max(self.last_s, other.last_s)
+
 
 class Evictable(Protocol):
     """What may be taken away. Compared by identity."""
@@ -152,6 +157,9 @@ class Evictor:
         """Pages that are free or can be."""
         return self._pool.num_free + self.num_evictable
 
+    def __contains__(self, item: Evictable) -> bool:
+        return id(item) in self._tickets
+
     def used(self, item: Evictable) -> None:
         """Count a use of an item, offered or not; the score is made when it is offered."""
         item.uses.note(self._clock())
@@ -195,16 +203,21 @@ class Evictor:
         if victims is None:
             return False
         for entry in victims:
-            if self._is_current(entry):  # else it went with one before it
+            if entry[4] in self:  # else it went with one before it
                 self._evict(entry)
         return self._pool.num_free >= num_free
 
     def check(self) -> None:
-        """Verify the count of evictable pages.
+        """Verify the count of evictable pages, and that whatever is offered can be found.
 
         Raises:
-            PageAccountingError: It is not the sum over what is offered.
+            PageAccountingError: The count is not the sum over what is offered, or an offered item has no place in the
+                order.
         """
+        if sum(self._is_current(entry) for entry in self._heap) != len(self._tickets):
+            raise PageAccountingError(
+                f"{len(self._tickets)} things can be evicted, but not all have a place in the order"
+            )
         offered = [(item, pages) for _, item, pages in self._tickets.values()]
         if any(item.num_pages != pages for item, pages in offered):
             raise PageAccountingError("something that can be evicted has other pages than when it was offered")

@@ -123,10 +123,11 @@ class PrefixCache:
 
     def hold(self, blocks: Sequence[PrefixBlock]) -> None:
         """Take a reference to each of a chain's first blocks, which counts as a use."""
+        now_s = self._clock()
         for block in blocks:
             block.refs += 1
             self._evictor.withdraw(block)
-            block.uses.note(self._clock())
+            block.uses.note(now_s)
 
     def release(self, blocks: Sequence[PrefixBlock], last_step: int) -> None:
         """Give references back; blocks that nobody holds any more can be evicted.
@@ -138,11 +139,15 @@ class PrefixCache:
         Raises:
             PageAccountingError: A block is not held.
         """
+        after: UseCount | None = None
         for block in reversed(blocks):
             if block.refs <= 0:
                 raise PageAccountingError("a cached block was released more often than held")
             block.refs -= 1
             block.last_step = max(block.last_step, last_step)
+            if after is not None:
+                block.uses.lift(after)
+            after = block.uses
             if block.refs == 0:
                 self._evictor.offer(block)
 
@@ -239,6 +244,8 @@ class PrefixCache:
                 raise PageAccountingError("a request holds a cached block without those before it")
             refs.update(blocks)
         cached = set(self._blocks.values())
+        if sum(len(blocks) for blocks in self._groups.values()) != len(cached):
+            raise PageAccountingError("a group has a block that is not cached")
         if not refs.keys() <= cached:
             raise PageAccountingError("a request holds a block that is not cached")
         for block in cached:
@@ -258,3 +265,5 @@ class PrefixCache:
             raise PageAccountingError("a cached block goes on in one that is not cached")
         if block not in self._groups.get(block.group, ()):
             raise PageAccountingError("a cached block is not in its group")
+        if (block.refs == 0) != (block in self._evictor):
+            raise PageAccountingError(f"a cached block with {block.refs} holders is offered, or one with none is not")

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weft.errors import PageAccountingError
-from weft.memory.pool import PAGE_KINDS, PageKind, PagePool
+from weft.memory.pool import PagePool
 
 
 def test_the_zero_page_is_never_handed_out() -> None:
@@ -79,63 +76,36 @@ def test_check_finds_a_wrong_counter() -> None:
         pool.check()
 
 
-class PoolMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.released: list[int] = []
-        self.pool = PagePool(12, on_release=self.released.extend)
-        self.owned: list[tuple[PageKind, list[int]]] = []
-        self.waiting: list[tuple[int, list[int]]] = []
-        self.step = 0
-
-    @rule(count=st.integers(0, 14), kind=st.sampled_from(PAGE_KINDS))
-    def allocate(self, count: int, kind: PageKind) -> None:
-        free = self.pool.num_free
-        pages = self.pool.allocate(count, kind)
-        assert (pages is None) == (count > free)
-        if pages is not None:
-            others = {page for _, held in self.owned for page in held} | {p for _, held in self.waiting for p in held}
-            assert len(set(pages)) == count
-            assert not others & set(pages)
-            assert 0 not in pages
-            self.owned.append((kind, pages))
-
-    @precondition(lambda self: self.owned)
-    @rule(data=st.data(), ahead=st.integers(-1, 3))
-    def free(self, data: st.DataObject, ahead: int) -> None:
-        _, pages = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
-        last_step = max(0, self.step + ahead)
-        before = len(self.released)
-        self.pool.free(pages, last_step)
-        if last_step <= self.step:
-            assert sorted(self.released[before:]) == sorted(pages)
-        else:
-            assert len(self.released) == before
-            self.waiting.append((last_step, pages))
-
-    @rule(steps=st.integers(0, 3))
-    def complete(self, steps: int) -> None:
-        self.step += steps
-        self.pool.complete(self.step)
-        self.waiting = [(last, pages) for last, pages in self.waiting if last > self.step]
-
-    @precondition(lambda self: self.waiting or self.pool.num_free)
-    @rule(data=st.data())
-    def free_of_an_unowned_page_is_refused(self, data: st.DataObject) -> None:
-        owned = {page for _, held in self.owned for page in held}
-        page = data.draw(st.sampled_from(sorted(set(range(12)) - owned)))
-        with pytest.raises(PageAccountingError):
-            self.pool.free([page], 0)
-
-    @invariant()
-    def pages_are_accounted_for(self) -> None:
-        self.pool.check()
-        counts = self.pool.counts()
-        assert sum(counts.values()) == self.pool.capacity
-        for kind in PAGE_KINDS:
-            assert counts[kind] == sum(len(pages) for owned_kind, pages in self.owned if owned_kind == kind)
-        assert counts["quarantine"] == sum(len(pages) for _, pages in self.waiting)
+def test_pages_change_kind_and_keep_their_owner() -> None:
+    pool = PagePool(6)
+    pages = pool.allocate(3, "kv")
+    assert pages is not None
+    pool.change_kind(pages[:2], "prefix")
+    assert pool.counts() == {"free": 2, "kv": 1, "prefix": 2, "adapter": 0, "quarantine": 0}
+    pool.check()
 
 
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, derandomize=True)
+@pytest.mark.parametrize("wrong", [[0], [5], [1, 1], [6]])
+def test_a_change_of_kind_of_what_is_not_owned_raises_and_changes_nothing(wrong: list[int]) -> None:
+    pool = PagePool(6)
+    assert pool.allocate(2, "kv") == [1, 2]
+    with pytest.raises(PageAccountingError):
+        pool.change_kind([2, *wrong], "prefix")
+    assert pool.counts() == {"free": 3, "kv": 2, "prefix": 0, "adapter": 0, "quarantine": 0}
+    pool.check()
+
+
+def test_pages_before_the_first_belong_to_somebody_else() -> None:
+    pool = PagePool(8, first_page=5)
+    assert pool.capacity == 3
+    assert pool.allocate(3, "kv") == [5, 6, 7]
+    assert pool.allocate(1, "kv") is None
+    with pytest.raises(PageAccountingError, match="not a page that is handed out"):
+        pool.free([4], 0)
+    pool.check()
+
+
+@pytest.mark.parametrize("first_page", [0, 8, 9])
+def test_a_pool_without_a_page_to_hand_out_is_refused(first_page: int) -> None:
+    with pytest.raises(ValueError, match="first_page"):
+        PagePool(8, first_page=first_page)

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from weft.errors import PageAccountingError
+from weft.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, EvictionPolicy, Evictor, Gdsf, Lru, UseCount
+from weft.memory.eviction import eviction_policy as policy_of
+from weft.memory.pool import PageKind, PagePool
+
+
+@dataclass(eq=False)
+class Thing:
+    """Something with pages, and with others that go when it goes."""
+
+    parts: Parts
+    pages: list[int]
+    cost_s: float = 1.0
+    kind: PageKind = "adapter"
+    last_step: int = 0
+    depth: int = 0
+    goes_last: bool = False
+    uses: UseCount = field(default_factory=UseCount)
+    dependents: list[Thing] = field(default_factory=list)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages)
+
+    def worth(self) -> tuple[float, int]:
+        return self.cost_s, self.num_pages
+
+    def evict(self) -> None:
+        for dependent in self.dependents:
+            self.parts.evictor.take(dependent)
+        self.parts.pool.free(self.pages, self.last_step)
+        self.parts.gone.append(self)
+
+
+class Parts:
+    def __init__(self, policy: EvictionPolicy, num_pages: int = 20) -> None:
+        self.now_s = 0.0
+        self.pool = PagePool(num_pages + 1)
+        self.evictor = Evictor(self.pool, policy, clock=lambda: self.now_s)
+        self.gone: list[Thing] = []
+
+    def thing(self, num_pages: int = 1, **fields: object) -> Thing:
+        """In use at first."""
+        pages = self.pool.allocate(num_pages, "adapter")
+        assert pages is not None
+        return Thing(self, pages, **fields)  # type: ignore[arg-type]
+
+    def idle(self, num_pages: int = 1, **fields: object) -> Thing:
+        """Used once, now, and offered."""
+        thing = self.thing(num_pages, **fields)
+        self.use(thing)
+        return thing
+
+    def use(self, thing: Thing) -> None:
+        self.evictor.used(thing)
+        self.evictor.offer(thing)
+
+    def order(self) -> list[Thing]:
+        """Take everything, one page at a time."""
+        self.evictor.check()
+        while self.evictor.num_evictable:
+            before = len(self.gone)
+            assert self.evictor.make_room(self.pool.num_free + 1)
+            self.evictor.check()
+            assert len(self.gone) > before
+        return self.gone
+
+
+def test_lru_takes_what_was_used_longest_ago() -> None:
+    parts = Parts(Lru())
+    things = []
+    for second in (30, 10, 20):
+        parts.now_s = second
+        things.append(parts.idle(cost_s=second * 100))
+    assert parts.order() == [things[1], things[2], things[0]]
+
+
+def test_gdsf_takes_what_costs_the_fewest_seconds_per_page() -> None:
+    parts = Parts(Gdsf())
+    dear, cheap, large = parts.idle(cost_s=3.0), parts.idle(cost_s=1.0), parts.idle(4, cost_s=8.0)
+    assert parts.order() == [cheap, large, dear]
+
+
+def test_gdsf_counts_uses() -> None:
+    parts = Parts(Gdsf())
+    popular, other = parts.idle(cost_s=1.0), parts.idle(cost_s=2.0)
+    for _ in range(2):
+        parts.use(popular)
+    assert parts.order() == [other, popular]
+
+
+def test_a_use_counts_half_after_its_half_life() -> None:
+    uses = UseCount()
+    uses.note(100.0)
+    assert (uses.value, uses.last_s) == (1.0, 100.0)
+    uses.note(100.0 + HALF_LIFE_S)
+    assert uses.value == pytest.approx(1.5)
+    uses.note(100.0 + 3 * HALF_LIFE_S)
+    assert uses.value == pytest.approx(1.0 + 1.5 / 4)
+    uses.note(1e12)
+    assert uses.value == 1.0
+
+
+def test_what_was_popular_once_goes_in_the_end() -> None:
+    """Ten uses long ago outlive newcomers only until the inflation has passed them."""
+    parts = Parts(Gdsf())
+    old = parts.thing(cost_s=1.0)
+    for _ in range(10):
+        parts.evictor.used(old)
+    parts.evictor.offer(old)
+    newcomers = 0
+    while old not in parts.gone:
+        parts.idle(cost_s=1.0)
+        assert parts.evictor.make_room(parts.pool.capacity - 1)
+        newcomers += 1
+        assert newcomers < 30
+    assert newcomers in (10, 11)
+
+
+def test_what_is_used_later_starts_above_what_went() -> None:
+    parts = Parts(Gdsf())
+    assert parts.idle(cost_s=5.0) is parts.order()[0]
+    late, early = parts.idle(cost_s=1.0), parts.thing(cost_s=1.0)
+    policy = parts.evictor._policy
+    assert policy.score(late) == 6.0
+    policy.evicted(2.0)
+    assert policy.score(early) == 5.0, "the inflation never falls"
+
+
+@pytest.mark.parametrize("policy", ["lru", "gdsf"])
+def test_of_equals_the_deepest_goes_first(policy: str) -> None:
+    parts = Parts(policy_of(policy))  # type: ignore[arg-type]
+    things = [parts.idle(depth=depth) for depth in (1, 3, 0, 2)]
+    assert [thing.depth for thing in parts.order()] == [3, 2, 1, 0]
+    assert set(parts.gone) == set(things)
+
+
+@pytest.mark.parametrize("policy", ["lru", "gdsf"])
+def test_some_things_go_only_when_nothing_else_is_left(policy: str) -> None:
+    parts = Parts(policy_of(policy))  # type: ignore[arg-type]
+    pinned = parts.idle(cost_s=0.0, goes_last=True)
+    parts.now_s = 50.0
+    dear = parts.idle(cost_s=1e6)
+    assert parts.order() == [dear, pinned]
+
+
+def test_offering_again_scores_anew() -> None:
+    parts = Parts(Gdsf())
+    one, other = parts.idle(cost_s=1.0), parts.idle(cost_s=2.0)
+    one.cost_s = 3.0
+    parts.evictor.offer(one)
+    assert parts.evictor.num_evictable == 2
+    assert parts.order() == [other, one]
+
+
+def test_what_is_withdrawn_stays() -> None:
+    parts = Parts(Lru())
+    kept, other = parts.idle(3), parts.idle(2)
+    assert kept in parts.evictor
+    parts.evictor.withdraw(kept)
+    parts.evictor.withdraw(kept)
+    assert kept not in parts.evictor
+    assert (parts.evictor.num_evictable, parts.evictor.num_available) == (2, 17)
+    assert not parts.evictor.make_room(18)
+    assert parts.gone == []
+    assert parts.evictor.make_room(17)
+    assert parts.gone == [other]
+
+
+def test_room_is_made_whole_or_not_at_all() -> None:
+    parts = Parts(Lru(), num_pages=10)
+    in_use = parts.thing(4)
+    things = [parts.idle(2), parts.idle(3)]
+    assert parts.evictor.num_available == 6
+    assert not parts.evictor.make_room(7)
+    assert parts.gone == []
+    assert parts.evictor.make_room(1), "free already"
+    assert parts.gone == []
+    assert parts.evictor.make_room(6)
+    assert parts.gone == things
+    assert in_use not in parts.gone
+    assert parts.evictor.evictions == {"adapter": 2}
+
+
+def test_what_a_step_still_reads_is_passed_over_and_keeps_its_place() -> None:
+    parts = Parts(Lru(), num_pages=6)
+    read, other = parts.idle(2, last_step=5), parts.idle(2)
+    assert parts.evictor.make_room(4)
+    assert parts.gone == [other]
+    assert not parts.evictor.make_room(6), "its pages would not be free at once"
+    assert read in parts.evictor
+    parts.evictor.check()
+    parts.pool.complete(5)
+    assert parts.evictor.make_room(6)
+    assert parts.gone == [other, read]
+
+
+def test_what_depends_goes_too_and_is_counted_by_its_kind() -> None:
+    parts = Parts(Lru())
+    block = parts.thing(1, kind="prefix")
+    adapter = parts.idle(2, dependents=[block])
+    parts.now_s = 1.0
+    parts.use(block)
+    assert parts.evictor.make_room(19)
+    assert parts.gone == [block, adapter]
+    assert parts.evictor.evictions == {"adapter": 1, "prefix": 1}
+    assert parts.evictor.num_evictable == 0
+
+
+def test_a_victim_that_was_scored_anew_by_the_one_before_it_goes_all_the_same() -> None:
+    """An adapter is offered again whenever one of its cached blocks goes; both may be wanted at once."""
+    parts = Parts(Lru(), num_pages=4)
+    adapter = parts.thing(3)
+
+    class Block(Thing):
+        def evict(self) -> None:
+            super().evict()
+            parts.evictor.offer(adapter)
+
+    pages = parts.pool.allocate(1, "prefix")
+    assert pages is not None
+    block = Block(parts, pages, kind="prefix")
+    parts.use(block)
+    parts.now_s = 1.0
+    parts.use(adapter)
+    assert parts.evictor.make_room(4)
+    assert parts.gone == [block, adapter]
+    parts.evictor.check()
+
+
+def test_the_heap_does_not_grow_with_offers() -> None:
+    parts = Parts(Lru())
+    things = [parts.idle() for _ in range(10)]
+    for _ in range(200):
+        for thing in things:
+            parts.evictor.withdraw(thing)
+            parts.evictor.offer(thing)
+    assert len(parts.evictor._heap) <= 2 * len(things) + MIN_COMPACTION + 1
+    assert parts.order() == things
+
+
+def test_a_count_is_lifted_never_lowered() -> None:
+    one, other = UseCount(), UseCount()
+    one.note(10.0)
+    other.note(5.0)
+    other.note(5.0)
+    one.lift(other)
+    assert (one.value, one.last_s) == (2.0, 10.0)
+
+
+def test_check_notices_pages_that_changed_while_offered() -> None:
+    parts = Parts(Lru())
+    parts.idle(2).pages.pop()
+    with pytest.raises(PageAccountingError, match="other pages"):
+        parts.evictor.check()
+
+
+def test_check_notices_a_wrong_count() -> None:
+    parts = Parts(Lru())
+    parts.idle(2)
+    parts.evictor.num_evictable += 1
+    with pytest.raises(PageAccountingError, match="said to be evictable"):
+        parts.evictor.check()
+
+
+def test_check_notices_what_could_never_be_found() -> None:
+    parts = Parts(Lru())
+    parts.idle(2)
+    parts.evictor._heap.clear()
+    with pytest.raises(PageAccountingError, match="place in the order"):
+        parts.evictor.check()

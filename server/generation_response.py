@@ -7,7 +7,7 @@ aborts its generations at once, streaming or not. The usage event is durable bef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import orjson
@@ -19,6 +19,7 @@ from weft.errors import EngineError, WeftError
 from weft.server import sse
 from weft.server.drain import Drain
 from weft.server.generation import Generation, Step
+from weft.server.http_protocol import IS_CLOSING
 from weft.server.metering import Meter
 from weft.server.shapes import JsonObject, Part, Shape, joined
 
@@ -48,7 +49,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; raises what the engine refused if nothing was sent yet."""
-        del scope
+        is_closing: Callable[[], bool] = scope.get("state", {}).get(IS_CLOSING, lambda: False)
         watcher = asyncio.create_task(_until_gone(receive))
         watcher.add_done_callback(lambda _: self._generation.cut(ClientDisconnect()))
         status = "error"
@@ -57,7 +58,7 @@ class GenerationResponse(Response):
                 async with self._generation as generation:
                     answer = self._stream if self._manner.stream else self._whole
                     try:
-                        await answer(generation.steps(), send, watcher)
+                        await answer(generation.steps(), send, lambda: watcher.done() or is_closing())
                     except ClientDisconnect:
                         status = "aborted"
                     finally:
@@ -65,7 +66,7 @@ class GenerationResponse(Response):
         finally:
             watcher.cancel()
 
-    async def _whole(self, steps: AsyncIterator[Step], send: Send, _: asyncio.Task[None]) -> None:
+    async def _whole(self, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]) -> None:
         parts: dict[int, list[Part]] = {}
         headers = dict(self._manner.headers)
         arrived = []
@@ -74,6 +75,8 @@ class GenerationResponse(Response):
             parts.setdefault(step.choice.index, []).append(self._shape.part(step))
             headers.update(_state_header(step))
             arrived.append(step)
+        if is_gone():
+            raise ClientDisconnect
         for step in arrived:
             self._meter.deliver(step)
         choices = [self._shape.whole_choice(choice, joined(parts[choice.index])) for choice in self._generation.choices]
@@ -88,11 +91,11 @@ class GenerationResponse(Response):
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
-    async def _stream(self, steps: AsyncIterator[Step], send: Send, watcher: asyncio.Task[None]) -> None:
+    async def _stream(self, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]) -> None:
         first = await anext(steps)
         await _send_start(send, 200, {**self._manner.headers, **_state_header(first), **sse.HEADERS})
         try:
-            await self._send_steps(first, steps, send, watcher)
+            await self._send_steps(first, steps, send, is_gone)
         except ClientDisconnect:
             raise
         except WeftError as error:
@@ -102,7 +105,7 @@ class GenerationResponse(Response):
             raise
 
     async def _send_steps(
-        self, first: Step, steps: AsyncIterator[Step], send: Send, watcher: asyncio.Task[None]
+        self, first: Step, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]
     ) -> None:
         opened: set[int] = set()
         ends: list[Part] = []
@@ -114,14 +117,14 @@ class GenerationResponse(Response):
                 ends.append(part)
             is_last = len(ends) == len(self._generation.choices)
             payload = self._chunks(step, part, opened)
-            if is_last:
+            if is_last and not is_gone():
                 self._meter.deliver(step)
                 await self._meter.finish(_overall(ends))
                 await send({"type": "http.response.body", "body": payload + self._closing(), "more_body": False})
                 return
             if payload:
                 await send({"type": "http.response.body", "body": payload, "more_body": True})
-            if watcher.done():
+            if is_gone():
                 raise ClientDisconnect
             self._meter.deliver(step)
             self._meter.mark()

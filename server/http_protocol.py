@@ -17,6 +17,9 @@ MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""
 HEAD_S = 10.0
 """Seconds that a head may take, from the connection or its first byte on."""
+IS_CLOSING = "is_closing"
+"""Name in a request's state: says whether the connection drops what is sent from now on. Who waits for a message of the
+ASGI server learns that some turns of the event loop later."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -50,8 +53,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(_too_long())
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Begin a request, which may ask whether the connection still takes what is sent."""
         super().on_message_begin()
+        self.scope["state"][IS_CLOSING] = self.transport.is_closing
         self._head_bytes = 0
         self._start_clock()
 

@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from api_server import ADMIN_KEY, BASE, Api, eventually, new_client
 from api_server import api as open_api
 from fake_engine import demo_tokenizer
+from weft.server.http_protocol import IS_CLOSING
 from weft.server.incoming import Pace
 
 pytestmark = pytest.mark.anyio
@@ -85,6 +88,26 @@ async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_it_got(
         assert used["prompt_tokens"] == len(demo_tokenizer().encode("x"))
     else:
         assert (used["prompt_tokens"], used["completion_tokens"]) == (0, 0)
+
+
+async def test_what_a_closing_connection_drops_is_not_billed(api: Api) -> None:
+    """Many tokens can come before the event loop gets to tell that the client is gone."""
+    sent: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_or_drop(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+            elif len(sent) < 5:
+                sent.append(message["body"])
+
+        await api.app({**scope, "state": {IS_CLOSING: lambda: len(sent) == 5}}, receive, send_or_drop)
+        await send({"type": "http.response.body", "body": b"".join(sent)})
+
+    async with new_client(await api.key("acme"), "http://test", httpx.ASGITransport(app=app)) as client:
+        answer = await client.post("/v1/completions", json={**LONG, "stream": True})
+    assert answer.text.count("data: {") == 5
+    assert (await totals(api))["completion_tokens"] in (4, 5)
 
 
 async def test_a_client_that_leaves_before_the_first_token_frees_its_request(api: Api, url: str) -> None:

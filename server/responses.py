@@ -150,6 +150,45 @@ class AdapterList(View):
     next: str | None
 
 
+class FitNumbers(View):
+    """How much of something there is, is needed, and is left."""
+
+    total: int
+    needed: int
+    left: int
+
+
+class AdapterFitItem(View):
+    """One adapter, or several that do not exist yet and would look alike."""
+
+    adapter: str | None
+    """Null for adapters that do not exist yet."""
+    version: int | None
+    digest: str | None
+    """Adapters of one digest share their pages and count once."""
+    rank: int
+    target_modules: list[str]
+    pages: int
+    """Of each."""
+    waste: float
+    """Share of these pages that holds no weights, from 0 to 1."""
+    count: int
+
+
+class AdapterFitView(View):
+    """Answer of POST /v1/adapters:fit."""
+
+    object: Literal["adapter_fit"] = "adapter_fit"
+    fits: bool
+    """Whether all can be on the device at once. False only means that they take turns: idle adapters cost nothing."""
+    pages: FitNumbers
+    slots: FitNumbers
+    kv_tokens_left: int
+    """Tokens of KV cache that fit beside all of them."""
+    adapters: list[AdapterFitItem]
+    message: str
+
+
 class ModelView(View):
     """A model in OpenAI's shape: the base, or an adapter."""
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from weft.engine.status import EngineReady
+from weft.errors import AdapterUnavailableError, InvalidRequestError
 from weft.registry.records import AdapterUsage
-from weft.server.access import TenantReader, TenantWriter, UploadCaller
+from weft.server.access import Caller, TenantReader, TenantWriter, UploadCaller
+from weft.server.adapter_fit import FitItem, Room, find_fit, planned_item, waste
 from weft.server.json_body import json_body
 from weft.server.openapi import takes, takes_upload
 from weft.server.pins import settle_pins
 from weft.server.publish import receive_adapter
 from weft.server.removal import remove_unreferenced
-from weft.server.responses import AdapterList, AdapterView, VersionList
-from weft.server.schemas import AdapterPatchBody
-from weft.server.services import Wired
-from weft.server.views import adapter_view, residency_now, version_view
+from weft.server.resolve import resolve_model
+from weft.server.responses import AdapterFitView, AdapterList, AdapterView, VersionList
+from weft.server.schemas import AdapterFitBody, AdapterPatchBody, PlannedAdapters
+from weft.server.services import Services, Wired
+from weft.server.views import adapter_view, fit_view, residency_now, version_view
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -53,6 +58,20 @@ async def list_adapters(
         ],
         next=page.next,
     )
+
+
+@router.post("/v1/adapters:fit", openapi_extra=takes(AdapterFitBody))
+async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) -> AdapterFitView:
+    """Tell whether adapters can be on the device all at once, and how much KV cache is left then.
+
+    Answered from the plan of the memory, not from what is there now. Adapters that do not fit at once are served all
+    the same: idle ones cost nothing, so they take turns.
+    """
+    body = await json_body(request, AdapterFitBody, services.config.server.max_body_bytes, services.pace)
+    room = Room.of(services.ready, services.config.adapter.slots)
+    stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
+    planned = await asyncio.to_thread(_planned_items, services.ready, body.ranks, room)
+    return fit_view(find_fit([*stored, *planned], room))
 
 
 @router.get("/v1/adapters/{name}")
@@ -104,3 +123,29 @@ async def delete_adapter(
     removed = await services.registry.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
     await remove_unreferenced(services, removed)
     return Response(status_code=204)
+
+
+async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> FitItem:
+    model = await resolve_model(services.registry, caller, services.served_name, selector, None)
+    adapter, version = model.adapter, model.version
+    if adapter is None or version is None:
+        raise InvalidRequestError(f"`{selector}` is the base model, which is always there.", param="adapters")
+    pages = await services.check.pages(version)
+    if pages is None:
+        raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
+    return FitItem(
+        adapter=adapter.name if adapter.tenant_id == caller.tenant_id else f"{adapter.tenant}/{adapter.name}",
+        version=version.version,
+        digest=version.digest,
+        rank=version.rank,
+        target_modules=version.target_modules,
+        pages=pages,
+        waste=waste(version.parameters, pages, room.geometry),
+    )
+
+
+def _planned_items(ready: EngineReady, planned: Sequence[PlannedAdapters], room: Room) -> list[FitItem]:
+    for wanted in planned:
+        if wanted.rank > ready.max_rank:
+            raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {wanted.rank}.", param="ranks")
+    return [planned_item(wanted.rank, wanted.target_modules, wanted.count, ready.base, room) for wanted in planned]

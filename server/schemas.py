@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from weft.adapters.base_shape import MODULE_PATHS
+from weft.config import MAX_RANK_LIMIT
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server import neutral
 
@@ -20,6 +22,8 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
 MAX_MESSAGES = 4096
+ALL_LINEAR = "all-linear"
+MODULE_NAMES = tuple(path.rsplit(".", 1)[-1] for path in MODULE_PATHS)
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Scope = Literal["infer", "adapters", "usage"]
 
@@ -130,6 +134,20 @@ def _content(value: object) -> str:
     raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
 
 
+def _targets(value: object) -> list[str]:
+    """Names of modules; none means all of them."""
+    if value == ALL_LINEAR:
+        return []
+    if isinstance(value, list) and value and all(isinstance(name, str) and name in MODULE_NAMES for name in value):
+        return value
+    raise InvalidRequestError(
+        f'target_modules must be "{ALL_LINEAR}" or a list of {", ".join(MODULE_NAMES)}.', param="ranks"
+    )
+
+
+_TARGETS_SCHEMA = {
+    "anyOf": [{"const": ALL_LINEAR}, {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1}]
+}
 _TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -327,6 +345,33 @@ class KeyBody(Body):
             raise InvalidRequestError(
                 "expires_at must lie before the year 10000 in UTC.", param="expires_at"
             ) from error
+        return self
+
+
+class PlannedAdapters(Body):
+    """Adapters that do not exist yet: of one rank, on the same modules of every layer."""
+
+    rank: int = Field(ge=1, le=MAX_RANK_LIMIT)
+    target_modules: Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGETS_SCHEMA)] = Field(
+        default_factory=list
+    )
+    """`all-linear`, or names of modules."""
+    count: int = Field(1, ge=1, le=1 << 20)
+
+
+class AdapterFitBody(Body):
+    """Body of POST /v1/adapters:fit."""
+
+    adapters: list[Annotated[str, Field(min_length=1, max_length=512)]] = Field(default_factory=list, max_length=1000)
+    """Each as in `model`: `name`, `name@3`, `name@prod`, `name@sha256:...`."""
+    ranks: list[PlannedAdapters] = Field(default_factory=list, max_length=32)
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> AdapterFitBody:
+        if not self.adapters and not self.ranks:
+            raise InvalidRequestError(
+                "Name adapters, or ranks of adapters to come.", param="adapters", code="missing_required_parameter"
+            )
         return self
 
 

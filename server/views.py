@@ -8,10 +8,14 @@ from typing import Literal
 from weft.engine.status import EngineStatus
 from weft.errors import EngineUnavailableError
 from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, Key, Tenant
+from weft.server.adapter_fit import AdapterFit
 from weft.server.responses import (
+    AdapterFitItem,
+    AdapterFitView,
     AdapterUsageView,
     AdapterView,
     AppliedModules,
+    FitNumbers,
     KeyView,
     TenantView,
     VersionView,
@@ -86,6 +90,31 @@ def version_view(adapter: Adapter, version: AdapterVersion, residency: Residency
         size_bytes=version.size_bytes,
         residency=residency,
         created_at=iso(version.created_at),
+    )
+
+
+def fit_view(fit: AdapterFit) -> AdapterFitView:
+    """The body that tells whether adapters fit."""
+    room = fit.room
+    return AdapterFitView(
+        fits=fit.fits,
+        pages=FitNumbers(total=room.pages, needed=fit.pages_needed, left=fit.pages_left),
+        slots=FitNumbers(total=room.slots, needed=fit.slots_needed, left=fit.slots_left),
+        kv_tokens_left=fit.kv_tokens_left,
+        adapters=[
+            AdapterFitItem(
+                adapter=item.adapter,
+                version=item.version,
+                digest=item.digest,
+                rank=item.rank,
+                target_modules=list(item.target_modules),
+                pages=item.pages,
+                waste=round(item.waste, 4),
+                count=item.count,
+            )
+            for item in fit.items
+        ],
+        message=fit.message,
     )
 
 

@@ -37,6 +37,8 @@ TABLE: list[tuple[str, str, Any, int, int, int]] = [
     ("GET", "/v1/adapters/mine/versions", None, 404, 400, 200),
     ("PATCH", "/v1/adapters/mine", {"description": "d"}, 404, 400, 200),
     ("POST", "/v1/adapters", None, 400, 400, 400),
+    ("POST", "/v1/adapters:fit", {"adapters": ["mine"]}, 404, 404, 200),
+    ("POST", "/v1/adapters:fit?tenant=acme", {"adapters": ["mine"]}, 404, 200, 200),
     ("DELETE", "/v1/adapters/mine", None, 404, 400, 204),
     ("GET", "/v1/usage", None, 200, 200, 200),
     ("GET", "/v1/usage?tenant=acme", None, 404, 200, 200),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple, Protocol
 
 from weft.errors import PageAccountingError
 from weft.memory.pool import PageKind, PagePool
@@ -126,6 +126,13 @@ _Entry = tuple[bool, float, int, int, Evictable]
 """Goes last, score, minus depth, ticket, item."""
 
 
+class _Offer(NamedTuple):
+    """What is known of an item that is offered."""
+
+    entry: _Entry
+    num_pages: int
+
+
 class Evictor:
     """What can be evicted now, and the eviction of it. Not thread-safe: it belongs to the engine's thread.
 
@@ -140,8 +147,8 @@ class Evictor:
         self._policy = policy
         self._clock = clock
         self._heap: list[_Entry] = []
-        self._tickets: dict[int, tuple[int, Evictable, int]] = {}
-        """By the item's id: its current ticket, the item (kept alive with its id), its pages."""
+        self._offered: dict[int, _Offer] = {}
+        """By the item's id, which the entry keeps alive."""
         self._last_ticket = 0
         self._evictions: Counter[str] = Counter()
         self.num_evictable = 0
@@ -158,7 +165,7 @@ class Evictor:
         return self._pool.num_free + self.num_evictable
 
     def __contains__(self, item: Evictable) -> bool:
-        return id(item) in self._tickets
+        return id(item) in self._offered
 
     def used(self, item: Evictable) -> None:
         """Count a use of an item, offered or not; the score is made when it is offered."""
@@ -168,19 +175,19 @@ class Evictor:
         """Let an item be taken from now on; one that is offered already is scored anew."""
         self.withdraw(item)
         self._last_ticket += 1
-        self._tickets[id(item)] = (self._last_ticket, item, item.num_pages)
-        self.num_evictable += item.num_pages
         entry = (item.goes_last, self._policy.score(item), -item.depth, self._last_ticket, item)
+        self._offered[id(item)] = _Offer(entry, item.num_pages)
+        self.num_evictable += item.num_pages
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._tickets) + MIN_COMPACTION:
+        if len(self._heap) > 2 * len(self._offered) + MIN_COMPACTION:
             self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)
 
     def withdraw(self, item: Evictable) -> None:
         """Keep an item from being taken; one that is not offered is fine."""
-        known = self._tickets.pop(id(item), None)
-        if known is not None:
-            self.num_evictable -= known[2]
+        offer = self._offered.pop(id(item), None)
+        if offer is not None:
+            self.num_evictable -= offer.num_pages
 
     def take(self, item: Evictable) -> None:
         """Evict an item because what it depends on goes, or for its owner's own reasons."""
@@ -188,21 +195,33 @@ class Evictor:
         self._evictions[item.kind] += 1
         item.evict()
 
-    def make_room(self, num_free: int) -> bool:
+    def first(self, items: Iterable[Evictable]) -> Evictable | None:
+        """Of some items, the one that goes first; None when none of them can go now."""
+        known = (self._offered.get(id(item)) for item in items)
+        entries = [offer.entry for offer in known if offer is not None and self._is_free_at_once(offer.entry[4])]
+        return min(entries)[4] if entries else None
+
+    def make_room(self, num_free: int, also: Evictable | None = None) -> bool:
         """Have `num_free` pages free, evicting what is cheapest to have again.
+
+        Args:
+            num_free: Pages.
+            also: From `first`: it goes in any case, for something else that it has.
 
         Returns:
             Whether they are free; if not, nothing was evicted.
         """
-        lacking = num_free - self._pool.num_free
-        if lacking <= 0:
-            return True
-        if lacking > self.num_evictable:
-            return False
-        victims = self._choose(lacking)
+        lacking = num_free - self._pool.num_free - (also.num_pages if also is not None else 0)
+        victims = self._choose(lacking, also)
         if victims is None:
             return False
-        for entry in victims:
+        if also is not None:
+            self._evict(self._offered[id(also)].entry)
+        for index, entry in enumerate(victims):
+            if self._pool.num_free >= num_free:  # more went with those before than they have themselves
+                for spared in victims[index:]:
+                    heapq.heappush(self._heap, spared)
+                break
             if entry[4] in self:  # else it went with one before it
                 self._evict(entry)
         return self._pool.num_free >= num_free
@@ -214,26 +233,28 @@ class Evictor:
             PageAccountingError: The count is not the sum over what is offered, or an offered item has no place in the
                 order.
         """
-        if sum(self._is_current(entry) for entry in self._heap) != len(self._tickets):
+        if sum(self._is_current(entry) for entry in self._heap) != len(self._offered):
             raise PageAccountingError(
-                f"{len(self._tickets)} things can be evicted, but not all have a place in the order"
+                f"{len(self._offered)} things can be evicted, but not all have a place in the order"
             )
-        offered = [(item, pages) for _, item, pages in self._tickets.values()]
+        offered = [(offer.entry[4], offer.num_pages) for offer in self._offered.values()]
         if any(item.num_pages != pages for item, pages in offered):
             raise PageAccountingError("something that can be evicted has other pages than when it was offered")
         if sum(pages for _, pages in offered) != self.num_evictable:
             raise PageAccountingError(f"{self.num_evictable} pages are said to be evictable, offered are {offered}")
 
-    def _choose(self, lacking: int) -> list[_Entry] | None:
+    def _choose(self, lacking: int, also: Evictable | None) -> list[_Entry] | None:
         """The entries that go, taken off the heap; None, and nothing taken, when they are too few."""
+        if lacking > self.num_evictable:
+            return None
         chosen: list[_Entry] = []
         passed_over: list[_Entry] = []
         while lacking > 0 and self._heap:
             entry = heapq.heappop(self._heap)
             if not self._is_current(entry):
                 continue
-            if entry[4].last_step > self._pool.completed_step:
-                passed_over.append(entry)  # a step may still read it, so that its pages would not be free at once
+            if entry[4] is also or not self._is_free_at_once(entry[4]):
+                passed_over.append(entry)
                 continue
             chosen.append(entry)
             lacking -= entry[4].num_pages
@@ -246,5 +267,9 @@ class Evictor:
         self.take(entry[4])
 
     def _is_current(self, entry: _Entry) -> bool:
-        known = self._tickets.get(id(entry[4]))
-        return known is not None and known[0] == entry[3]
+        offer = self._offered.get(id(entry[4]))
+        return offer is not None and offer.entry is entry
+
+    def _is_free_at_once(self, item: Evictable) -> bool:
+        """Whether no step may still read its pages, so that they need no quarantine."""
+        return item.last_step <= self._pool.completed_step

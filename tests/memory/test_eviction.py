@@ -275,3 +275,41 @@ def test_check_notices_what_could_never_be_found() -> None:
     parts.evictor._heap.clear()
     with pytest.raises(PageAccountingError, match="place in the order"):
         parts.evictor.check()
+
+
+def test_the_first_of_some_is_the_one_that_the_policy_takes_and_that_can_go_now() -> None:
+    parts = Parts(Lru())
+    read, early, late = parts.idle(1, last_step=5), parts.idle(1), parts.idle(1)
+    kept = parts.thing(1)
+    assert parts.evictor.first([kept, late, read]) is late
+    assert parts.evictor.first([late, early, read]) is early
+    assert parts.evictor.first([kept, read]) is None
+    parts.pool.complete(5)
+    assert parts.evictor.first([late, early, read]) is read
+
+
+def test_one_that_must_go_in_any_case_goes_first_and_counts_as_room() -> None:
+    parts = Parts(Lru(), num_pages=10)
+    early, must, in_use = parts.idle(2), parts.idle(3), parts.thing(4)
+    assert not parts.evictor.make_room(7, must)
+    assert parts.gone == []
+    assert parts.evictor.make_room(1, must)
+    assert parts.gone == [must]
+    again = parts.idle(3)
+    assert parts.evictor.make_room(6, again)
+    assert parts.gone == [must, again, early]
+    assert in_use not in parts.gone
+    parts.evictor.check()
+
+
+def test_no_more_goes_than_is_lacking_where_others_went_with_the_first() -> None:
+    parts = Parts(Lru(), num_pages=10)
+    blocks = [parts.thing(1, kind="prefix") for _ in range(3)]
+    adapter = parts.idle(2, dependents=blocks)
+    parts.now_s = 1.0
+    others = [parts.idle(2), parts.idle(3)]
+    assert parts.evictor.make_room(4)
+    assert parts.gone == [*blocks, adapter]
+    parts.evictor.check()
+    assert parts.evictor.make_room(10)
+    assert parts.gone == [*blocks, adapter, *others]

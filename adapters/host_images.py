@@ -47,6 +47,7 @@ class HostImages:
         """Least recently used first."""
         self._reserved = 0
         self._dropped_in_use: list[HostImage] = []
+        self._gone: list[str] = []
 
     def __contains__(self, digest: str) -> bool:
         with self._lock:
@@ -57,19 +58,32 @@ class HostImages:
         with self._lock:
             return {digest: len(image.pages) for digest, image in self._images.items()}
 
+    def take_gone(self) -> list[str]:
+        """Digests of images that were dropped since the last call: their adapters take longer to have again."""
+        with self._lock:
+            gone, self._gone = self._gone, []
+            return gone
+
+    def make_room(self, count: int) -> bool:
+        """Have `count` slab pages free, dropping images that are not in use, least recently used first.
+
+        Returns:
+            Whether they are free; if not, nothing was dropped. Another thread may take them meanwhile.
+        """
+        with self._lock:
+            return self._make_room(count)
+
     def reserve(self, count: int) -> list[int] | None:
         """Take slab pages for an image in the making, dropping images that are not in use if need be.
 
         Returns:
-            The slab pages, or None (and nothing dropped) when even that gives no room.
+            The slab pages, or None when even that gives no room.
         """
         with self._lock:
-            idle = [image for image in self._images.values() if image.users == 0]
-            if count > self._slab.num_free + sum(len(image.slab_pages) for image in idle):
-                return None
-            while (pages := self._slab.allocate(count)) is None:
-                self._remove(idle.pop(0))
-            self._reserved += count
+            # The slab has other takers, who may be quicker.
+            pages = self._slab.allocate(count) if self._make_room(count) else None
+            if pages is not None:
+                self._reserved += count
             return pages
 
     def slab_views(self, slab_pages: Sequence[int]) -> list[torch.Tensor]:
@@ -130,8 +144,11 @@ class HostImages:
                 image.is_dropped = True
                 self._dropped_in_use.append(image)
 
-    def check(self) -> None:
+    def check(self, num_other_used: int = 0) -> None:
         """Verify that the slab's pages are those of the images.
+
+        Args:
+            num_other_used: Slab pages that others took, such as `SwapSpace.num_used`.
 
         Raises:
             PageAccountingError: If they are not.
@@ -141,11 +158,28 @@ class HostImages:
             images = [*self._images.values(), *self._dropped_in_use]
             pages = [page for image in images for page in image.slab_pages]
             used = self._slab.num_pages - self._slab.num_free
-            if len(set(pages)) != len(pages) or len(pages) + self._reserved != used:
+            if len(set(pages)) != len(pages) or len(pages) + self._reserved + num_other_used != used:
                 raise PageAccountingError(
-                    f"host images hold {len(pages)} pages and {self._reserved} are reserved, the slab has {used} in use"
+                    f"host images hold {len(pages)} pages, {self._reserved} are reserved and others have "
+                    f"{num_other_used}, the slab has {used} in use"
                 )
+
+    def _make_room(self, count: int) -> bool:
+        lacking = count - self._slab.num_free
+        if lacking <= 0:
+            return True
+        victims: list[HostImage] = []
+        for image in self._images.values():
+            if lacking > 0 and image.users == 0:
+                victims.append(image)
+                lacking -= len(image.slab_pages)
+        if lacking > 0:
+            return False
+        for image in victims:
+            self._remove(image)
+        return True
 
     def _remove(self, image: HostImage) -> None:
         del self._images[image.digest]
+        self._gone.append(image.digest)
         self._slab.free(image.slab_pages)

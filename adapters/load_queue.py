@@ -1,4 +1,4 @@
-"""Work for loader threads: copies of ready images before loads of further adapters. Knows not what the work does."""
+"""Work for other threads, and what came of it. Knows not what the work does."""
 
 from __future__ import annotations
 
@@ -49,25 +49,23 @@ class LoadQueue:
         self._executor = executor
         self._notify = notify
         self._lock = threading.Lock()
-        self._urgent: deque[LoadJob] = deque()
         self._waiting: deque[LoadJob] = deque()
         self._done: deque[LoadJob] = deque()
 
-    def submit(self, job: LoadJob, *, urgent: bool = False) -> None:
-        """Queue a job; urgent ones are run before all others."""
+    def submit(self, job: LoadJob) -> None:
+        """Queue a job, behind those that wait."""
         with self._lock:
-            (self._urgent if urgent else self._waiting).append(job)
-        # Which job a thread takes is decided when it starts, not now: a copy never waits behind a row of loads.
+            self._waiting.append(job)
+        # Which job a thread takes is decided when it starts, not now, so that one that waits can be taken back.
         self._executor.submit(self._run_next).add_done_callback(_log_fault)
 
     def cancel(self, job: LoadJob) -> bool:
         """Take a job back; False when it has started."""
         with self._lock:
-            for queue in (self._urgent, self._waiting):
-                if job in queue:
-                    queue.remove(job)
-                    return True
-        return False
+            if job not in self._waiting:
+                return False
+            self._waiting.remove(job)
+            return True
 
     def take_done(self) -> list[LoadJob]:
         """Jobs that ended since the last call, in the order in which they did."""
@@ -79,16 +77,14 @@ class LoadQueue:
     def close(self) -> None:
         """Drop what waits, and return when what runs is done."""
         with self._lock:
-            self._urgent.clear()
             self._waiting.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _run_next(self) -> None:
         with self._lock:
-            queue = self._urgent or self._waiting
-            if not queue:
+            if not self._waiting:
                 return
-            job = queue.popleft()
+            job = self._waiting.popleft()
         job.error = AdapterUnavailableError("Loading the adapter failed inside the server; its log says why.")
         try:
             job.image = job.task()

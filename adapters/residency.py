@@ -1,46 +1,47 @@
 """Which adapters are on the device, in host memory, or on their way; their slots, pages and references.
 
-Loader threads read blobs, pack images and copy pages; whatever the engine can see changes only in calls from the
-engine's thread, mostly in `tick`. Knows digests, never names, tenants or requests.
+Loader threads read blobs and pack images, another thread copies pages to the device. Whatever the engine can see
+changes only in calls from the engine's thread, mostly in `tick`. Knows digests, never names, tenants or requests.
 
     QUEUED --load--> LOADING --image--> PLACING --pages and slot--> COPYING --table row--> DEVICE --evict--> host
 
-An adapter is idle on the device when no request runs with it and none that waits holds it. Only idle adapters are
-evicted, least recently used first and pinned ones last. Pins keep a share of slots and pages at most, so that nobody's
-pins keep everybody else out. A request that waits has a hold, never pages of its own.
+An adapter is idle on the device when no request runs with it and none that waits holds it. Idle adapters are offered to
+the evictor, but for those that a pin keeps. A request that waits has a hold, never pages of its own. Keys and values
+computed with an adapter leave the prefix cache with it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal, NamedTuple
 
 from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.adapter_slots import SlotLease as SlotLease
 from weft.adapters.host_images import HostImage, HostImages
+from weft.adapters.known_adapters import KnownAdapters
 from weft.adapters.load_queue import LoadExecutor, LoadJob, LoadQueue
-from weft.adapters.loading import AdapterLoader, BlobReader
 from weft.adapters.ref import AdapterRef
+from weft.adapters.residency_entry import Entry, Stage
+from weft.adapters.residency_neighbours import ImageLoader, PageWriter, SlotTables
+from weft.adapters.residency_pins import Pins
 from weft.adapters.resident import ResidentAdapter
-from weft.adapters.tables import AdapterTables
 from weft.errors import EngineError, PageAccountingError, WeftError
-from weft.memory.arena import Arena
-from weft.memory.copies import PageCopier
-from weft.memory.host_slab import HostSlab
+from weft.memory.eviction import Evictor
+from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+
+logger = logging.getLogger(__name__)
 
 HOLD_SHARE = 4
 """Adapters that only wait for their requests may have one in so many pages of the pool; one adapter always may."""
-PIN_SHARE = 2
-"""Pinned adapters may keep one in so many slots, and one in so many pages of the pool, for themselves."""
 MAX_UNDER_WAY = 16
 """Adapters that are being loaded or have an image and no pages yet; it bounds the host memory that this takes."""
-MAX_PAGE_COUNTS = 1 << 16
-"""Adapters whose size is remembered after they left memory."""
+MAX_KNOWN = 1 << 16
+"""Adapters whose size and use is remembered after they left memory."""
 
 
 class LoadFailure(NamedTuple):
@@ -50,83 +51,63 @@ class LoadFailure(NamedTuple):
     error: WeftError
 
 
-class _Stage(Enum):
-    QUEUED = "queued"
-    LOADING = "loading"
-    PLACING = "placing"
-    COPYING = "copying"
-    DEVICE = "device"
-
-
-@dataclass(eq=False, kw_only=True)
-class _Entry:
-    """An adapter that is on the device or on its way there."""
-
-    ref: AdapterRef
-    wanted_s: float
-    stage: _Stage = _Stage.QUEUED
-    origin: Literal["stored", "host"] = "stored"
-    holds: int = 0
-    running: int = 0
-    job: LoadJob | None = None
-    image: HostImage | None = None
-    """In use from LOADING's end until it is on the device."""
-    pages: list[int] = field(default_factory=list)
-    slot: int = -1
-    last_step: int = 0
-    """The last step that may have read its pages."""
-    last_use: int = 0
-    is_forgotten: bool = False
-
-
 class Residency:
     """The adapters' places, driven by the engine's thread. All methods are called from that thread.
 
     Args:
-        blobs: Where weights are stored.
+        loader: Makes page images from what is stored.
+        copier: Copies page images to the device.
         pool: Pages, shared with the KV cache.
-        arena: The pages' memory.
-        slab: Host memory of page images.
+        images: Page images in host memory.
         tables: Where kernels find the weights.
-        executor: Runs loads; closed by `close`.
+        evictor: Makes room; idle adapters are offered to it.
+        costs: What it takes to have an adapter again.
+        loads: Runs loads; closed by `close`.
+        copies: Runs copies, beside the loads, so that none waits behind a load; closed by `close`.
+        prefixes: Cached KV, which goes with the adapter it was computed with; its `on_group_change` is taken.
         clock: Monotonic seconds.
-        notify: Called by a loader thread when `tick` has something to take in.
+        notify: Called by a thread of the executors when `tick` has something to take in.
     """
 
     def __init__(  # noqa: PLR0913 - it joins all parts of the adapters' memory
         self,
-        blobs: BlobReader,
+        loader: ImageLoader,
+        copier: PageWriter,
         pool: PagePool,
-        arena: Arena,
-        slab: HostSlab,
-        tables: AdapterTables,
-        executor: LoadExecutor,
+        images: HostImages,
+        tables: SlotTables,
+        evictor: Evictor,
+        costs: PageCosts,
         *,
+        loads: LoadExecutor,
+        copies: LoadExecutor,
+        prefixes: PrefixCache | None = None,
         clock: Callable[[], float] = time.monotonic,
         notify: Callable[[], None] | None = None,
     ) -> None:
+        self._loader = loader
+        self._copier = copier
         self._pool = pool
+        self._images = images
         self._tables = tables
+        self._evictor = evictor
+        self._costs = costs
+        self._load_queue = LoadQueue(loads, notify)
+        self._copy_queue = LoadQueue(copies, notify)
+        self._prefixes = prefixes
+        if prefixes is not None:
+            prefixes.on_group_change = self._rescore
         self._clock = clock
-        self._images = HostImages(slab)
-        self._copier = PageCopier(arena)
-        self._queue = LoadQueue(executor, notify)
         self._slots = AdapterSlots(tables.slots)
-        max_pages = pool.capacity - arena.geometry.num_groups
-        self._loader = AdapterLoader(
-            blobs, self._images, tables.base, arena.geometry, arena.dtype, tables.max_rank, max_pages
-        )
-        self._entries: dict[str, _Entry] = {}
+        self._pins = Pins(tables.slots, pool.capacity)
+        self._known = KnownAdapters(MAX_KNOWN)
+        self._entries: dict[str, Entry] = {}
         """In the order in which they were first wanted."""
-        self._pinned: dict[str, None] = {}
-        """In the order of pinning, the order in which they get their share."""
-        self._page_counts: dict[str, int] = {}
-        self._uses = 0
         self._loads: Counter[str] = Counter()
         self.load_seconds = 0.0
         """From the first hold to the device, summed over all loads."""
-        self.evictions = 0
-        """Adapters evicted from the device since start."""
+        self.reserve_pages = 0
+        """Pages, free or evictable, that an adapter leaves to running requests when it is given its place."""
 
     @property
     def loads(self) -> dict[str, int]:
@@ -136,25 +117,26 @@ class Residency:
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         """Where the adapter can be had from now."""
         entry = self._entries.get(digest)
-        if entry is not None and entry.stage is _Stage.DEVICE:
+        if entry is not None and entry.stage is Stage.DEVICE:
             return "device"
         return "host" if digest in self._images or (entry is not None and entry.image is not None) else "stored"
 
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
         """Why a wanted adapter is not on the device: it is on its way, or pages or a slot are lacking."""
         entry = self._entries.get(digest)
-        return "LOADING" if entry is not None and entry.stage in (_Stage.LOADING, _Stage.COPYING) else "NO_ROOM"
+        return "LOADING" if entry is not None and entry.stage in (Stage.LOADING, Stage.COPYING) else "NO_ROOM"
 
     def pages_needed(self, ref: AdapterRef) -> int | None:
         """Pages of the adapter on the device; None before it was first loaded."""
-        return self._page_counts.get(ref.digest)
+        return self._known.num_pages(ref.digest)
 
     def want(self, ref: AdapterRef) -> None:
         """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""
-        entry = self._entries.setdefault(ref.digest, _Entry(ref=ref, wanted_s=self._clock()))
+        entry = self._entries.get(ref.digest) or self._enter(ref)
         entry.holds += 1
         entry.is_forgotten = False
-        if entry.stage is _Stage.QUEUED and self._num_under_way() < MAX_UNDER_WAY:
+        self._evictor.withdraw(entry)
+        if entry.stage is Stage.QUEUED and self._num_under_way() < MAX_UNDER_WAY:
             self._start(entry)
 
     def unwant(self, digest: str) -> None:
@@ -174,14 +156,18 @@ class Residency:
     def acquire(self, digest: str) -> SlotLease | None:
         """Take a running reference, or None while the adapter is not on the device."""
         entry = self._entries.get(digest)
-        if entry is None or entry.stage is not _Stage.DEVICE:
+        if entry is None or entry.stage is not Stage.DEVICE:
             return None
         entry.running += 1
-        self._touch(entry)
+        entry.known.num_runs += 1
+        self._evictor.withdraw(entry)
+        if not entry.is_counted:
+            self._evictor.used(entry)
+        entry.is_counted = False
         return self._slots.lease(entry.slot)
 
     def release(self, digest: str, last_step: int = 0) -> None:
-        """Give a running reference back.
+        """Give a running reference back, after the cached blocks that were held beside it.
 
         Args:
             digest: The adapter.
@@ -195,7 +181,6 @@ class Residency:
             raise EngineError(f"adapter {digest} was released more often than acquired")
         entry.running -= 1
         entry.last_step = max(entry.last_step, last_step)
-        self._touch(entry)
         self._settle(entry)
 
     def check_slot(self, slot: int, generation: int, digest: str) -> None:
@@ -206,17 +191,20 @@ class Residency:
         """
         self._slots.check_lease(SlotLease(slot, generation, digest))
 
-    def pin(self, digest: str, pinned: bool) -> None:
-        """Set whether the adapter stays on the device once it is there, as far as the share of pins goes."""
+    def pin(self, ref: AdapterRef | str, pinned: bool) -> None:
+        """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
+        digest = ref if isinstance(ref, str) else ref.digest
         if pinned:
-            self._pinned.setdefault(digest)
+            self._pins.add(digest, None if isinstance(ref, str) else ref)
         else:
-            self._pinned.pop(digest, None)
+            self._unpin(digest)
+        self._apply_pins()
 
     def forget(self, digest: str) -> None:
         """Let go of a deleted adapter: at once where nobody uses it, otherwise when the last request is done."""
-        self._pinned.pop(digest, None)
-        self._page_counts.pop(digest, None)
+        self._unpin(digest)
+        self._apply_pins()
+        self._known.forget(digest)
         self._images.drop(digest)
         entry = self._entries.get(digest)
         if entry is not None:
@@ -224,21 +212,19 @@ class Residency:
             self._settle(entry)
 
     def evict_idle(self, num_pages: int) -> int:
-        """Evict idle adapters, least recently used first, until `num_pages` pages were freed or none is left.
+        """Evict until `num_pages` pages were freed or nothing is left to evict; returns how many were freed."""
+        before = self._pool.num_free
+        while self._pool.num_free < before + num_pages and self._evictor.make_room(self._pool.num_free + 1):
+            pass
+        return self._pool.num_free - before
 
-        Returns:
-            Pages freed; all can be allocated now.
-        """
-        freed = 0
-        for entry in self._idle():
-            if freed >= num_pages:
-                break
-            freed += len(entry.pages)
-            self._evict(entry)
-        return freed
+    @property
+    def evictions(self) -> int:
+        """Adapters evicted from the device since start."""
+        return self._evictor.evictions.get("adapter", 0)
 
     def tick(self, step: int) -> list[LoadFailure]:
-        """Take in what the loader threads did, and give pages to adapters that wait for them.
+        """Take in what other threads did, and give pages to adapters that wait for them.
 
         Args:
             step: The last completed step.
@@ -247,45 +233,60 @@ class Residency:
             Adapters that could not be loaded, with their holds gone; a later `want` tries again.
         """
         self._pool.complete(step)
-        self._slots.complete(self._pool.completed_step)
         failures: list[LoadFailure] = []
-        for job in self._queue.take_done():
+        for job in [*self._copy_queue.take_done(), *self._load_queue.take_done()]:
             failure = self._take_in(job)
             if failure is not None:
                 failures.append(failure)
-        for entry in list(self._entries.values()):
-            if entry.stage is _Stage.PLACING:
-                self._place(entry)
+        for digest in self._images.take_gone():
+            self._rescore(digest)
+        for entry in [entry for entry in self._entries.values() if entry.stage is Stage.PLACING and entry.holds]:
+            self._place(entry)
         self._start_queued()
+        self._bring_pinned()
         return failures
 
     def residents(self) -> list[ResidentAdapter]:
         """Adapters in memory or on their way there, those of the device first."""
-        page_counts = self._images.page_counts()
         found = []
-        for digest, entry in sorted(self._entries.items(), key=lambda item: item[1].stage is not _Stage.DEVICE):
-            if entry.stage is _Stage.QUEUED:
+        for digest, entry in sorted(self._entries.items(), key=lambda item: item[1].stage is not Stage.DEVICE):
+            if entry.stage is Stage.QUEUED:
                 continue
-            on_the_way = entry.stage in (_Stage.LOADING, _Stage.COPYING)
+            on_the_way = entry.stage in (Stage.LOADING, Stage.COPYING)
             tier: Literal["device", "host", "loading"] = "loading" if on_the_way else "host"
             found.append(
                 ResidentAdapter(
                     digest=digest,
-                    tier="device" if entry.stage is _Stage.DEVICE else tier,
-                    pages=self._page_counts.get(digest) or len(entry.pages),
+                    tier="device" if entry.stage is Stage.DEVICE else tier,
+                    pages=entry.known.num_pages or 0,
                     running=entry.running,
-                    pinned=digest in self._pinned,
+                    pinned=digest in self._pins,
+                    holds=entry.holds,
+                    uses=entry.known.num_runs,
+                    prefix_pages=self._group_worth(digest)[1],
                 )
             )
-        found.extend(
-            ResidentAdapter(digest=digest, tier="host", pages=pages, running=0, pinned=digest in self._pinned)
-            for digest, pages in page_counts.items()
-            if digest not in self._entries or self._entries[digest].stage is _Stage.QUEUED
-        )
+        for digest, pages in self._images.page_counts().items():
+            queued = self._entries.get(digest)
+            if queued is None or queued.stage is Stage.QUEUED:
+                found.append(
+                    ResidentAdapter(
+                        digest=digest,
+                        tier="host",
+                        pages=pages,
+                        running=0,
+                        pinned=digest in self._pins,
+                        holds=0 if queued is None else queued.holds,
+                        uses=self._known.num_runs(digest),
+                    )
+                )
         return found
 
-    def check(self) -> None:
+    def check(self, num_swap_pages: int = 0) -> None:
         """Verify that pages, slots and host pages are those of the adapters.
+
+        Args:
+            num_swap_pages: Host pages that hold the KV cache of preempted requests.
 
         Raises:
             PageAccountingError: Pages or slots were lost or doubled.
@@ -294,68 +295,111 @@ class Residency:
         if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["adapter"]:
             raise PageAccountingError(f"adapters hold {len(pages)} pages, the pool says {self._pool.counts()}")
         self._slots.check({entry.slot: digest for digest, entry in self._entries.items() if entry.slot >= 0})
-        self._images.check()
+        self._images.check(num_swap_pages)
         for digest, entry in self._entries.items():
-            on_device = entry.stage is _Stage.DEVICE
+            on_device = entry.stage is Stage.DEVICE
             if (entry.slot >= 0) != bool(entry.pages) or (entry.running and not on_device) or entry.holds < 0:
                 raise PageAccountingError(f"adapter {digest} is {entry.stage.name} with what that does not allow")
+            if (entry in self._evictor) != (entry.is_idle and not entry.is_kept):
+                raise PageAccountingError(f"adapter {digest} is in use and can be evicted, or neither")
+        if self._prefixes is not None:
+            stray = {group for group in self._prefixes.groups() if group is not None and self.state(group) != "device"}
+            if stray:
+                raise PageAccountingError(f"adapters have cached blocks and are not on the device: {sorted(stray)}")
 
     def close(self) -> None:
-        """Drop loads that wait, and return when those that run are done."""
-        self._queue.close()
+        """Drop work that waits, and return when what runs is done."""
+        self._load_queue.close()
+        self._copy_queue.close()
+
+    def _enter(self, ref: AdapterRef, *, comes_for_pin: bool = False) -> Entry:
+        entry = Entry(
+            ref=ref,
+            known=self._known[ref.digest],
+            wanted_s=self._clock(),
+            worth_of=self._worth,
+            evict_entry=self._remove,
+            comes_for_pin=comes_for_pin,
+        )
+        self._entries[ref.digest] = entry
+        return entry
 
     def _num_under_way(self) -> int:
-        return sum(entry.stage in (_Stage.LOADING, _Stage.PLACING) for entry in self._entries.values())
+        return sum(entry.stage in (Stage.LOADING, Stage.PLACING) for entry in self._entries.values())
 
     def _start_queued(self) -> None:
         room = MAX_UNDER_WAY - self._num_under_way()
-        queued = [entry for entry in self._entries.values() if entry.stage is _Stage.QUEUED]
+        queued = [entry for entry in self._entries.values() if entry.stage is Stage.QUEUED]
         for entry in queued[: max(room, 0)]:
             self._start(entry)
 
-    def _start(self, entry: _Entry) -> None:
+    def _start(self, entry: Entry) -> None:
         ref = entry.ref
         entry.image = self._images.hold(ref.digest)
         if entry.image is not None:
-            entry.origin, entry.stage = "host", _Stage.PLACING
+            entry.origin, entry.stage = "host", Stage.PLACING
+            entry.known.num_pages = len(entry.image.pages)
             self._place(entry)
             return
-        entry.origin, entry.stage = "stored", _Stage.LOADING
+        entry.origin, entry.stage = "stored", Stage.LOADING
+        entry.known.num_runs = 0
         entry.job = LoadJob(ref.digest, lambda: self._loader.load(ref))
-        self._queue.submit(entry.job)
+        self._load_queue.submit(entry.job)
+
+    def _bring_pinned(self) -> None:
+        """Bring one pinned adapter at a time, as long as nothing that is wanted lacks room or a loader."""
+        coming = [entry for entry in self._entries.values() if entry.stage is not Stage.DEVICE]
+        has_room = not any(entry.holds and entry.stage in (Stage.QUEUED, Stage.PLACING) for entry in coming)
+        for entry in [entry for entry in coming if entry.stage is Stage.PLACING and not entry.holds]:
+            if has_room and self._has_room_for_pin(entry.known.num_pages or 0):
+                self._place(entry)
+            if entry.stage is Stage.PLACING:
+                self._remove(entry)  # its image is in the slab, if that has room; later it is tried again
+        if has_room and not any(entry.comes_for_pin for entry in coming):
+            wanted = (
+                ref for ref in self._pins.missing(self._entries) if self._has_room_for_pin(self.pages_needed(ref) or 1)
+            )
+            ref = next(wanted, None)
+            if ref is not None:
+                self._start(self._enter(ref, comes_for_pin=True))
 
     def _take_in(self, job: LoadJob) -> LoadFailure | None:
         entry = self._entries[job.digest]
         entry.job = None
         if job.image is None:
             return self._fail(entry, job.error)
-        if entry.stage is _Stage.LOADING:
+        if entry.stage is Stage.LOADING:
             self._images.add(job.image, keep=not entry.is_forgotten)
             entry.image = job.image
-            entry.stage = _Stage.PLACING
-            self._remember_pages(job.digest, len(job.image.pages))
+            entry.stage = Stage.PLACING
+            entry.known.num_pages = len(job.image.pages)
         else:
             self._arrive(entry, job.image)
         self._settle(entry)
         return None
 
-    def _fail(self, entry: _Entry, error: WeftError | None) -> LoadFailure | None:
+    def _fail(self, entry: Entry, error: WeftError | None) -> LoadFailure | None:
         self._loads[f"{entry.origin}>device:failed"] += 1
+        self._pins.note_load(entry.ref.digest, succeeded=False)
         was_wanted = entry.holds > 0
         entry.holds = 0
         self._remove(entry)
+        if not was_wanted:
+            logger.warning("adapter %s could not be loaded: %s", entry.ref.digest, error)
         return LoadFailure(entry.ref.digest, error) if was_wanted and error is not None else None
 
-    def _place(self, entry: _Entry) -> None:
+    def _place(self, entry: Entry) -> None:
         """Start the copy to the device if there is room for all of it."""
         image = entry.image
-        if image is None or not self._may_hold(len(image.pages)) or not self._make_room(len(image.pages)):
+        if image is None or (entry.holds and not self._may_hold(len(image.pages))):
+            return
+        if not self._make_room(len(image.pages)):
             return
         pages = self._pool.allocate(len(image.pages), "adapter")
         slot = self._slots.take(entry.ref.digest) if pages is not None else None
         if pages is None or slot is None:
             raise PageAccountingError("room that was made for an adapter is not there")
-        entry.pages, entry.slot, entry.stage = pages, slot, _Stage.COPYING
+        entry.pages, entry.slot, entry.stage = pages, slot, Stage.COPYING
         fence = self._copier.fence()
 
         def copy() -> HostImage:
@@ -363,94 +407,96 @@ class Residency:
             return image
 
         entry.job = LoadJob(entry.ref.digest, copy)
-        self._queue.submit(entry.job, urgent=True)
+        self._copy_queue.submit(entry.job)
 
-    def _arrive(self, entry: _Entry, image: HostImage) -> None:
+    def _arrive(self, entry: Entry, image: HostImage) -> None:
         self._tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
-        entry.stage = _Stage.DEVICE
+        entry.stage = Stage.DEVICE
         entry.image = None
         self._images.release(image)
-        self._touch(entry)
+        self._evictor.used(entry)
+        entry.is_counted = True
         self._loads[f"{entry.origin}>device:ok"] += 1
         self.load_seconds += self._clock() - entry.wanted_s
+        if entry.ref.digest in self._pins:
+            self._pins.note_load(entry.ref.digest, succeeded=True)
+            self._apply_pins()
 
     def _may_hold(self, num_pages: int) -> bool:
         """Whether an adapter of so many pages may join those that only wait for their requests."""
-        held = sum(len(entry.pages) for entry in self._entries.values() if entry.holds and not entry.running)
+        held = sum(entry.num_pages for entry in self._entries.values() if entry.holds and not entry.running)
         return held == 0 or held + num_pages <= self._pool.capacity // HOLD_SHARE
 
+    def _has_room_for_pin(self, num_pages: int) -> bool:
+        """Whether an adapter of so many pages would be kept by its pin, and nothing in use is in its way."""
+        return (
+            self._pins.has_share(num_pages, self._entries)
+            and self._evictor.num_available - num_pages >= self.reserve_pages
+            and (self._slots.num_free > 0 or any(entry in self._evictor for entry in self._entries.values()))
+        )
+
     def _make_room(self, num_pages: int) -> bool:
-        """Evict idle adapters so that pages and a slot are free; nothing is evicted where that would not do."""
-        lacking = num_pages - self._pool.num_free
-        lacks_slot = self._slots.num_free == 0
-        victims: list[_Entry] = []
-        idle = iter(self._idle())
-        while lacking > 0 or lacks_slot:
-            victim = next(idle, None)
-            if victim is None:
-                return False
-            victims.append(victim)
-            lacking -= len(victim.pages)
-            lacks_slot = False
-        for victim in victims:
-            self._evict(victim)
-        return True
+        """Have pages and a slot free for one adapter; nothing is evicted where that would not do."""
+        if self._evictor.num_available - num_pages < self.reserve_pages:
+            return False
+        self._slots.complete(self._pool.completed_step)
+        if self._slots.num_free:
+            return self._evictor.make_room(num_pages)
+        victim = self._evictor.first(self._entries.values())
+        return victim is not None and self._evictor.make_room(num_pages, victim)
 
-    def _idle(self) -> list[_Entry]:
-        """Adapters whose pages can be had at once, in the order of eviction."""
-        kept = self._kept_by_pins()
-        idle = [
-            entry
-            for entry in self._entries.values()
-            if entry.stage is _Stage.DEVICE
-            and not entry.running
-            and not entry.holds
-            and entry.ref.digest not in kept
-            and entry.last_step <= self._pool.completed_step
-        ]
-        return sorted(idle, key=lambda entry: (entry.ref.digest in self._pinned, entry.last_use))
+    def _worth(self, entry: Entry) -> tuple[float, int]:
+        """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
+        page_s = self._costs.copy_s if entry.ref.digest in self._images else self._costs.copy_s + self._costs.load_s
+        group_s, group_pages = self._group_worth(entry.ref.digest)
+        return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
 
-    def _kept_by_pins(self) -> set[str]:
-        """Pinned adapters that stay: those pinned first, as many as the share of slots and pages holds."""
-        slots, pages = self._tables.slots // PIN_SHARE, self._pool.capacity // PIN_SHARE
-        kept: set[str] = set()
-        for digest in self._pinned:
-            entry = self._entries.get(digest)
-            if entry is not None and entry.stage is _Stage.DEVICE and len(kept) < slots and len(entry.pages) <= pages:
-                kept.add(digest)
-                pages -= len(entry.pages)
-        return kept
+    def _group_worth(self, digest: str) -> tuple[float, int]:
+        return (0.0, 0) if self._prefixes is None else self._prefixes.group_worth(digest)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _rescore(self, digest: str) -> None:
+        """Offer an adapter anew, if it is offered, because what it takes to have it again has changed."""
+        entry = self._entries.get(digest)
+        if entry is not None and entry in self._evictor:
+            self._evictor.offer(entry)
+
+    def _apply_pins(self) -> None:
+        for entry in self._pins.apply(self._entries):
+            self._settle(entry)
+
+    def _unpin(self, digest: str) -> None:
+        self._pins.discard(digest)
+        entry = self._entries.get(digest)
+        if entry is not None:
+            entry.is_kept = entry.goes_last = entry.comes_for_pin = False
+            self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
         """Let go of what an adapter has and nobody needs any more."""
         if entry.holds or entry.running:
             return
-        if entry.stage is _Stage.DEVICE:
+        if entry.stage is Stage.DEVICE:
             if entry.is_forgotten:
-                self._evict(entry)
-        elif entry.stage in (_Stage.QUEUED, _Stage.PLACING) or (
-            entry.stage is _Stage.LOADING and entry.job is not None and self._queue.cancel(entry.job)
+                self._evictor.take(entry)
+            elif entry.is_kept:
+                self._evictor.withdraw(entry)
+            else:
+                self._evictor.offer(entry)
+        elif entry.comes_for_pin:
+            return
+        elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
+            entry.stage is Stage.LOADING and entry.job is not None and self._load_queue.cancel(entry.job)
         ):
             self._remove(entry)
 
-    def _evict(self, entry: _Entry) -> None:
-        self.evictions += 1
-        self._remove(entry)
-
-    def _remove(self, entry: _Entry) -> None:
-        """Forget an entry, with its pages, slot and image given back."""
+    def _remove(self, entry: Entry) -> None:
+        """Forget an entry, with its pages, slot and image given back, and the KV that was cached with it."""
+        if self._prefixes is not None and entry.stage is Stage.DEVICE:
+            self._prefixes.evict_group(entry.ref.digest)
         del self._entries[entry.ref.digest]
         if entry.image is not None:
             self._images.release(entry.image)
         if entry.slot >= 0:
             self._pool.free(entry.pages, entry.last_step)
+            self._slots.complete(self._pool.completed_step)
             self._slots.give_back(entry.slot, entry.last_step)
-
-    def _touch(self, entry: _Entry) -> None:
-        self._uses += 1
-        entry.last_use = self._uses
-
-    def _remember_pages(self, digest: str, count: int) -> None:
-        self._page_counts[digest] = count
-        if len(self._page_counts) > MAX_PAGE_COUNTS:
-            del self._page_counts[next(iter(self._page_counts))]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.blobs import LocalBlobs
+from weft.adapters.host_images import HostImages
+from weft.adapters.loading import AdapterLoader
 from weft.adapters.lora_step import LoraBatcher
 from weft.adapters.paged_lora import PagedLora
 from weft.adapters.residency import Residency
@@ -37,8 +40,11 @@ from weft.engine.scheduler import Scheduler
 from weft.engine.status import EngineReady, MemoryPlan
 from weft.kernels.dispatch import kernels_for
 from weft.memory.arena import Arena
+from weft.memory.copies import PageCopier
+from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry, page_geometry
 from weft.memory.host_slab import HostSlab
+from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
 
 logger = logging.getLogger(__name__)
@@ -89,15 +95,7 @@ def build_engine(config: Config, *, notify: Callable[[], None] | None = None) ->
     longest = max_model_len(config, spec, plan)
     decoder, base = _load(folder, spec, dtype, device, longest)
     memory = _allocate(config, plan, base, geometry, device, dtype)
-    residency = Residency(
-        LocalBlobs(config.blob_dir),
-        memory.pool,
-        memory.arena,
-        memory.slab,
-        memory.tables,
-        ThreadPoolExecutor(config.adapter.load_threads, "adapter-loader"),
-        notify=notify,
-    )
+    residency = _residency(config, memory, notify)
     limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
     ready = EngineReady(
         boot_id=secrets.token_hex(8),
@@ -160,6 +158,42 @@ def _allocate(
         slab=HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda"),
         tables=AdapterTables(config.adapter.slots, base, config.adapter.max_rank, geometry, device),
     )
+
+
+def _residency(config: Config, memory: _Memory, notify: Callable[[], None] | None) -> Residency:
+    arena, pool, tables, images = memory.arena, memory.pool, memory.tables, HostImages(memory.slab)
+    loader = AdapterLoader(
+        LocalBlobs(config.blob_dir),
+        images,
+        tables.base,
+        arena.geometry,
+        arena.dtype,
+        tables.max_rank,
+        max_pages=pool.capacity - arena.geometry.num_groups,
+    )
+    copier = PageCopier(arena)
+    return Residency(
+        loader,
+        copier,
+        pool,
+        images,
+        tables,
+        Evictor(pool, eviction_policy(config.memory.eviction)),
+        _page_costs(arena, copier),
+        loads=ThreadPoolExecutor(config.adapter.load_threads, "adapter-loader"),
+        copies=ThreadPoolExecutor(1, "adapter-copier"),
+        prefixes=None,
+        notify=notify,
+    )
+
+
+def _page_costs(arena: Arena, copier: PageCopier) -> PageCosts:
+    """Measure the copy of a page to the zero page, of zeros; a load takes several times that."""
+    zeros = torch.zeros(arena.geometry.page_bytes, dtype=torch.uint8)
+    started_s = time.perf_counter()
+    copier.copy([zeros], [0], copier.fence())
+    copy_s = time.perf_counter() - started_s
+    return PageCosts(copy_s=copy_s, load_s=10 * copy_s, token_s=copy_s)
 
 
 def _runner(decoder: Decoder, memory: _Memory, plan: MemoryPlan, residency: Residency) -> ModelRunner:

@@ -12,7 +12,7 @@ import torch
 from adapters_factory import Q_AND_V, random_lora
 from residency_parts import ResidencyParts, make_residency, store
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency import MAX_UNDER_WAY, Residency
+from weft.adapters.residency import MAX_UNDER_WAY
 from weft.errors import (
     AdapterIncompatibleError,
     AdapterUnavailableError,
@@ -44,19 +44,19 @@ def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_p
     residency.want(ref)
     assert residency.waiting_reason(ref.digest) == "LOADING"
     assert residency.acquire(ref.digest) is None
-    parts.executor.run_one()
+    parts.loads.run_one()
     assert residency.state(ref.digest) == "stored"  # nothing the engine sees changes before tick
     residency.tick(0)
     assert residency.state(ref.digest) == "host"
-    parts.executor.run_one()
+    parts.copies.run_one()
     residency.tick(0)
     assert residency.state(ref.digest) == "device"
     assert parts.pool.counts()["adapter"] == pages == residency.pages_needed(ref)
-    assert residency.evict_idle(1) == 0  # it is held
+    assert parts.evict_all() == 0  # it is held
     residency.unwant(ref.digest)
-    assert residency.evict_idle(1) == pages
+    assert parts.evict_all() == pages
     assert residency.state(ref.digest) == "host"
-    assert (residency.loads, residency.evictions) == ({"stored>device:ok": 1}, 1)
+    assert (residency.loads, parts.evictor.evictions) == ({"stored>device:ok": 1}, {"adapter": 1})
     residency.check()
 
 
@@ -65,7 +65,7 @@ def test_the_arena_holds_exactly_the_checkpoint_after_load_eviction_and_reload(t
     for _ in range(2):
         for ref in refs:
             assert parts.matches(parts.load(ref), parts.loras[ref.digest])
-        parts.residency.evict_idle(1000)
+        parts.evict_all()
     assert parts.residency.loads == {"stored>device:ok": 3, "host>device:ok": 3}
 
 
@@ -76,10 +76,10 @@ def test_an_adapter_that_runs_is_never_evicted(tmp_path: Path) -> None:
     lease = residency.acquire(first.digest)
     assert lease is not None
     parts.load(second)
-    assert residency.evict_idle(1000) == pages
+    assert parts.evict_all() == pages
     residency.check_slot(*lease)
     residency.release(first.digest)
-    assert residency.evict_idle(1000) == pages
+    assert parts.evict_all() == pages
     with pytest.raises(StaleSlotError):
         residency.check_slot(*lease)
 
@@ -115,7 +115,7 @@ def test_pages_and_slot_of_an_evicted_adapter_wait_for_the_step_that_may_read_th
     lease = parts.residency.acquire(first.digest)
     assert lease is not None
     parts.residency.release(first.digest, last_step=7)
-    assert parts.residency.evict_idle(1000) == 0
+    assert parts.evict_all() == 0
     parts.residency.forget(first.digest)
     assert parts.pool.num_quarantined == pages
     with pytest.raises(StaleSlotError):
@@ -175,7 +175,7 @@ def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_p
             path.write_bytes(broken)
         parts.residency.want(ref)
         parts.residency.want(ref)
-        parts.executor.run_all()
+        parts.loads.run_all()
         (failure,) = parts.residency.tick(0)
         assert failure.digest == ref.digest
         assert isinstance(failure.error, AdapterUnavailableError)
@@ -192,7 +192,7 @@ def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(tmp_path: P
     parts, refs, pages = prepare(tmp_path, rank=64, num_pages=12, slab_pages=0)
     assert pages > 11
     parts.residency.want(refs[0])
-    parts.executor.run_all()
+    parts.loads.run_all()
     (failure,) = parts.residency.tick(0)
     assert isinstance(failure.error, NeverFitsError)
     assert str(pages) in failure.error.message
@@ -202,7 +202,7 @@ def test_a_rank_above_the_setting_is_refused(tmp_path: Path) -> None:
     parts = make_residency(tmp_path, max_rank=8)
     (ref,) = store(parts, tmp_path, [random_lora(parts.base, 16, seed=0, modules=Q_AND_V)])
     parts.residency.want(ref)
-    parts.executor.run_all()
+    parts.loads.run_all()
     (failure,) = parts.residency.tick(0)
     assert isinstance(failure.error, AdapterIncompatibleError)
 
@@ -217,7 +217,7 @@ def test_a_fault_in_a_loader_thread_fails_the_adapter_and_not_the_engine(
 
     monkeypatch.setattr(parts.blobs, "open_verified", raise_fault)
     parts.residency.want(ref)
-    parts.executor.run_all()
+    parts.loads.run_all()
     (failure,) = parts.residency.tick(0)
     assert failure.error.code == "adapter_load_failed"
     parts.residency.check()
@@ -252,7 +252,7 @@ def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
 def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.residency.want(ref)
-    parts.executor.run_one()
+    parts.loads.run_one()
     parts.residency.unwant(ref.digest)
     parts.residency.forget(ref.digest)
     parts.settle()
@@ -264,7 +264,7 @@ def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -
 def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.residency.want(ref)
-    parts.executor.run_one()
+    parts.loads.run_one()
     parts.residency.unwant(ref.digest)
     parts.settle()
     assert parts.residency.state(ref.digest) == "host"
@@ -274,12 +274,12 @@ def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab(tmp_path: Path)
 def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Path) -> None:
     parts, (ref, *_), pages = prepare(tmp_path)
     parts.residency.want(ref)
-    parts.executor.run_one()
+    parts.loads.run_one()
     parts.residency.tick(0)
     parts.residency.unwant(ref.digest)
-    assert parts.residency.evict_idle(1000) == 0  # its pages are being written
+    assert parts.evict_all() == 0  # its pages are being written
     parts.settle()
-    assert parts.residency.evict_idle(1000) == pages
+    assert parts.evict_all() == pages
 
 
 def test_dropped_holds_let_go_of_all_but_one(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_dropped_holds_let_go_of_all_but_one(tmp_path: Path) -> None:
         parts.residency.want(ref)
     parts.settle()
     parts.residency.drop_holds(second.digest)
-    parts.residency.evict_idle(1000)
+    parts.evict_all()
     assert [parts.residency.state(ref.digest) for ref in (first, second, third)] == ["host", "device", "host"]
 
 
@@ -296,10 +296,10 @@ def test_a_pinned_adapter_stays(tmp_path: Path) -> None:
     parts, (ref, *_), pages = prepare(tmp_path)
     parts.residency.pin(ref.digest, True)
     parts.load(ref)
-    assert parts.residency.evict_idle(1000) == 0
+    assert parts.evict_all() == 0
     assert [adapter.pinned for adapter in parts.residency.residents()] == [True]
     parts.residency.pin(ref.digest, False)
-    assert parts.residency.evict_idle(1000) == pages
+    assert parts.evict_all() == pages
 
 
 @pytest.mark.parametrize(("sizes", "kept"), [({"slots": 4, "num_pages": 200}, 2), ({"slots": 3}, 1), ({"slots": 1}, 0)])
@@ -309,7 +309,7 @@ def test_pins_never_keep_others_out(tmp_path: Path, sizes: dict[str, int], kept:
         parts.residency.pin(ref.digest, True)
     for ref in refs:
         parts.load(ref)
-    parts.residency.evict_idle(1000)
+    parts.evict_all()
     on_device = [parts.residency.state(ref.digest) == "device" for ref in refs]
     assert on_device == [True] * kept + [False] * (5 - kept)
 
@@ -320,7 +320,7 @@ def test_pins_keep_half_of_the_pages_at_most(tmp_path: Path) -> None:
     for ref in refs:
         parts.residency.pin(ref.digest, True)
         parts.load(ref)
-    assert parts.residency.evict_idle(1000) == 2 * pages
+    assert parts.evict_all() == 2 * pages
     assert parts.residency.state(refs[0].digest) == "device"
 
 
@@ -329,7 +329,7 @@ def test_the_host_slab_is_bounded_and_drops_the_least_recently_used(tmp_path: Pa
     parts.slab.__init__(2 * pages, parts.arena.geometry.page_bytes, False)  # type: ignore[misc]
     for ref in refs:
         parts.load(ref)
-        parts.residency.evict_idle(1000)
+        parts.evict_all()
     assert [parts.residency.state(ref.digest) for ref in refs] == ["stored", "host", "host"]
     parts.residency.check()
 
@@ -337,7 +337,7 @@ def test_the_host_slab_is_bounded_and_drops_the_least_recently_used(tmp_path: Pa
 def test_without_any_room_in_the_slab_adapters_are_served_all_the_same(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path, slab_pages=1)
     assert parts.matches(parts.load(ref), parts.loras[ref.digest])
-    parts.residency.evict_idle(1000)
+    parts.evict_all()
     assert parts.residency.state(ref.digest) == "stored"
 
 
@@ -348,19 +348,20 @@ def test_only_so_many_loads_are_under_way_and_the_rest_follow(tmp_path: Path) ->
     refs = store(parts, tmp_path, loras)
     for ref in refs:
         parts.residency.want(ref)
-    assert len(parts.executor.pending) == MAX_UNDER_WAY
+    assert len(parts.loads.pending) == MAX_UNDER_WAY
     assert parts.residency.waiting_reason(refs[-1].digest) == "NO_ROOM"
     parts.settle()
     assert all(parts.residency.state(ref.digest) == "device" for ref in refs)
 
 
-def test_a_copy_is_run_before_loads_that_came_earlier(tmp_path: Path) -> None:
+def test_a_copy_does_not_wait_behind_loads(tmp_path: Path) -> None:
     parts, refs, _ = prepare(tmp_path, count=3, num_pages=100)
     for ref in refs:
         parts.residency.want(ref)
-    parts.executor.run_one()
-    parts.residency.tick(0)  # the first one's copy is queued behind two loads
-    parts.executor.run_one()
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    assert (len(parts.loads.pending), len(parts.copies.pending)) == (2, 1)
+    parts.copies.run_one()
     parts.residency.tick(0)
     assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "stored", "stored"]
 
@@ -390,11 +391,11 @@ def test_nothing_of_the_host_pages_earlier_content_reaches_the_arena(tmp_path: P
 
 
 def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_path: Path) -> None:
-    parts = make_residency(tmp_path, num_pages=16, slab_pages=8, slots=3)
+    threads = (ThreadPoolExecutor(max_workers=3), ThreadPoolExecutor(max_workers=1))
+    parts = make_residency(tmp_path, num_pages=16, slab_pages=8, slots=3, executors=threads)
     refs = store(parts, tmp_path, [random_lora(parts.base, 8, seed=seed) for seed in range(6)])
     draw = random.Random(0)
-    executor = ThreadPoolExecutor(max_workers=3)
-    residency = Residency(parts.blobs, parts.pool, parts.arena, parts.slab, parts.tables, executor)
+    residency = parts.residency
     served: Counter[str] = Counter()
     deadline = time.monotonic() + 20
     step = 0
@@ -420,19 +421,14 @@ def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_
     residency.check()
 
 
-def test_the_loader_thread_says_when_there_is_something_to_take_in(tmp_path: Path) -> None:
-    parts, (ref, *_), _ = prepare(tmp_path)
+def test_other_threads_say_when_there_is_something_to_take_in(tmp_path: Path) -> None:
     told: list[str] = []
-    residency = Residency(
-        parts.blobs,
-        parts.pool,
-        parts.arena,
-        parts.slab,
-        parts.tables,
-        parts.executor,
-        notify=lambda: told.append("done"),
-    )
-    residency.want(ref)
+    parts = make_residency(tmp_path, notify=lambda: told.append("done"))
+    (ref,) = store(parts, tmp_path, [random_lora(parts.base, 8, seed=0)])
+    parts.residency.want(ref)
     assert told == []
-    parts.executor.run_one()
+    parts.loads.run_one()
     assert told == ["done"]
+    parts.residency.tick(0)
+    parts.copies.run_one()
+    assert told == ["done", "done"]

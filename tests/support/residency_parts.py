@@ -1,4 +1,4 @@
-"""A small residency with real parts: tiny base, poisoned arena, blobs in a folder, and an executor on a leash."""
+"""A small residency with real parts: tiny base, poisoned arena, blobs in a folder, and executors on a leash."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -14,13 +15,23 @@ from adapters_factory import RandomLora, tiny_base
 from stored_adapters import store_adapter
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs import LocalBlobs
+from weft.adapters.host_images import HostImage, HostImages
+from weft.adapters.load_queue import LoadExecutor
+from weft.adapters.loading import AdapterLoader
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency import Residency
 from weft.adapters.tables import AdapterTables
 from weft.memory.arena import Arena
+from weft.memory.copies import PageCopier
+from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry, page_geometry
 from weft.memory.host_slab import HostSlab
+from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache
+from weft.memory.token_chain import TokenChain, chain_seed
+
+COSTS = PageCosts(copy_s=0.001, load_s=0.01, token_s=0.02)
 
 
 def tiny_geometry(base: BaseShape, dtype: torch.dtype = torch.float32) -> PageGeometry:
@@ -66,6 +77,42 @@ class StepwiseExecutor:
         self.pending.clear()
 
 
+class CountingLoader(AdapterLoader):
+    """The real loader, which counts what it packed."""
+
+    num_loads = 0
+
+    def load(self, ref: AdapterRef) -> HostImage:
+        self.num_loads += 1
+        return super().load(ref)
+
+
+class WatchedCopier(PageCopier):
+    """The real copier, which remembers the pages that it wrote and can be told to fail."""
+
+    fails = False
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        self.copied: list[list[int]] = []
+
+    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
+        if self.fails:
+            raise RuntimeError("the device does not answer")
+        self.copied.append(list(pages))
+        super().copy(sources, pages, fence)
+
+
+class CountingTables(AdapterTables):
+    """The real tables, which count the rows written."""
+
+    num_written = 0
+
+    def write(self, *args: object) -> None:
+        self.num_written += 1
+        super().write(*args)  # type: ignore[arg-type]
+
+
 @dataclass
 class ResidencyParts:
     base: BaseShape
@@ -73,17 +120,26 @@ class ResidencyParts:
     pool: PagePool
     arena: Arena
     slab: HostSlab
-    tables: AdapterTables
-    executor: StepwiseExecutor
+    images: HostImages
+    tables: CountingTables
+    loader: CountingLoader
+    copier: WatchedCopier
+    evictor: Evictor
+    prefixes: PrefixCache
+    loads: StepwiseExecutor
+    copies: StepwiseExecutor
     residency: Residency
+    clock: list[float]
+    """The second it is, in its one element."""
     loras: dict[str, RandomLora] = field(default_factory=dict)
     """By digest."""
 
     def settle(self, step: int = 0) -> list[str]:
-        """Run all loads and ticks there are to run; digests of failed loads."""
+        """Run all loads, copies and ticks there are to run; digests of failed loads."""
         failed = []
         for _ in range(8):
-            self.executor.run_all()
+            self.loads.run_all()
+            self.copies.run_all()
             failed += [failure.digest for failure in self.residency.tick(step)]
         return failed
 
@@ -96,6 +152,29 @@ class ResidencyParts:
         self.residency.release(ref.digest)
         self.residency.unwant(ref.digest)
         return lease.slot
+
+    def evict_all(self) -> int:
+        """Have the evictor take all it can; returns the pages freed."""
+        before = self.pool.num_free
+        while self.evictor.make_room(self.pool.num_free + 1):
+            pass
+        return self.pool.num_free - before
+
+    def cache_blocks(self, digest: str | None, count: int, *, seed: str = "", step: int = 0) -> list[PrefixBlock]:
+        """Cache a chain of blocks that were computed with an adapter (or the base), held by the caller."""
+        chain = TokenChain(chain_seed(digest or "", seed), 1)
+        chain.extend(range(count))
+        blocks: list[PrefixBlock] = []
+        for index in range(count):
+            pages = self.pool.allocate(1, "kv")
+            if pages is None:
+                break
+            block = self.prefixes.publish(chain, index, pages, blocks[-1] if blocks else None, digest)
+            assert block is not None
+            if block.pages != pages:
+                self.pool.free(pages, step)
+            blocks.append(block)
+        return blocks
 
     def matches(self, slot: int, lora: RandomLora) -> bool:
         """Whether the arena holds exactly this adapter where the tables say."""
@@ -124,6 +203,10 @@ def make_residency(
     max_rank: int = 64,
     eager: bool = False,
     poison: bool = True,
+    policy: Literal["gdsf", "lru"] = "lru",
+    costs: PageCosts = COSTS,
+    notify: Callable[[], None] | None = None,
+    executors: tuple[LoadExecutor, LoadExecutor] | None = None,
 ) -> ResidencyParts:
     base = base or tiny_base()
     geometry = tiny_geometry(base, dtype)
@@ -132,11 +215,46 @@ def make_residency(
         arena.poison(range(1, num_pages))
     pool = PagePool(num_pages, on_release=arena.poison if poison else None)
     slab = HostSlab(slab_pages, geometry.page_bytes, pinned=False)
-    tables = AdapterTables(slots, base, max_rank, geometry, arena.device)
+    tables = CountingTables(slots, base, max_rank, geometry, arena.device)
     blobs = LocalBlobs(folder / "blobs")
-    executor = StepwiseExecutor(eager)
-    residency = Residency(blobs, pool, arena, slab, tables, executor, clock=lambda: 0.0)
-    return ResidencyParts(base, blobs, pool, arena, slab, tables, executor, residency)
+    images = HostImages(slab)
+    loader = CountingLoader(blobs, images, base, geometry, dtype, max_rank, pool.capacity - 1)
+    copier = WatchedCopier(arena)
+    clock = [0.0]
+    evictor = Evictor(pool, eviction_policy(policy), clock=lambda: clock[0])
+    prefixes = PrefixCache(pool, evictor, block_s=costs.token_s, clock=lambda: clock[0])
+    loads, copies = StepwiseExecutor(eager), StepwiseExecutor(eager)
+    residency = Residency(
+        loader,
+        copier,
+        pool,
+        images,
+        tables,
+        evictor,
+        costs,
+        loads=executors[0] if executors else loads,
+        copies=executors[1] if executors else copies,
+        prefixes=prefixes,
+        clock=lambda: clock[0],
+        notify=notify,
+    )
+    return ResidencyParts(
+        base,
+        blobs,
+        pool,
+        arena,
+        slab,
+        images,
+        tables,
+        loader,
+        copier,
+        evictor,
+        prefixes,
+        loads,
+        copies,
+        residency,
+        clock,
+    )
 
 
 def store(parts: ResidencyParts, folder: Path, loras: Sequence[RandomLora]) -> list[AdapterRef]:

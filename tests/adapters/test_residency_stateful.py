@@ -13,6 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from adapters_factory import Q_AND_V, random_lora, tiny_base
 from residency_parts import make_residency, store
 from weft.adapters.residency import SlotLease
+from weft.adapters.residency_entry import Stage
+from weft.memory.prefix_cache import PrefixBlock
+from weft.memory.swap_space import SwapSpace
 
 LORAS = [
     random_lora(tiny_base(), 8, seed=0),
@@ -25,21 +28,25 @@ LORAS = [
 NEVER_FITS = 5
 BROKEN = 3
 """An adapter whose blob comes and goes."""
+MAX_SWAPPED = 6
 adapters = st.integers(0, len(LORAS) - 1)
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    @initialize()
-    def start(self) -> None:
+    @initialize(policy=st.sampled_from(["lru", "gdsf"]))
+    def start(self, policy: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
         folder = Path(self.folder.name)
-        self.parts = make_residency(folder, num_pages=14, slab_pages=9, slots=3)
+        self.parts = make_residency(folder, num_pages=16, slab_pages=9, slots=3, policy=policy)  # type: ignore[arg-type]
         self.refs = store(self.parts, folder, LORAS)
         self.residency = self.parts.residency
+        self.swap = SwapSpace(self.parts.slab, self.parts.images.make_room, MAX_SWAPPED)
         self.index = {ref.digest: index for index, ref in enumerate(self.refs)}
         self.holds: Counter[int] = Counter()
-        self.leases: list[tuple[int, SlotLease]] = []
+        self.running: list[tuple[int | None, SlotLease | None, list[PrefixBlock]]] = []
+        """Requests: their adapter, its lease, the cached blocks that they hold."""
         self.kv: list[list[int]] = []
+        self.swapped: list[list[int]] = []
         self.pinned: dict[int, None] = {}
         self.step = 0
         broken = self.parts.blobs.path(self.refs[BROKEN].weights_sha256)
@@ -49,10 +56,16 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.finish_everything()
         self.folder.cleanup()
 
+    @rule(seconds=st.integers(1, 500))
+    def time_passes(self, seconds: int) -> None:
+        self.parts.clock[0] += seconds
+
     @rule(index=adapters)
     def want(self, index: int) -> None:
+        placed = self.placed()
         self.residency.want(self.refs[index])
         self.holds[index] += 1
+        assert self.placed() == placed or self.parts.evictor.num_available >= self.residency.reserve_pages
 
     @rule(index=adapters)
     def unwant(self, index: int) -> None:
@@ -70,13 +83,28 @@ class ResidencyMachine(RuleBasedStateMachine):
         lease = self.residency.acquire(self.refs[index].digest)
         assert (lease is not None) == on_device
         if lease is not None:
-            self.leases.append((index, lease))
+            self.running.append((index, lease, []))
 
-    @precondition(lambda self: self.leases)
+    @rule()
+    def run_the_base(self) -> None:
+        self.running.append((None, None, []))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), prompt=st.integers(0, 2), count=st.integers(1, 4))
+    def cache_a_prefix(self, data: st.DataObject, prompt: int, count: int) -> None:
+        index, _, held = data.draw(st.sampled_from(self.running))
+        if not held:
+            digest = None if index is None else self.refs[index].digest
+            held += self.parts.cache_blocks(digest, count, seed=str(prompt), step=self.step)
+
+    @precondition(lambda self: self.running)
     @rule(data=st.data(), in_flight=st.booleans())
-    def release(self, data: st.DataObject, in_flight: bool) -> None:
-        _, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        self.residency.release(lease.digest, self.step + 1 if in_flight else 0)
+    def finish(self, data: st.DataObject, in_flight: bool) -> None:
+        _, lease, held = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        last_step = self.step + 1 if in_flight else 0
+        self.parts.prefixes.release(held, last_step)
+        if lease is not None:
+            self.residency.release(lease.digest, last_step)
 
     @rule(index=adapters)
     def forget(self, index: int) -> None:
@@ -85,31 +113,47 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(index=adapters, pinned=st.booleans())
     def pin(self, index: int, pinned: bool) -> None:
-        self.residency.pin(self.refs[index].digest, pinned)
+        self.residency.pin(self.refs[index], pinned)
         if pinned:
             self.pinned.setdefault(index)
         else:
             self.pinned.pop(index, None)
 
-    @rule(num_pages=st.integers(0, 14))
-    def evict_idle(self, num_pages: int) -> None:
-        free = self.parts.pool.num_free
-        kept = {index for index in self.on_device() if self.holds[index]} | self.kept_by_a_pin()
-        assert self.residency.evict_idle(num_pages) == self.parts.pool.num_free - free
-        assert kept <= self.on_device()
+    @rule(count=st.integers(0, 6))
+    def reserve(self, count: int) -> None:
+        self.residency.reserve_pages = count
+
+    @rule(num_free=st.integers(0, 15))
+    def make_room(self, num_free: int) -> None:
+        pool, evictor = self.parts.pool, self.parts.evictor
+        before, available = pool.counts(), evictor.num_available
+        in_use = {index for index in self.on_device() if self.holds[index]} | self.runs() | self.kept_by_a_pin()
+        if evictor.make_room(num_free):
+            assert pool.num_free >= num_free
+        else:
+            assert pool.counts() == before
+            assert num_free > available or self.is_something_read()
+        assert in_use <= self.on_device()
 
     @rule()
-    def run_a_job(self) -> None:
-        self.parts.executor.run_one()
+    def run_a_load(self) -> None:
+        self.parts.loads.run_one()
+
+    @rule()
+    def run_a_copy(self) -> None:
+        self.parts.copies.run_one()
 
     @rule(completes=st.booleans())
     def tick(self, completes: bool) -> None:
         self.step += completes
+        placed, kept = self.placed(), self.kept_by_a_pin()
         for failure in self.residency.tick(self.step):
             index = self.index[failure.digest]
-            assert index in (NEVER_FITS, BROKEN)
+            assert index in (NEVER_FITS, BROKEN) or self.parts.copier.failures
             assert self.holds[index]
             self.holds[index] = 0
+        assert self.placed() <= placed or self.parts.evictor.num_available >= self.residency.reserve_pages
+        assert kept <= self.on_device()
 
     @rule(count=st.integers(1, 6))
     def kv_cache_grows(self, count: int) -> None:
@@ -122,46 +166,113 @@ class ResidencyMachine(RuleBasedStateMachine):
     def kv_cache_shrinks(self) -> None:
         self.parts.pool.free(self.kv.pop(0), self.step)
 
+    @rule(count=st.integers(1, MAX_SWAPPED))
+    def kv_is_swapped_out(self, count: int) -> None:
+        pages = self.swap.take(count)
+        if pages is not None:
+            self.parts.slab.pages[pages] = 0xFF
+            self.swapped.append(pages)
+
+    @precondition(lambda self: self.swapped)
+    @rule()
+    def kv_is_swapped_in(self) -> None:
+        self.swap.give_back(self.swapped.pop(0))
+
     @rule(missing=st.booleans())
     def break_or_mend_a_blob(self, missing: bool) -> None:
         self.broken_path.unlink(missing_ok=True)
         if not missing:
             self.broken_path.write_bytes(self.broken_bytes)
 
+    @rule(fails=st.booleans())
+    def break_or_mend_the_copies(self, fails: bool) -> None:
+        self.parts.copier.fails = fails
+
     @invariant()
     def the_accounts_are_right(self) -> None:
         self.parts.pool.check()
-        self.residency.check()
+        self.residency.check(self.swap.num_used)
+        self.parts.evictor.check()
+        self.parts.prefixes.check([held for _, _, held in self.running])
         assert not self.parts.arena.bytes[0].any()
+        counts = self.parts.pool.counts()
+        assert counts["kv"] == sum(len(pages) for pages in self.kv)
+        assert counts["adapter"] == sum(len(entry.pages) for entry in self.residency._entries.values())
+
+    @invariant()
+    def references_equal_their_holders(self) -> None:
+        running = Counter(index for index, _, _ in self.running if index is not None)
+        for digest, entry in self.residency._entries.items():
+            assert (entry.holds, entry.running) == (self.holds[self.index[digest]], running[self.index[digest]])
+        absent = [index for index, ref in enumerate(self.refs) if ref.digest not in self.residency._entries]
+        assert not any(self.holds[index] or running[index] for index in absent)
+
+    @invariant()
+    def who_waits_has_no_pages_and_who_is_away_no_cached_blocks(self) -> None:
+        for entry in self.residency._entries.values():
+            assert bool(entry.pages) == (entry.stage in (Stage.COPYING, Stage.DEVICE))
+        for group in self.parts.prefixes.groups():
+            assert group is None or self.residency.state(group) == "device"
 
     @invariant()
     def every_lease_points_at_its_own_weights(self) -> None:
-        for index, lease in self.leases:
-            self.residency.check_slot(*lease)
-            assert self.parts.matches(lease.slot, LORAS[index])
+        for index, lease, _ in self.running:
+            if lease is not None and index is not None:
+                self.residency.check_slot(*lease)
+                assert self.parts.matches(lease.slot, LORAS[index])
+
+    @invariant()
+    def pins_keep_what_their_share_holds(self) -> None:
+        kept = self.kept_by_a_pin()
+        for digest, entry in self.residency._entries.items():
+            index = self.index[digest]
+            assert entry.is_kept == (index in kept)
+            assert entry.goes_last == (index in self.pinned and entry.stage is Stage.DEVICE and index not in kept)
 
     def kept_by_a_pin(self) -> set[int]:
         """Of three slots pins keep one, for the first pinned whose pages are no more than half of all."""
-        pages = {adapter.digest: adapter.pages for adapter in self.residency.residents()}
         share = self.parts.pool.capacity // 2
-        small = [index for index in self.pinned if pages.get(self.refs[index].digest, 0) <= share]
-        return set([index for index in small if index in self.on_device()][:1])
+        entries = self.residency._entries
+        small = [index for index in self.pinned if index in self.on_device()]
+        return set([index for index in small if len(entries[self.refs[index].digest].pages) <= share][:1])
 
     def on_device(self) -> set[int]:
         return {index for index, ref in enumerate(self.refs) if self.residency.state(ref.digest) == "device"}
 
+    def runs(self) -> set[int]:
+        return {index for index, _, _ in self.running if index is not None}
+
+    def placed(self) -> set[tuple[str, int]]:
+        return {(digest, entry.slot) for digest, entry in self.residency._entries.items() if entry.pages}
+
+    def is_something_read(self) -> bool:
+        completed = self.parts.pool.completed_step
+        adapters_read = [entry for entry in self.residency._entries.values() if entry.last_step > completed]
+        return bool(adapters_read) or any(block.last_step > completed for block in self.parts.prefixes._blocks.values())
+
     def finish_everything(self) -> None:
-        """Once nobody wants anything, all pages can be had, and any adapter can be brought in again."""
-        for _, lease in self.leases:
-            self.residency.release(lease.digest)
+        """Once nobody wants anything, what is pinned comes by itself, the rest can be had, and any adapter again."""
+        self.parts.copier.fails = False
+        for _, lease, held in self.running:
+            self.parts.prefixes.release(held, 0)
+            if lease is not None:
+                self.residency.release(lease.digest)
         self.residency.drop_holds()
-        for index in self.pinned:
-            self.residency.pin(self.refs[index].digest, False)
         for pages in self.kv:
             self.parts.pool.free(pages, 0)
+        for pages in self.swapped:
+            self.swap.give_back(pages)
+        self.residency.reserve_pages = 0
+        for index in range(len(LORAS)):
+            self.residency.pin(self.refs[index], False)
+        self.residency.pin(self.refs[4], True)
         self.step += 2
         self.parts.settle(self.step)
-        self.residency.evict_idle(1000)
+        assert 4 in self.on_device()
+        self.parts.evict_all()
+        assert self.on_device() == {4}
+        self.residency.pin(self.refs[4], False)
+        self.parts.evict_all()
         assert self.parts.pool.num_free == self.parts.pool.capacity
         self.residency.check()
         assert self.parts.matches(self.parts.load(self.refs[1]), LORAS[1])

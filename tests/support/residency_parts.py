@@ -91,6 +91,7 @@ class WatchedCopier(PageCopier):
     """The real copier, which remembers the pages that it wrote and can be told to fail."""
 
     fails = False
+    failures = 0
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
@@ -98,6 +99,7 @@ class WatchedCopier(PageCopier):
 
     def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
         if self.fails:
+            self.failures += 1
             raise RuntimeError("the device does not answer")
         self.copied.append(list(pages))
         super().copy(sources, pages, fence)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,12 @@ HUB_DUPLICATES = ("consolidated*", "*/*")
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, files: Sequence[str] = HUB_FILES) -> Path:
     """Find the checkpoint's folder, downloading it if `path` is a hub id.
+
+    Args:
+        path: Folder or hub id.
+        files: Patterns of the files that are downloaded.
 
     Raises:
         ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it.
@@ -49,7 +53,7 @@ def resolve_model(path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_DUPLICATES)))
+        return Path(snapshot_download(path, allow_patterns=list(files), ignore_patterns=list(HUB_DUPLICATES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model.path: no folder {path!r}, and the Hugging Face hub did not deliver it: {error}", param="model.path"

@@ -35,7 +35,7 @@ def validate(
     from weft.adapters.checkpoint import read_checkpoint
     from weft.errors import ConfigError, WeftError
 
-    config, weights = _files(folder)
+    config, weights = adapter_files(folder)
     try:
         base = _base(Path(model)) if model else None
     except ConfigError as error:
@@ -71,7 +71,7 @@ def push(  # noqa: PLR0913 - one parameter per option
     as_json: JSON = False,
 ) -> None:
     """Upload an adapter, or its next version."""
-    config, weights = _files(folder)
+    config, weights = adapter_files(folder)
     form = {"name": name or folder.resolve().name, "activate": "true" if activate else "false"}
     if description is not None:
         form["description"] = description
@@ -134,7 +134,8 @@ def pin(
     typer.echo(f"{'unpinned' if off else 'pinned'} {name}")
 
 
-def _files(folder: Path) -> tuple[Path, Path]:
+def adapter_files(folder: Path) -> tuple[Path, Path]:
+    """Config and weights of an adapter; ends the command where one is missing."""
     config, weights = folder / CONFIG, folder / WEIGHTS
     for path in (config, weights):
         if not path.is_file():

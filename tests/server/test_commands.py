@@ -64,7 +64,7 @@ def run(*arguments: str, **environ: str) -> Any:
 
 def test_help_lists_every_command() -> None:
     text = run("--help").output
-    for command in ("serve", "doctor", "adapter", "ps", "tenant", "key", "usage", "version", "config"):
+    for command in ("serve", "doctor", "adapter", "fit", "ps", "tenant", "key", "usage", "version", "config"):
         assert command in text
 
 

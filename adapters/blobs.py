@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 import re
 import secrets
@@ -147,7 +148,10 @@ class LocalBlobs:
         """
         digest = hashlib.sha256()
         with self._open(sha256) as fd:
-            content = memoryview(bytearray(os.fstat(fd).st_size))
+            size = os.fstat(fd).st_size
+            # Memory whose pages come as they are read into: a bytearray is zeroed first, under the interpreter's lock,
+            # which stops an engine's step for as long.
+            content = memoryview(mmap.mmap(-1, max(size, 1)))[:size]
             filled = 0
             while filled < len(content):
                 got = os.readv(fd, [content[filled : filled + READ_WINDOW_BYTES]])

@@ -7,14 +7,16 @@ nothing that `checkpoint` has checked already.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.checkpoint import Checkpoint, LoraTensor
-from weft.adapters.layout import PART_A, PART_B, LoraLayout, RowGroup
+from weft.adapters.layout import PART_A, PART_B, LoraLayout
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
 
 _SOURCE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,19 +46,44 @@ def pack(
         out_pages: uint8 [page_bytes] each, `layout.num_pages` of them; overwritten in full.
     """
     pages = [out_pages[index].zero_().view(dtype) for index in range(layout.num_pages)]
-    places: dict[tuple[int, int, int], list[RowGroup]] = defaultdict(list)
-    for group in layout.groups:
-        places[group.layer, group.module, group.part].append(group)
+    runs = _runs(layout, base, geometry)
     for tensor in checkpoint.tensors:
         part, rows = _rank_rows(tensor, weights, dtype)
         module = base.modules[tensor.module]
         features = module.in_features if part == PART_A else module.out_features
         pitch = row_pitch_bytes(features, geometry.dtype_bytes) // geometry.dtype_bytes
-        for group in places[tensor.layer, tensor.module, part]:
-            source = rows[group.group * GROUP_ROWS : (group.group + 1) * GROUP_ROWS]
-            start = group.offset_units * (PITCH_BYTES // geometry.dtype_bytes)
-            block = pages[group.page][start : start + GROUP_ROWS * pitch].view(GROUP_ROWS, pitch)
-            block[: len(source), :features] = source
+        for run in runs[tensor.layer, tensor.module, part]:
+            source = rows[run.first_row : run.first_row + run.num_rows]
+            start = run.offset_units * (PITCH_BYTES // geometry.dtype_bytes)
+            pages[run.page][start:].as_strided((len(source), features), (pitch, 1)).copy_(source)
+
+
+class _Run(NamedTuple):
+    """Rank rows of one (layer, module, part) whose groups lie one behind the other in a page."""
+
+    first_row: int
+    num_rows: int
+    page: int
+    offset_units: int
+
+
+@lru_cache(maxsize=32)
+def _runs(layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> Mapping[tuple[int, int, int], Sequence[_Run]]:
+    """All groups of a layout, joined to as few runs as there are.
+
+    Loader threads share the interpreter's lock with the engine's step, so they do few large operations.
+    """
+    runs: dict[tuple[int, int, int], list[_Run]] = defaultdict(list)
+    for layer, module, part, group, page, units in layout.groups:
+        features = base.modules[module].in_features if part == PART_A else base.modules[module].out_features
+        group_units = GROUP_ROWS * row_pitch_bytes(features, geometry.dtype_bytes) // PITCH_BYTES
+        own = runs[layer, module, part]
+        last = own[-1] if own else None
+        if last and last.page == page and last.offset_units + last.num_rows // GROUP_ROWS * group_units == units:
+            own[-1] = last._replace(num_rows=last.num_rows + GROUP_ROWS)
+        else:
+            own.append(_Run(group * GROUP_ROWS, GROUP_ROWS, page, units))
+    return runs
 
 
 def _rank_rows(tensor: LoraTensor, weights: bytes | memoryview, dtype: torch.dtype) -> tuple[int, torch.Tensor]:

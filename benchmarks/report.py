@@ -7,9 +7,10 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(without_nan(result), indent=2) + "\n")
     except OSError as error:
         raise WeftError(f"cannot write the result to {path}: {error.strerror}") from error
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, smallest and largest of repeats, and all of them in order."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": list(values)}
 
 
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out

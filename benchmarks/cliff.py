@@ -1,0 +1,195 @@
+"""What happens when more adapters are in use than fit the device?
+
+    python -P -m weft.benchmarks.cliff [--json benchmarks/results/cliff-cpu.json]
+
+Adapters of ranks 8 to 64, all equally popular, requests of 64 + 64 tokens. One engine has room for 20 adapters beside
+the KV cache, the other holds all of them. Both get the same requests in an open loop at 60% of what the latter can do
+when it is saturated, which is measured anew in every round; rounds interleave both engines and all numbers of adapters.
+A copy is what it takes to bring an adapter from host memory to an engine that does nothing else. Prints a table and,
+last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.benchmarks.metrics import distribution, percentile
+from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, pool_config
+from weft.benchmarks.pool_shape import DEFAULT_CACHE, NUM_FILES, RANKS, PoolShape, make_pool_shape
+from weft.benchmarks.report import provenance, spread, without_nan, write_result
+from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
+
+MAX_RATIO = 2.0
+"""Largest median TTFT with twice as many adapters as fit, in those of the engine that holds all, plus one copy."""
+_UNIFORM = 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line."""
+    options = _parser().parse_args(arguments)
+    if options.quick:
+        options.actives, options.room, options.requests, options.repeats = [2, 8], 4, 12, 1
+        options.input_tokens, options.output_tokens, options.files, options.max_running = 8, 8, 8, 4
+    shape = make_pool_shape(options.cache, options.files)
+    engines = {"small": make_engine(options, shape, options.room), "whole": make_engine(options, shape, None)}
+    try:
+        copy_ms = measure_copy(options, engines["small"])
+        rounds = [measure_round(options, engines, index) for index in range(options.repeats + 1)]
+    finally:
+        for engine in engines.values():
+            engine.close()
+    result = make_result(options, rounds[1:], copy_ms)
+    if options.json:
+        write_result(options.json, result)
+    print_result(result)
+    return 0
+
+
+def make_engine(options: argparse.Namespace, shape: PoolShape, room: int | None) -> PoolEngine:
+    """An engine with room for so many adapters of the mean size beside the KV of all that run; None holds them all."""
+    most = max(options.actives)
+    adapter_pages = most * max(shape.pages(rank) for rank in RANKS) if room is None else room * shape.mean_pages
+    kv_pages = options.max_running * shape.geometry.pages(options.input_tokens + options.output_tokens)
+    config = pool_config(
+        shape,
+        num_pages=adapter_pages + kv_pages,
+        host_pages=2 * most * shape.mean_pages,
+        max_running=options.max_running,
+    )
+    return build_pool_engine(config, shape.adapters(most))
+
+
+def make_load(options: argparse.Namespace, active: int, num_requests: int, seed: int) -> list[TimedRequest]:
+    """Poisson arrivals, one a second on the average, of requests of one length for equally popular adapters."""
+    settings = SloraSettings(
+        num_adapters=active,
+        alpha=_UNIFORM,
+        rate=1,
+        cv=1,
+        duration_s=num_requests,
+        input_range=(options.input_tokens, options.input_tokens + 1),
+        output_range=(options.output_tokens, options.output_tokens + 1),
+        seed=seed,
+    )
+    return slora_trace(settings)
+
+
+def measure_copy(options: argparse.Namespace, engine: PoolEngine) -> float:
+    """Milliseconds from wanting an adapter to having it on an idle device, from host memory."""
+    most = max(options.actives)
+    each = [TimedRequest(0.0, index, 1, 1) for index in range(most)]
+    engine.run(each, seed=[1], in_flight=1)
+    return engine.run(each, seed=[1], in_flight=1).facts()["load_ms"]
+
+
+def measure_round(options: argparse.Namespace, engines: dict[str, PoolEngine], index: int) -> dict[str, Any]:
+    """Every number of adapters on both engines."""
+    runs: dict[str, dict[int, PoolRun]] = {name: {} for name in engines}
+    saturated = {}
+    for active in options.actives:
+        load = make_load(options, active, options.requests, 100 * index + active)
+        in_flight = 2 * options.max_running
+        full = engines["whole"].run(load, seed=[2], in_flight=min(in_flight, options.requests - 1))
+        saturated[active] = full.output_tokens_per_s / options.output_tokens
+        scale = 1 / (options.load * saturated[active])
+        for name in sorted(engines, reverse=bool(index % 2)):
+            runs[name][active] = engines[name].run(load, seed=[3], scale=scale)
+        medians = "  ".join(f"{name} {1e3 * _median_ttft(runs[name][active]):8.1f} ms" for name in engines)
+        label = f"round {index}" if index else "warm-up"
+        print(f"{label} {active:4} adapters at {1 / scale:6.2f} requests/s, median TTFT: {medians}", flush=True)
+    return {"runs": runs, "saturated": saturated}
+
+
+def make_result(options: argparse.Namespace, rounds: Sequence[dict[str, Any]], copy_ms: float) -> dict[str, Any]:
+    """Median TTFT on both engines, and their ratio within rounds."""
+    by_active = {}
+    for active in options.actives:
+        runs = {name: [each["runs"][name][active] for each in rounds] for name in ("small", "whole")}
+        ttft = {name: [1e3 * _median_ttft(run) for run in each] for name, each in runs.items()}
+        by_active[str(active)] = {
+            "saturated_requests_per_s": spread([each["saturated"][active] for each in rounds]),
+            "median_ttft_ms": {name: spread(values) for name, values in ttft.items()},
+            "ratio": spread([a / b for a, b in zip(ttft["small"], ttft["whole"], strict=True)]),
+            "share_of_limit": spread(
+                [a / (MAX_RATIO * b + copy_ms) for a, b in zip(ttft["small"], ttft["whole"], strict=True)]
+            ),
+            "ttft_ms": {
+                name: distribution([record.ttft_s for run in each for record in run.records], 1e3)
+                for name, each in runs.items()
+            },
+            "facts": {name: mean_facts(each) for name, each in runs.items()},
+        }
+    return {
+        "benchmark": "cliff",
+        **provenance(),
+        "load": {
+            "model": "Llama of 2.5M parameters, random weights, float32",
+            "ranks": list(RANKS),
+            "tokens": [options.input_tokens, options.output_tokens],
+            "load": options.load,
+            "room": options.room,
+            "requests": options.requests,
+            "max_running": options.max_running,
+            "repeats": options.repeats,
+        },
+        "copy_ms": copy_ms,
+        "adapters": by_active,
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """A table for people, then one JSON line for machines."""
+    title = f"median TTFT with room for {result['load']['room']} adapters; a copy takes {result['copy_ms']:.1f} ms"
+    table = Table(title=title, title_justify="left")
+    table.add_column("adapters in use")
+    for column in ("all fit, ms", "ms", "ratio", "from", "to", "loads a request"):
+        table.add_column(column, justify="right")
+    for active, found in result["adapters"].items():
+        facts = found["facts"]["small"]
+        table.add_row(
+            active,
+            f"{found['median_ttft_ms']['whole']['median']:.1f}",
+            f"{found['median_ttft_ms']['small']['median']:.1f}",
+            *(f"{found['ratio'][key]:.2f}" for key in ("median", "min", "max")),
+            f"{sum(value for name, value in facts.items() if name.startswith('loads')):.2f}",
+        )
+    Console().print(table)
+    print(json.dumps(without_nan(result)))
+
+
+def _median_ttft(run: PoolRun) -> float:
+    return percentile([record.ttft_s for record in run.records], 50)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -P -m weft.benchmarks.cliff",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--actives", type=int, nargs="+", default=[10, 20, 30, 40, 60], help="adapters in use")
+    add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
+    add("--load", type=float, default=0.6, help="share of the saturated rate")
+    add("--requests", type=int, default=150, help="in each run")
+    add("--repeats", type=int, default=5)
+    add("--input-tokens", type=int, default=64)
+    add("--output-tokens", type=int, default=64)
+    add("--max-running", type=int, default=16)
+    add("--files", type=int, default=NUM_FILES, help="files of adapter weights")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated files")
+    add("--quick", action="store_true", help="a small run that shows that it works; its figures say nothing")
+    add("--json", type=Path, default=None, help="write the result here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The pool's benchmarks at their quick size: that they put the load on that they say, not how fast it went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.adapters.blobs import LocalBlobs
+from weft.adapters.checkpoint import check_weights
+from weft.benchmarks import adapter_count, cliff
+from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, pool_config
+from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
+from weft.benchmarks.workloads import TimedRequest
+from weft.errors import WeftError
+
+NUM_FILES = 8
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def shape(cache: Path) -> PoolShape:
+    return make_pool_shape(cache, NUM_FILES)
+
+
+@pytest.fixture
+def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
+    engines: list[PoolEngine] = []
+
+    def make(room: int, count: int) -> PoolEngine:
+        config = pool_config(shape, num_pages=room * shape.mean_pages + 16, host_pages=400, max_running=2)
+        engines.append(build_pool_engine(config, shape.adapters(count)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.parts.core.check()
+        engine.close()
+
+
+def quick(main: Callable[[list[str]], int], cache: Path, tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    assert main(["--quick", "--cache", str(cache), "--json", str(path)]) == 0
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert result["hardware"]["cores"] >= 1
+    return result
+
+
+def test_every_adapter_is_a_version_of_its_own_that_the_base_accepts(shape: PoolShape) -> None:
+    adapters = shape.adapters(3 * NUM_FILES)
+    assert len({adapter.digest for adapter in adapters}) == len(adapters)
+    assert len({adapter.weights_sha256 for adapter in adapters}) == NUM_FILES
+    blobs = LocalBlobs(shape.blobs)
+    for index, adapter in enumerate(adapters[: len(RANKS)]):
+        checkpoint = check_weights(adapter.config, blobs.open_verified(adapter.weights_sha256), shape.base)
+        assert set(checkpoint.ranks.values()) == {RANKS[index]}
+        assert checkpoint.applied == checkpoint.total
+
+
+def test_a_closed_loop_records_every_token_and_load(make_engine: Callable[[int, int], PoolEngine]) -> None:
+    load = [TimedRequest(0.0, index % 8, 3, 4) for index in range(16)]
+    run = make_engine(3, 8).run(load, seed=[0], in_flight=4)
+    assert [len(record.token_times_s) for record in run.records] == [4] * 16
+    assert all(record.due_s <= record.token_times_s[0] <= record.done_s for record in run.records)
+    assert sum(step.requests for step in run.steps) >= 16 * 4
+    assert run.counts.loads["stored>device:ok"] == 8
+    assert run.counts.evictions["adapter"] >= 8 - 3
+    assert run.output_tokens_per_s > 0
+    assert run.facts()["share_of_time_in_steps"] <= 1
+
+
+def test_a_second_run_counts_only_its_own_steps_and_loads(make_engine: Callable[[int, int], PoolEngine]) -> None:
+    engine = make_engine(8, 2)
+    load = [TimedRequest(0.0, index % 2, 3, 4) for index in range(4)]
+    first, second = (engine.run(load, seed=[0], in_flight=2) for _ in range(2))
+    assert sum(first.counts.loads.values()) == 2
+    assert sum(second.counts.loads.values()) == 0
+    assert {step.step for step in first.steps}.isdisjoint(step.step for step in second.steps)
+
+
+def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, int], PoolEngine]) -> None:
+    load = [TimedRequest(0.5 * index, 0, 3, 2) for index in range(3)]
+    run = make_engine(2, 1).run(load, seed=[0], scale=0.2)
+    dues = [record.due_s - run.start_s for record in run.records]
+    assert dues == pytest.approx([0.0, 0.1, 0.2])
+    assert all(record.token_times_s[0] > record.due_s for record in run.records)
+
+
+def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp_path: Path) -> None:
+    elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.base, shape.geometry)
+    config = pool_config(elsewhere, num_pages=100, host_pages=100, max_running=2)
+    engine = build_pool_engine(config, elsewhere.adapters(1))
+    try:
+        with pytest.raises(WeftError, match="0 of 2 tokens: The adapter's weights"):
+            engine.run([TimedRequest(0.0, 0, 3, 2)], seed=[0], in_flight=1)
+    finally:
+        engine.close()
+
+
+def test_adapter_count(cache: Path, tmp_path: Path) -> None:
+    result = quick(adapter_count.main, cache, tmp_path)
+    assert set(result["output_tokens_per_s"]) == {"2", "8", "16"}
+    assert set(result["ratios"]) == {"8 / 2", "16 / 2", "16 / 8"}
+    facts = result["facts"]
+    assert facts["2"]["adapters_per_step"] <= 2
+    assert facts["16"]["evictions per request, adapter"] > 0
+
+
+def test_cliff(cache: Path, tmp_path: Path) -> None:
+    result = quick(cliff.main, cache, tmp_path)
+    assert set(result["adapters"]) == {"2", "8"}
+    found = result["adapters"]["8"]
+    assert any(name.startswith("loads") for name in found["facts"]["small"])
+    assert "evictions per request, adapter" not in found["facts"]["whole"]
+    assert found["ratio"]["median"] > 0
+    assert result["copy_ms"] > 0

@@ -128,7 +128,8 @@ class Residency:
 
     def pages_needed(self, ref: AdapterRef) -> int | None:
         """Pages of the adapter on the device; None before it was first loaded."""
-        return self._known.num_pages(ref.digest)
+        entry = self._entries.get(ref.digest)  # a deleted adapter is not known any more, but may still be in use
+        return self._known.num_pages(ref.digest) if entry is None else entry.known.num_pages
 
     def want(self, ref: AdapterRef) -> None:
         """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""

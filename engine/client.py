@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.connection import EngineConnection
 from weft.engine.messages import Abort, AskStatus, DropAdapter, FromEngine, Outputs, PinAdapter, Status, Submit
@@ -58,7 +59,8 @@ class EngineClient:
         self._streams: dict[str, asyncio.Queue[RequestOutput | WeftError]] = {}
         self._queries: dict[int, asyncio.Future[EngineStatus]] = {}
         self._query_ids = itertools.count(1)
-        self._pinned: set[str] = set()
+        self._pinned: dict[str, AdapterRef] = {}
+        """By digest, in the order of pinning."""
         self._weights: Counter[str] = Counter()
         """Requests by the blob of their adapter."""
         self._start_s = 1.0
@@ -139,13 +141,16 @@ class EngineClient:
 
     async def drop_adapter(self, digest: str) -> None:
         """Let go of a deleted adapter; a dead engine has nothing to let go of."""
-        self._pinned.discard(digest)
+        self._pinned.pop(digest, None)
         self._tell(DropAdapter(digest))
 
-    async def pin_adapter(self, digest: str, is_pinned: bool) -> None:
-        """Set whether an adapter, once on the device, may be evicted; a restarted engine is told again."""
-        (self._pinned.add if is_pinned else self._pinned.discard)(digest)
-        self._tell(PinAdapter(digest, is_pinned))
+    async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
+        """Set whether an adapter is brought to the device and stays there; a restarted engine is told again."""
+        if is_pinned:
+            self._pinned[ref.digest] = ref
+        else:
+            self._pinned.pop(ref.digest, None)
+        self._tell(PinAdapter(ref, is_pinned))
 
     async def close(self) -> None:
         """End the engine; requests that still wait get EngineUnavailableError."""
@@ -183,8 +188,8 @@ class EngineClient:
         self._announce(f"weft: {first.memory_plan}")
         self._announce(f"weft: engine ready after {self._start_s:.1f} s")
         self._connection, self.ready = connection, first.ready
-        for digest in self._pinned:
-            self._tell(PinAdapter(digest, True))
+        for ref in self._pinned.values():
+            self._tell(PinAdapter(ref, True))
         return connection, first.ready
 
     async def _supervise(self, connection: EngineConnection) -> None:

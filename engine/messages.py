@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineReady, EngineStatus
@@ -43,9 +44,9 @@ class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
 
 
 class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
-    """Set whether an adapter may be evicted from the device."""
+    """Set whether an adapter stays on the device, and is brought there."""
 
-    digest: str
+    ref: AdapterRef
     is_pinned: bool
 
 

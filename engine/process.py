@@ -123,8 +123,8 @@ class EngineLoop:
                 self._core.abort(request_id)
             case DropAdapter(digest=digest):
                 self._core.drop_adapter(digest)
-            case PinAdapter(digest=digest, is_pinned=is_pinned):
-                self._core.pin_adapter(digest, is_pinned)
+            case PinAdapter(ref=ref, is_pinned=is_pinned):
+                self._core.pin_adapter(ref, is_pinned)
             case AskStatus(query_id=query_id):
                 self._send(Status(query_id=query_id, status=self._core.status()))
             case Close():

@@ -107,11 +107,12 @@ async def get_adapter(session: AsyncSession, tenant_id: str, name: str) -> Adapt
     return (await _records(session, [await _adapter_row(session, tenant_id, name)]))[0]
 
 
-async def pinned_digests(session: AsyncSession) -> tuple[str, ...]:
-    """Digests of the current versions of all pinned adapters, each once, the oldest versions first."""
-    pinned = select(AdapterRow.id).where(AdapterRow.pinned)
-    rows = await session.scalars(_current_versions(pinned).order_by(VersionRow.created_at, VersionRow.digest))
-    return tuple(dict.fromkeys(row.digest for row in rows))
+async def pinned_adapters(session: AsyncSession) -> tuple[Adapter, ...]:
+    """Every tenant's pinned adapters, those whose current version is oldest first."""
+    found = [(row, owner) for row, owner in await session.execute(_with_owner(AdapterRow.pinned.is_(True)))]
+    return tuple(
+        sorted(await _records(session, found), key=lambda adapter: (adapter.current.created_at, adapter.current.digest))
+    )
 
 
 async def version_names(session: AsyncSession, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -257,10 +257,10 @@ class Registry:
         async with self._database.read() as session:
             return await adapters.get_adapter(session, tenant_id, name)
 
-    async def pinned_digests(self) -> tuple[str, ...]:
-        """Digests of the current versions of all pinned adapters, each once, the oldest versions first."""
+    async def pinned_adapters(self) -> tuple[Adapter, ...]:
+        """Every tenant's pinned adapters, those whose current version is oldest first."""
         async with self._database.read() as session:
-            return await adapters.pinned_digests(session)
+            return await adapters.pinned_adapters(session)
 
     async def version_names(self, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Every tenant's versions of these digests as `tenant/name@version`; for admins only."""

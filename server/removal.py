@@ -17,7 +17,7 @@ IN_USE_POLL_S = 0.5
 async def remove_unreferenced(services: Services, removed: Removed) -> None:
     """Let go of everything that no version refers to any more; running requests finish."""
     for digest in removed.digests:
-        services.told_pins.discard(digest)
+        services.told_pins.pop(digest, None)
         try:
             await services.engine.drop_adapter(digest)
         except EngineUnavailableError:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 import weft
 from weft.adapters.blobs import LocalBlobs
+from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineReady, EngineStatus
@@ -54,8 +55,8 @@ class Engine(Protocol):
         """Whether a request that has not ended may still have to load these weights."""
         ...
 
-    async def pin_adapter(self, digest: str, is_pinned: bool) -> None:
-        """Set whether an adapter, once on the device, may be evicted."""
+    async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
+        """Set whether an adapter is brought to the device and stays there."""
         ...
 
 
@@ -81,8 +82,8 @@ class Services:
     """Held from storing a blob until its version is published, and while unreferenced blobs are deleted."""
     removals: set[asyncio.Task[None]] = field(default_factory=set)
     """Deletions that wait until the last request with an adapter ends."""
-    told_pins: set[str] = field(default_factory=set)
-    """Digests that the engine was told to pin."""
+    told_pins: dict[str, AdapterRef] = field(default_factory=dict)
+    """Adapters that the engine was told to pin, by digest."""
     pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine is told what to pin."""
     pace: Pace = field(default_factory=Pace)

@@ -122,16 +122,17 @@ def remove(
 
 
 @app.command()
-def pin(
-    name: str,
-    off: Annotated[bool, typer.Option("--off", help="Let it be evicted again.")] = False,
-    tenant: TENANT = None,
-    url: URL = DEFAULT_URL,
-    key: KEY = None,
-) -> None:
-    """Keep an adapter on the device once it is there."""
-    call(url, key, "PATCH", f"/v1/adapters/{_quoted(name)}", json={"pinned": not off}, params={"tenant": tenant})
-    typer.echo(f"{'unpinned' if off else 'pinned'} {name}")
+def pin(name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None) -> None:
+    """Bring an adapter to the device and keep it there."""
+    call(url, key, "PATCH", f"/v1/adapters/{_quoted(name)}", json={"pinned": True}, params={"tenant": tenant})
+    typer.echo(f"pinned {name}")
+
+
+@app.command()
+def unpin(name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None) -> None:
+    """Let an adapter be evicted again."""
+    call(url, key, "PATCH", f"/v1/adapters/{_quoted(name)}", json={"pinned": False}, params={"tenant": tenant})
+    typer.echo(f"unpinned {name}")
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:

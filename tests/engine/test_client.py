@@ -215,7 +215,7 @@ def test_pinned_adapters_are_marked_and_dropped_ones_leave(
 
     async def main() -> None:
         await collect(engine.client, question("load", prompt, refs["shout"]))
-        await engine.client.pin_adapter(digest, True)
+        await engine.client.pin_adapter(refs["shout"], True)
         assert [a.digest for a in (await engine.client.status()).residents if a.pinned] == [digest]
         await engine.client.drop_adapter(digest)
         assert digest not in {adapter.digest for adapter in (await engine.client.status()).residents}

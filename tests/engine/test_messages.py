@@ -63,7 +63,7 @@ READY = EngineReady(
         messages.Submit(request("x", ref=adapter("a"), logit_bias={3: -1.5}, stop=("a", "b"), seed=-(1 << 63))),
         messages.Abort("x"),
         messages.DropAdapter("d"),
-        messages.PinAdapter("d", True),
+        messages.PinAdapter(adapter("a"), True),
         messages.AskStatus(7),
         messages.Close(),
     ],

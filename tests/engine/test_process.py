@@ -101,12 +101,11 @@ def test_status_is_answered_while_idle(process: Process) -> None:
 
 
 def test_an_adapters_messages_reach_the_residency(process: Process) -> None:
-    digest = adapter("a").digest
-    process.send(messages.PinAdapter(digest, True))
+    process.send(messages.PinAdapter(adapter("a"), True))
     process.send(messages.DropAdapter("unknown"))
     process.send(messages.Submit(request("a", ref=adapter("a"))))
     process.outputs_until_end_of("a")
-    assert process.simulator.residency.pinned == {digest}
+    assert process.simulator.residency.pinned == {adapter("a").digest}
 
 
 def test_an_abort_is_answered(process: Process) -> None:

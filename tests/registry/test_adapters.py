@@ -251,6 +251,27 @@ async def test_digests_are_named_by_all_their_versions(registry: Registry, acme:
     assert await registry.version_names([]) == {}
 
 
+async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
+    registry: Registry, acme: Tenant, clock: StandingClock
+) -> None:
+    other = await registry.create_tenant("other")
+    assert await registry.pinned_adapters() == ()
+    for tenant, name, content in ((other, "b", "b"), (acme, "a", "a"), (acme, "unpinned", "c"), (acme, "b", "b")):
+        clock.advance(1)
+        await registry.publish_version(tenant.id, name, facts(content))
+        if name != "unpinned":
+            await registry.update_adapter(tenant.id, name, pinned=True)
+    assert [(adapter.tenant, adapter.name) for adapter in await registry.pinned_adapters()] == [
+        ("other", "b"),
+        ("acme", "a"),
+        ("acme", "b"),
+    ]
+    clock.advance(1)
+    await registry.publish_version(other.id, "b", facts("newer"))
+    pinned = await registry.pinned_adapters()
+    assert [adapter.current.digest for adapter in pinned] == [facts(c).digest for c in ("a", "b", "newer")]
+
+
 @pytest.mark.parametrize("version", [2, 0, -1])
 async def test_a_version_that_is_not_there_cannot_be_deleted(registry: Registry, acme: Tenant, version: int) -> None:
     await registry.publish_version(acme.id, "support", facts("a"))

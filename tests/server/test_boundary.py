@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,7 +12,6 @@ from api_adapters import upload
 from api_server import BASE, Api, eventually, new_client
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.server.app import MetricsApp
-from weft.server.pins import settle_pins
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": BASE, "prompt": "x"}
@@ -55,15 +53,6 @@ async def test_a_fault_within_a_stream_is_an_error_event(api: Api) -> None:
         assert (await client.get("/health")).status_code == 200
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "internal_error"
     assert "secret" not in "".join(lines)
-
-
-async def test_a_fresh_engine_is_told_the_pins(api: Api) -> None:
-    client = await api.tenant("acme")
-    digest = (await upload(client, "pirate")).json()["digest"]
-    await client.patch("/v1/adapters/pirate", json={"pinned": True})
-    api.engine.pinned.clear()
-    await settle_pins(replace(api.services, told_pins=set()))
-    assert api.engine.pinned == {digest}
 
 
 async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> None:

@@ -118,6 +118,7 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         (("adapter", "ls", "--tenant", "acme"), "GET", "/v1/adapters?tenant=acme&limit=1000", 200),
         (("adapter", "rm", "a", "--version", "2"), "DELETE", "/v1/adapters/a?version=2", 204),
         (("adapter", "pin", "a"), "PATCH", "/v1/adapters/a", 200),
+        (("adapter", "unpin", "a", "--tenant", "acme"), "PATCH", "/v1/adapters/a?tenant=acme", 200),
         (("tenant", "ls"), "GET", "/v1/tenants?limit=1000", 200),
         (("tenant", "create", "acme"), "POST", "/v1/tenants", 200),
         (("tenant", "rm", "ac/me"), "DELETE", "/v1/tenants/ac%2Fme", 204),
@@ -130,6 +131,13 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         done = run(*arguments, **environ)
         assert done.exit_code == 0, (arguments, done.output)
         assert recorder.calls[-1][:3] == (method, path, "Bearer secret")
+
+
+def test_pin_and_unpin_send_what_they_say(recorder: Recorder) -> None:
+    for command, pinned in (("pin", True), ("unpin", False)):
+        done = run("adapter", command, "a", "--url", recorder.url)
+        assert done.output == f"{command}ned a\n"
+        assert json.loads(recorder.calls[-1][3]) == {"pinned": pinned}
 
 
 def test_a_refusal_is_one_line_with_the_reason(recorder: Recorder) -> None:

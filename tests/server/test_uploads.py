@@ -152,54 +152,6 @@ async def test_the_admin_uploads_for_a_tenant(api: Api) -> None:
     assert code(await upload(await api.tenant("rival"), "a", tenant="acme")) == (404, "not_found")
 
 
-async def test_a_pin_follows_the_default_version(api: Api) -> None:
-    client = await api.tenant("acme")
-    first = (await upload(client, "pirate")).json()["digest"]
-    await client.patch("/v1/adapters/pirate", json={"pinned": True})
-    assert api.engine.pinned == {first}
-    second = (await upload(client, "pirate", sound(alpha=8))).json()["digest"]
-    assert api.engine.pinned == {second}
-    await client.patch("/v1/adapters/pirate", json={"aliases": {"default": 1}})
-    assert api.engine.pinned == {first}
-    await client.patch("/v1/adapters/pirate", json={"pinned": False})
-    assert api.engine.pinned == set()
-
-
-async def test_a_pin_lasts_as_long_as_any_adapter_of_the_same_bytes_wants_it(api: Api) -> None:
-    acme, rival = await api.tenant("acme"), await api.tenant("rival")
-    digest = (await upload(acme, "pirate")).json()["digest"]
-    assert (await upload(rival, "corsair")).json()["digest"] == digest
-    for client, name in ((acme, "pirate"), (rival, "corsair")):
-        await client.patch(f"/v1/adapters/{name}", json={"pinned": True})
-    await rival.patch("/v1/adapters/corsair", json={"pinned": False})
-    assert api.engine.pinned == {digest}
-    await rival.patch("/v1/adapters/corsair", json={"pinned": True})
-    await rival.delete("/v1/adapters/corsair")
-    assert api.engine.pinned == {digest}
-    await upload(rival, "corsair")
-    await acme.delete("/v1/adapters/pirate")
-    assert api.engine.pinned == set()
-    await rival.patch("/v1/adapters/corsair", json={"pinned": True})
-    await rival.delete("/v1/adapters/corsair")
-    await upload(rival, "corsair")
-    await rival.patch("/v1/adapters/corsair", json={"pinned": True})
-    assert api.engine.pinned == {digest}
-
-
-async def test_pins_follow_versions_that_change_at_once(api: Api) -> None:
-    client = await api.tenant("acme")
-    digests = [(await upload(client, "pirate", sound(alpha=alpha))).json()["digest"] for alpha in (4, 8, 16)]
-    await client.patch("/v1/adapters/pirate", json={"pinned": True})
-    for _ in range(3):
-        await asyncio.gather(
-            *(client.patch("/v1/adapters/pirate", json={"aliases": {"default": version}}) for version in (1, 2, 3))
-        )
-        shown = (await client.get("/v1/adapters/pirate")).json()
-        assert api.engine.pinned == {digests[shown["aliases"]["default"] - 1]}
-    await client.delete(f"/v1/adapters/pirate?version={shown['aliases']['default']}")
-    assert api.engine.pinned == {(await client.get("/v1/adapters/pirate")).json()["digest"]}
-
-
 async def test_residency_is_what_the_engine_says(api: Api) -> None:
     client = await api.tenant("acme")
     digest = (await upload(client, "pirate")).json()["digest"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from weft.adapters.ref import AdapterRef
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
 from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepStats
@@ -85,6 +86,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.dropped: list[str] = []
         self.pinned: set[str] = set()
+        self.told_pins: list[tuple[AdapterRef, bool]] = []
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         self.requests.append(request)
@@ -183,8 +185,9 @@ class FakeEngine:
             if request.request_id in self.running
         )
 
-    async def pin_adapter(self, digest: str, is_pinned: bool) -> None:
-        (self.pinned.add if is_pinned else self.pinned.discard)(digest)
+    async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
+        (self.pinned.add if is_pinned else self.pinned.discard)(ref.digest)
+        self.told_pins.append((ref, is_pinned))
 
 
 def _entry(token: int, num_top: int) -> TokenLogprobs:

@@ -1,0 +1,106 @@
+"""Pins over HTTP: what the engine is told when adapters are pinned, change, and go."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from api_adapters import sound, upload
+from api_server import Api
+from weft.engine.status import ResidentAdapter
+from weft.server.metrics import Metrics
+from weft.server.pins import settle_pins
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_fresh_engine_is_told_the_pins(api: Api) -> None:
+    client = await api.tenant("acme")
+    digest = (await upload(client, "pirate")).json()["digest"]
+    await client.patch("/v1/adapters/pirate", json={"pinned": True})
+    api.engine.pinned.clear()
+    await settle_pins(replace(api.services, told_pins={}))
+    assert api.engine.pinned == {digest}
+
+
+async def test_a_pin_follows_the_default_version(api: Api) -> None:
+    client = await api.tenant("acme")
+    first = (await upload(client, "pirate")).json()["digest"]
+    await client.patch("/v1/adapters/pirate", json={"pinned": True})
+    assert api.engine.pinned == {first}
+    second = (await upload(client, "pirate", sound(alpha=8))).json()["digest"]
+    assert api.engine.pinned == {second}
+    await client.patch("/v1/adapters/pirate", json={"aliases": {"default": 1}})
+    assert api.engine.pinned == {first}
+    await client.patch("/v1/adapters/pirate", json={"pinned": False})
+    assert api.engine.pinned == set()
+
+
+async def test_a_pin_lasts_as_long_as_any_adapter_of_the_same_bytes_wants_it(api: Api) -> None:
+    acme, rival = await api.tenant("acme"), await api.tenant("rival")
+    digest = (await upload(acme, "pirate")).json()["digest"]
+    assert (await upload(rival, "corsair")).json()["digest"] == digest
+    for client, name in ((acme, "pirate"), (rival, "corsair")):
+        await client.patch(f"/v1/adapters/{name}", json={"pinned": True})
+    await rival.patch("/v1/adapters/corsair", json={"pinned": False})
+    assert api.engine.pinned == {digest}
+    await rival.patch("/v1/adapters/corsair", json={"pinned": True})
+    await rival.delete("/v1/adapters/corsair")
+    assert api.engine.pinned == {digest}
+    await upload(rival, "corsair")
+    await acme.delete("/v1/adapters/pirate")
+    assert api.engine.pinned == set()
+    await rival.patch("/v1/adapters/corsair", json={"pinned": True})
+    await rival.delete("/v1/adapters/corsair")
+    await upload(rival, "corsair")
+    await rival.patch("/v1/adapters/corsair", json={"pinned": True})
+    assert api.engine.pinned == {digest}
+
+
+async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes(api: Api) -> None:
+    client = await api.tenant("acme")
+    await upload(client, "pirate")
+    for pinned in (True, True, False):
+        shown = (await client.patch("/v1/adapters/pirate", json={"pinned": pinned})).json()
+        assert shown["pinned"] is pinned
+        assert (await client.get("/v1/adapters/pirate")).json()["pinned"] is pinned
+    acme = await api.services.registry.get_tenant("acme")
+    ref = (await api.services.registry.get_adapter(acme.id, "pirate")).ref()
+    assert api.engine.told_pins == [(ref, True), (ref, False)]
+    assert api.engine.requests == []
+
+
+async def test_a_pinned_adapter_has_its_name_in_the_metrics_before_its_first_request(api: Api) -> None:
+    client = await api.tenant("acme")
+    digest = (await upload(client, "pirate")).json()["digest"]
+    await client.patch("/v1/adapters/pirate", json={"pinned": True})
+    services = replace(api.services, told_pins={}, metrics=Metrics(8))
+    await settle_pins(services)
+    api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)]
+    text = services.metrics.render(await api.engine.status(), 0.0).decode()
+    assert 'weft_adapter_resident{adapter="acme/pirate",tier="device"} 1.0' in text
+
+
+@pytest.mark.parametrize("pinned", [None, 1, "true", {}])
+async def test_a_pin_is_true_or_false(api: Api, pinned: object) -> None:
+    client = await api.tenant("acme")
+    await upload(client, "pirate")
+    answer = await client.patch("/v1/adapters/pirate", json={"pinned": pinned})
+    assert (answer.status_code, answer.json().get("pinned")) == ((200, False) if pinned is None else (400, None))
+    assert api.engine.told_pins == []
+
+
+async def test_pins_follow_versions_that_change_at_once(api: Api) -> None:
+    client = await api.tenant("acme")
+    digests = [(await upload(client, "pirate", sound(alpha=alpha))).json()["digest"] for alpha in (4, 8, 16)]
+    await client.patch("/v1/adapters/pirate", json={"pinned": True})
+    for _ in range(3):
+        await asyncio.gather(
+            *(client.patch("/v1/adapters/pirate", json={"aliases": {"default": version}}) for version in (1, 2, 3))
+        )
+        shown = (await client.get("/v1/adapters/pirate")).json()
+        assert api.engine.pinned == {digests[shown["aliases"]["default"] - 1]}
+    await client.delete(f"/v1/adapters/pirate?version={shown['aliases']['default']}")
+    assert api.engine.pinned == {(await client.get("/v1/adapters/pirate")).json()["digest"]}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from weft.adapters.base_shape import BaseShape
 from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.host_images import HostImages
+from weft.adapters.load_threads import copier_thread, loader_threads
 from weft.adapters.loading import AdapterLoader
 from weft.adapters.lora_step import LoraBatcher
 from weft.adapters.paged_lora import PagedLora
@@ -26,6 +26,7 @@ from weft.adapters.residency import Residency
 from weft.adapters.tables import AdapterTables
 from weft.config import Config
 from weft.engine.core import EngineCore
+from weft.engine.costs import measure_costs
 from weft.engine.eos import read_eos_token_ids
 from weft.engine.fit import ModelLimits
 from weft.engine.memory_plan import format_plan, free_memory, max_model_len, plan_memory
@@ -34,6 +35,7 @@ from weft.engine.model.device import choose_device, choose_dtype, choose_threads
 from weft.engine.model.linear import make_linear
 from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
 from weft.engine.model.weights import base_digest, load_decoder, resolve_model
+from weft.engine.prefix_seed import prefix_seed
 from weft.engine.runner import ModelRunner
 from weft.engine.sampler import Sampler
 from weft.engine.scheduler import Scheduler
@@ -46,8 +48,13 @@ from weft.memory.geometry import PageGeometry, page_geometry
 from weft.memory.host_slab import HostSlab
 from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
+
+SWAP_SHARE = 2
+"""KV of preempted requests may have one in so many host pages; the others are left to the images of adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +71,26 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What holds pages."""
+    """What holds pages, and what decides who has them."""
 
     arena: Arena
     pool: PagePool
     slab: HostSlab
+    images: HostImages
     tables: AdapterTables
+    copier: PageCopier
+    evictor: Evictor
 
 
-def build_engine(config: Config, *, notify: Callable[[], None] | None = None) -> EngineParts:
+def build_engine(
+    config: Config, *, notify: Callable[[], None] | None = None, costs: PageCosts | None = None
+) -> EngineParts:
     """Load the model and build everything around it.
 
     Args:
         config: All settings.
         notify: Called by a loader thread when the core has a finished load to take in.
+        costs: What it takes to have a page again; None measures it.
 
     Raises:
         ConfigError: The model, the device or the memory do not allow what the settings ask for.
@@ -95,7 +108,14 @@ def build_engine(config: Config, *, notify: Callable[[], None] | None = None) ->
     longest = max_model_len(config, spec, plan)
     decoder, base = _load(folder, spec, dtype, device, longest)
     memory = _allocate(config, plan, base, geometry, device, dtype)
-    residency = _residency(config, memory, notify)
+    costs = costs or measure_costs(decoder, memory.arena, memory.pool, memory.slab, memory.copier, max_tokens=longest)
+    prefixes = (
+        PrefixCache(memory.pool, memory.evictor, block_s=geometry.page_tokens * costs.token_s)
+        if config.memory.prefix_cache
+        else None
+    )
+    swap = SwapSpace(memory.slab, memory.images.make_room, max_pages=memory.slab.num_pages // SWAP_SHARE)
+    residency = _residency(config, memory, costs, prefixes, notify)
     limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
     ready = EngineReady(
         boot_id=secrets.token_hex(8),
@@ -110,10 +130,24 @@ def build_engine(config: Config, *, notify: Callable[[], None] | None = None) ->
         max_rank=config.adapter.max_rank,
     )
     core = EngineCore(
-        Scheduler(config.scheduler, geometry, memory.pool, residency, limits),
+        Scheduler(
+            config.scheduler,
+            geometry,
+            memory.pool,
+            residency,
+            limits,
+            evictor=memory.evictor,
+            prefixes=prefixes,
+            swap=swap,
+            costs=costs,
+            prefix_seed=prefix_seed(base.digest, ready.dtype, spec.rope),
+        ),
         _runner(decoder, memory, plan, residency),
         residency,
         memory.pool,
+        evictor=memory.evictor,
+        prefixes=prefixes,
+        swap=swap,
         boot_id=ready.boot_id,
     )
     logger.debug("%s", format_plan(plan, ready))
@@ -152,16 +186,27 @@ def _allocate(
     arena = Arena(geometry, num_pages, device, dtype)
     if config.memory.poison:
         arena.poison(range(1, num_pages))
+    pool = PagePool(num_pages, arena.poison if config.memory.poison else None)
+    slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     return _Memory(
         arena=arena,
-        pool=PagePool(num_pages, arena.poison if config.memory.poison else None),
-        slab=HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda"),
+        pool=pool,
+        slab=slab,
+        images=HostImages(slab),
         tables=AdapterTables(config.adapter.slots, base, config.adapter.max_rank, geometry, device),
+        copier=PageCopier(arena),
+        evictor=Evictor(pool, eviction_policy(config.memory.eviction)),
     )
 
 
-def _residency(config: Config, memory: _Memory, notify: Callable[[], None] | None) -> Residency:
-    arena, pool, tables, images = memory.arena, memory.pool, memory.tables, HostImages(memory.slab)
+def _residency(
+    config: Config,
+    memory: _Memory,
+    costs: PageCosts,
+    prefixes: PrefixCache | None,
+    notify: Callable[[], None] | None,
+) -> Residency:
+    arena, pool, tables, images = memory.arena, memory.pool, memory.tables, memory.images
     loader = AdapterLoader(
         LocalBlobs(config.blob_dir),
         images,
@@ -171,29 +216,19 @@ def _residency(config: Config, memory: _Memory, notify: Callable[[], None] | Non
         tables.max_rank,
         max_pages=pool.capacity - arena.geometry.num_groups,
     )
-    copier = PageCopier(arena)
     return Residency(
         loader,
-        copier,
+        memory.copier,
         pool,
         images,
         tables,
-        Evictor(pool, eviction_policy(config.memory.eviction)),
-        _page_costs(arena, copier),
-        loads=ThreadPoolExecutor(config.adapter.load_threads, "adapter-loader"),
-        copies=ThreadPoolExecutor(1, "adapter-copier"),
-        prefixes=None,
+        memory.evictor,
+        costs,
+        loads=loader_threads(config.adapter.load_threads),
+        copies=copier_thread(),
+        prefixes=prefixes,
         notify=notify,
     )
-
-
-def _page_costs(arena: Arena, copier: PageCopier) -> PageCosts:
-    """Measure the copy of a page to the zero page, of zeros; a load takes several times that."""
-    zeros = torch.zeros(arena.geometry.page_bytes, dtype=torch.uint8)
-    started_s = time.perf_counter()
-    copier.copy([zeros], [0], copier.fence())
-    copy_s = time.perf_counter() - started_s
-    return PageCosts(copy_s=copy_s, load_s=10 * copy_s, token_s=copy_s)
 
 
 def _runner(decoder: Decoder, memory: _Memory, plan: MemoryPlan, residency: Residency) -> ModelRunner:
@@ -206,6 +241,7 @@ def _runner(decoder: Decoder, memory: _Memory, plan: MemoryPlan, residency: Resi
     return ModelRunner(
         decoder=decoder,
         arena=arena,
+        slab=memory.slab,
         lora=lora,
         check_slot=residency.check_slot,
         sampler=Sampler(kernels_for(decoder.device)),

@@ -10,14 +10,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from weft.engine.failures import INTERNAL
+from weft.adapters.ref import AdapterRef
 from weft.engine.neighbours import CoreResidency, StepRunner
 from weft.engine.plan import Chunk, StepPlan
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.scheduler import Scheduler
 from weft.engine.status import EngineStatus, StepStats
 from weft.errors import EngineError
+from weft.memory.eviction import Evictor
 from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +38,23 @@ class EngineCore:
         runner: Computes it.
         residency: Brings adapters to the device.
         pool: Pages of both.
+        evictor: Makes room in the pool.
+        prefixes: KV pages of earlier requests; None is without.
+        swap: Host memory of preempted requests; None is without.
         boot_id: Names this life of the engine.
         clock: Monotonic seconds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - it joins the parts
         self,
         scheduler: Scheduler,
         runner: StepRunner,
         residency: CoreResidency,
         pool: PagePool,
         *,
+        evictor: Evictor,
+        prefixes: PrefixCache | None,
+        swap: SwapSpace | None,
         boot_id: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,6 +62,9 @@ class EngineCore:
         self._runner = runner
         self._residency = residency
         self._pool = pool
+        self._evictor = evictor
+        self._prefixes = prefixes
+        self._swap = swap
         self._boot_id = boot_id
         self._clock = clock
         self._status_seq = 0
@@ -80,9 +92,9 @@ class EngineCore:
         """Let go of a deleted adapter; requests that run with it finish."""
         self._residency.forget(digest)
 
-    def pin_adapter(self, digest: str, is_pinned: bool) -> None:
-        """Set whether an adapter, once on the device, may be evicted from it."""
-        self._residency.pin(digest, is_pinned)
+    def pin_adapter(self, ref: AdapterRef | str, is_pinned: bool) -> None:
+        """Set whether an adapter stays on the device; one given by its ref is also brought there."""
+        self._residency.pin(ref, is_pinned)
 
     @property
     def num_steps(self) -> int:
@@ -124,10 +136,13 @@ class EngineCore:
             last_steps=list(self._last_steps),
             last_step_age_s=age,
             num_steps=self._num_steps,
-            preemptions={"recompute": self._scheduler.num_preemptions},
+            preemptions=dict(self._scheduler.preemptions),
             loads=dict(self._residency.loads),
             load_seconds=self._residency.load_seconds,
-            evictions={"adapter": self._residency.evictions},
+            evictions=self._evictor.evictions,
+            prefix_queries=self._prefixes.num_queries if self._prefixes is not None else 0,
+            prefix_hits=self._prefixes.num_hits if self._prefixes is not None else 0,
+            host_pages=self._swap.counts() if self._swap is not None else {},
             backlog_tokens=self._scheduler.backlog_tokens(),
             service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
         )
@@ -140,7 +155,7 @@ class EngineCore:
         """
         self._pool.check()
         self._scheduler.check()
-        self._residency.check()
+        self._residency.check(self._swap.num_used if self._swap is not None else 0)
 
     def close(self) -> None:
         """End background loads and give the memory back; requests that still live are dropped."""
@@ -167,11 +182,10 @@ class EngineCore:
             outputs = self._scheduler.commit(plan, self._runner.execute(plan))
         except Exception:
             logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.chunks))
-            for chunk in plan.chunks:
-                self._scheduler.finish(chunk.request_id, "error", INTERNAL)
+            self._scheduler.fail_step(plan)
             outputs = self._scheduler.take_outputs()
         self._completed_step = plan.step
-        self._pool.complete(plan.step)
+        self._scheduler.complete(plan.step)
         self._record(plan, started_s)
         return outputs
 

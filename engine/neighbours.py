@@ -42,6 +42,9 @@ class LoadFailure(Protocol):
 class AdapterResidency(Protocol):
     """Where adapters are, and the holds on them; `weft.adapters.residency.Residency` is the real one."""
 
+    reserve_pages: int
+    """Pages that placing an adapter leaves to running requests; set by the scheduler."""
+
     def state(self, digest: str, /) -> Literal["device", "host", "stored"]:
         """Where the adapter is now."""
 
@@ -66,9 +69,6 @@ class AdapterResidency(Protocol):
     def waiting_reason(self, digest: str, /) -> Literal["LOADING", "NO_ROOM"]:
         """Why a wanted adapter is not on the device yet."""
 
-    def evict_idle(self, num_pages: int, /) -> int:
-        """Evict idle adapters until `num_pages` pages were freed; returns how many were."""
-
     def check_slot(self, slot: int, generation: int, digest: str, /) -> None:
         """Raise StaleSlotError unless the slot still is what the lease says."""
 
@@ -87,21 +87,17 @@ class CoreResidency(AdapterResidency, Protocol):
     def load_seconds(self) -> float:
         """Sum over all loads."""
 
-    @property
-    def evictions(self) -> int:
-        """Adapters evicted from the device."""
-
     def tick(self, step: int, /) -> Sequence[LoadFailure]:
         """Finish loads and start copies; `step` is the last completed step."""
 
-    def pin(self, digest: str, pinned: bool, /) -> None:
-        """Set whether the adapter may be evicted."""
+    def pin(self, ref: AdapterRef | str, pinned: bool, /) -> None:
+        """Set whether the adapter stays on the device, and is brought there."""
 
     def forget(self, digest: str, /) -> None:
         """Let go of a deleted adapter as soon as nobody uses it."""
 
-    def check(self) -> None:
-        """Raise where the accounts do not add up."""
+    def check(self, num_swap_pages: int = 0, /) -> None:
+        """Raise where the accounts do not add up; so many host pages hold the KV cache of preempted requests."""
 
     def close(self) -> None:
         """End the loading threads."""

@@ -58,14 +58,39 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageMove:
+    """A page that goes between device and host, whole."""
+
+    device_page: int
+    """In the arena."""
+    host_page: int
+    """In the host slab."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """A page of the arena that is copied to another, whole."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step."""
+    """One step. Pages are moved in the order of the fields, before anything is computed."""
 
     step: int
-    """Counts up from 1."""
+    """Counts up."""
     chunks: list[Chunk]
+    """May be empty where pages are to be swapped out."""
+    swap_out: list[PageMove] = field(default_factory=list)
+    """From the device to the host."""
     zero_pages: list[int] = field(default_factory=list)
-    """Pages just handed out as KV; they are zeroed before anything else."""
+    """Pages just handed out as KV that nothing below fills."""
+    swap_in: list[PageMove] = field(default_factory=list)
+    """From the host to the device, to pages just handed out."""
+    copies: list[PageCopy] = field(default_factory=list)
+    """To pages just handed out."""
 
     @property
     def num_tokens(self) -> int:

@@ -35,6 +35,7 @@ def advance(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
         stop_token_id=token_id if reason == "stop" else None,
         adapter_state=facts.adapter_state,
         queue_s=facts.queue_s,
+        cached_tokens=facts.cached_tokens,
     )
 
 
@@ -48,11 +49,12 @@ def ended(state: RequestState, reason: FinishReason, error: RequestError | None 
         error=error,
         adapter_state=facts.adapter_state,
         queue_s=facts.queue_s,
+        cached_tokens=facts.cached_tokens,
     )
 
 
 def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
-    if state.request.params.prompt_logprobs is None or state.sent_prompt_logprobs or state.num_computed == 0:
+    if not state.keeps_prompt_logprobs or state.num_computed == 0:
         return None
     state.sent_prompt_logprobs = True
     return [None, *state.prompt_logprobs]

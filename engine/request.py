@@ -41,6 +41,8 @@ class GenerationRequest:
     """Which of n choices this is; part of the sampling key."""
     generated_token_ids: list[int] = field(default_factory=list)
     """Tokens generated earlier elsewhere; they count as output."""
+    fork_of: str | None = None
+    """The request with choice 0 of the same prompt, sent before this one: its KV cache of the prompt is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

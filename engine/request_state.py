@@ -9,10 +9,10 @@ from weft.engine.fit import kv_tokens
 from weft.engine.neighbours import SlotLease
 from weft.engine.plan import Chunk, SampleSpec, SlotRef
 from weft.engine.request import AdapterState, GenerationRequest, TokenLogprobs
-from weft.memory.block_table import BlockTable
+from weft.engine.request_pages import RequestPages
 from weft.memory.geometry import PageGeometry
 
-WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES"]
+WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK"]
 
 
 class OutputFacts(NamedTuple):
@@ -20,6 +20,7 @@ class OutputFacts(NamedTuple):
 
     adapter_state: AdapterState | None = None
     queue_s: float | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,14 +36,18 @@ class RequestState:
     adapter_state: AdapterState
     """Where the adapter was on arrival."""
     geometry: PageGeometry
-    blocks: BlockTable
+    pages: RequestPages
     output_token_ids: list[int]
     adapter_pages: int | None = 0
     """Pages its adapter takes on the device; None while unknown."""
     status: Literal["waiting", "running"] = "waiting"
     waiting_reason: WaitingReason = "NEW"
     num_computed: int = 0
-    """Tokens whose keys and values are in the pages."""
+    """Tokens whose keys and values are in its pages; of a request that waits, in its host pages."""
+    num_cached: int = 0
+    """Prompt tokens that it found in the prefix cache when it first started."""
+    leader: RequestState | None = None
+    """The request with the same prompt whose pages it is going to share."""
     lease: SlotLease | None = None
     is_holding: bool = False
     """Whether it holds its adapter while it waits."""
@@ -97,6 +102,11 @@ class RequestState:
         return self.num_tokens - self.num_computed
 
     @property
+    def keeps_prompt_logprobs(self) -> bool:
+        """Whether every token of the prompt is to be computed, for its logprobs, which are still to be sent."""
+        return self.request.params.prompt_logprobs is not None and not self.sent_prompt_logprobs
+
+    @property
     def is_protected(self) -> bool:
         """Whether it was preempted and has not made a page of progress since."""
         return self.num_computed < self.progress_mark
@@ -120,9 +130,9 @@ class RequestState:
         lease = self.lease
         return Chunk(
             request_id=self.request_id,
-            token_ids=self._tokens(start, end),
+            token_ids=self.tokens(start, end),
             start=start,
-            block_table=[pages[:num_blocks] for pages in self.blocks.pages],
+            block_table=[pages[:num_blocks] for pages in self.pages.table.pages],
             adapter=SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest) if lease else None,
             sample=self._sample_spec() if end == self.num_tokens else None,
             prompt_targets=self._prompt_targets(start, end),
@@ -130,11 +140,14 @@ class RequestState:
         )
 
     def restart(self) -> None:
-        """Back to waiting with its tokens and no pages, to be computed anew."""
+        """Back to waiting with its tokens and no device pages."""
         self.num_preemptions += 1
         self.progress_mark = self.num_computed + self.geometry.page_tokens
-        self.status, self.waiting_reason = "waiting", "NO_PAGES"
-        self.blocks, self.num_computed, self.lease = BlockTable(self.geometry), 0, None
+        self.status, self.waiting_reason, self.lease = "waiting", "NO_PAGES", None
+
+    def lose_kv(self) -> None:
+        """All its tokens are to be computed anew."""
+        self.num_computed = 0
         self.prompt_logprobs = []
 
     def first_output_facts(self) -> OutputFacts:
@@ -142,9 +155,10 @@ class RequestState:
         if self.sent_first_output:
             return OutputFacts()
         self.sent_first_output = True
-        return OutputFacts(self.adapter_state, self.queue_s)
+        return OutputFacts(self.adapter_state, self.queue_s, self.num_cached)
 
-    def _tokens(self, start: int, end: int) -> list[int]:
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Prompt and output from position `start` to `end`."""
         prompt = self.request.prompt_token_ids
         if start >= self.num_prompt:
             return self.output_token_ids[start - self.num_prompt : end - self.num_prompt]
@@ -165,6 +179,6 @@ class RequestState:
         )
 
     def _prompt_targets(self, start: int, end: int) -> list[int] | None:
-        if self.request.params.prompt_logprobs is None or self.sent_prompt_logprobs:
+        if not self.keeps_prompt_logprobs:
             return None
         return self.request.prompt_token_ids[start + 1 : end + 1] or None

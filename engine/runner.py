@@ -1,4 +1,4 @@
-"""Carries out a step plan: zero pages, build the batch, run the decoder, sample. Asks neither scheduler nor pool."""
+"""Carries out a step plan: build the batch, move pages, run the decoder, sample. Asks neither scheduler nor pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 from weft.adapters.lora_step import LoraBatcher, LoraStep
 from weft.engine.batch import Batch, build_batch
 from weft.engine.model.decoder import Decoder, KvViews
+from weft.engine.page_moves import PageMover
 from weft.engine.plan import Chunk, ChunkResult, StepPlan
 from weft.engine.request import TokenLogprobs
 from weft.engine.sampler import Sampler
+from weft.errors import EngineError
 from weft.memory.arena import Arena
+from weft.memory.host_slab import HostSlab
 
 CheckSlot = Callable[[int, int, str], None]
 """(slot, generation, digest): raises StaleSlotError unless the adapter slot still is what the plan says."""
@@ -27,16 +30,25 @@ class ModelRunner:
     Args:
         decoder: The base model.
         arena: Its pages.
+        slab: Host pages, for KV that is swapped out.
         lora: The adapters.
         check_slot: Called for every adapter of a step before it runs.
         sampler: Chooses tokens.
     """
 
     def __init__(
-        self, *, decoder: Decoder, arena: Arena, lora: LoraBatcher, check_slot: CheckSlot, sampler: Sampler
+        self,
+        *,
+        decoder: Decoder,
+        arena: Arena,
+        slab: HostSlab,
+        lora: LoraBatcher,
+        check_slot: CheckSlot,
+        sampler: Sampler,
     ) -> None:
         self._decoder = decoder
         self._arena = arena
+        self._mover = PageMover(arena, slab)
         self._kv = KvViews.of(arena)
         self._lora = lora
         self._check_slot = check_slot
@@ -51,12 +63,29 @@ class ModelRunner:
 
         Raises:
             StaleSlotError: An adapter slot has been reused since the plan was made.
-            EngineError: The plan contradicts itself; nothing was computed.
+            EngineError: The plan contradicts itself; nothing was moved or computed.
         """
-        batch = build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
-        for slot, adapter in batch.adapters.items():
+        if not plan.chunks and not plan.swap_out:
+            raise EngineError(f"step {plan.step} has nothing to do")
+        self._mover.check(plan)
+        batch = (
+            build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
+            if plan.chunks
+            else None
+        )
+        for slot, adapter in batch.adapters.items() if batch is not None else ():
             self._check_slot(slot, adapter.generation, adapter.digest)
-        self._arena.zero(plan.zero_pages)
+        moved = self._mover.carry_out(plan)
+        results = self._compute(plan, batch) if batch is not None else []
+        if moved is not None:
+            moved.synchronize()
+        return results
+
+    def close(self) -> None:
+        """Let go of what the runner holds of the device; it must not be used afterwards."""
+        self._kv = KvViews((), ())
+
+    def _compute(self, plan: StepPlan, batch: Batch) -> list[ChunkResult]:
         hidden = self._decoder.forward(batch.rows, self._kv, self._prepare_lora(batch))
         sampled = self._sample(plan.chunks, batch, hidden)
         results = []
@@ -74,10 +103,6 @@ class ModelRunner:
                 )
             )
         return results
-
-    def close(self) -> None:
-        """Let go of what the runner holds of the device; it must not be used afterwards."""
-        self._kv = KvViews((), ())
 
     def _prepare_lora(self, batch: Batch) -> LoraStep | None:
         if not batch.adapters:

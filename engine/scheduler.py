@@ -4,18 +4,27 @@ A step holds one token of every request that decodes and, in what the token budg
 those that run, then of those that are admitted. Waiting is a reason, not a place: each plan looks at all candidates,
 and one that is blocked does not block those behind it.
 
-Why everything that waits moves on. Entitlement to pages goes by age (lane, then arrival).
+Why everything that waits moves on. Entitlement to pages goes by age (lane, then arrival). A request that waits has no
+device pages and no lease, so nobody waits for it but a fork (5), and what nobody runs with can be evicted.
 
-1. Among running requests the oldest goes first. For a page it evicts idle adapters, then drops the holds of waiting
-   requests, then preempts the newest. One that finds nothing keeps its pages and sits the step out.
+1. Among running requests the oldest goes first. For a page it evicts idle adapters and cached prefixes, then drops the
+   holds of waiting requests, then preempts the newest. One that finds nothing keeps its pages and sits the step out.
+   Pages that are swapped out are free only after the step that copies them: they are promised to those who made others
+   give them up, who sit out this one step, in which nobody is admitted. Such a step may compute nothing at all; each
+   has a preemption, so (2) bounds them.
 2. A preempted request returns with pages for one page of progress beyond where it stood, and cannot be preempted before
    it has made it. Meanwhile it needs no pages, so it advances in every step in which it gets tokens; hence no request
-   is preempted twice without progress, and the oldest sits out only while such requests advance.
+   is preempted twice without progress, and the oldest sits out only while such requests advance. That holds whether its
+   KV cache comes back from the host, from the prefix cache, or is computed anew, since "where it stood" is kept.
 3. A waiting request that lacks pages is overtaken in at most `MAX_BYPASSES` steps. Then only it may be admitted, and
    the pages of those that run come to it.
-4. When nothing can be computed although something wants to, only adapters can be in the way. All holds but those of
-   the first in line are dropped and idle adapters evicted. If that changes nothing while nothing is loading and no
-   freed page is in quarantine, the first in line cannot fit beside what is pinned, and is refused.
+4. When nothing can be computed although something wants to, only adapters can be in the way: cached prefixes that
+   nobody runs with are evicted for whoever needs the pages. All holds but those of the first in line are dropped, so
+   that their adapters can be evicted too. If that changes nothing while nothing is loading and no freed page is in
+   quarantine, the first in line cannot fit beside what is pinned, and is refused.
+5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which so stands before
+   it in any order. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of
+   forks go back to ever older requests, so there is no circle.
 """
 
 from __future__ import annotations
@@ -26,16 +35,18 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from weft.config import SchedulerConfig
+from weft.engine.draft import Draft
 from weft.engine.failures import INTERNAL, UNSOUND, request_error
 from weft.engine.fit import ModelLimits, check_fits, check_limits
+from weft.engine.kv_pages import PREEMPTIONS, KvPages
 from weft.engine.neighbours import AdapterResidency
 from weft.engine.order import admission_order
 from weft.engine.plan import Chunk, ChunkResult, StepPlan
 from weft.engine.progress import advance, ended
 from weft.engine.request import FinishReason, GenerationRequest, RequestError, RequestOutput
+from weft.engine.request_pages import RequestPages
 from weft.engine.request_state import RequestState, WaitingReason
 from weft.engine.tenant_service import TenantService
 from weft.engine.waiting import MAX_BYPASSES, WaitingQueue
@@ -44,14 +55,17 @@ from weft.errors import (
     EngineError,
     InvalidRequestError,
     NeverFitsError,
-    PageAccountingError,
     QueueFullError,
     StaleSlotError,
     WeftError,
 )
 from weft.memory.block_table import BlockTable
+from weft.memory.eviction import Evictor
 from weft.memory.geometry import PageGeometry
+from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
@@ -63,21 +77,8 @@ MAX_STALLS = 16
 """Plans that may come to nothing, with nothing under way, before the first in line is refused."""
 FULL_SCAN_STEPS = 8
 """While no more requests may run, an unchanged queue is looked at only every so many steps."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    step: int
-    budget: int
-    """Tokens left for prompts."""
-    chunks: list[Chunk] = field(default_factory=list)
-    zero_pages: list[int] = field(default_factory=list)
-
-    def add(self, state: RequestState, count: int) -> None:
-        self.chunks.append(state.chunk(count))
-        state.last_step = self.step
+GROWTH_SHARE = 16
+"""Running requests keep a block each for themselves to grow into, but at most one in so many pages of the pool."""
 
 
 class Scheduler:
@@ -89,17 +90,28 @@ class Scheduler:
         pool: Where KV pages come from; shared with the residency.
         residency: Where adapters are.
         limits: What the model bounds.
+        evictor: Makes room in the pool.
+        prefixes: KV pages of earlier requests; None does without.
+        swap: Host memory of preempted requests; None does without.
+        costs: Decide between swapping and computing anew.
+        prefix_seed: What a request's KV cache depends on besides its tokens, and who may share it.
         clock: Monotonic seconds.
         draw_seed: Seeds for requests that bring none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that it decides about
         self,
         config: SchedulerConfig,
         geometry: PageGeometry,
         pool: PagePool,
         residency: AdapterResidency,
         limits: ModelLimits,
+        *,
+        evictor: Evictor,
+        prefixes: PrefixCache | None,
+        swap: SwapSpace | None,
+        costs: PageCosts,
+        prefix_seed: Callable[[GenerationRequest], bytes],
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
@@ -110,6 +122,7 @@ class Scheduler:
         self._limits = limits
         self._clock = clock
         self._draw_seed = draw_seed
+        self._kv = KvPages(geometry, pool, evictor, prefixes=prefixes, swap=swap, costs=costs, prefix_seed=prefix_seed)
         order = admission_order(config.policy)
         self._service = TenantService(order)
         self._requests: dict[str, RequestState] = {}
@@ -120,7 +133,8 @@ class Scheduler:
         self._step = 0
         self._stalls = 0
         self._no_holds_until = 0
-        self.num_preemptions = 0
+        self.preemptions: dict[str, int] = dict.fromkeys(PREEMPTIONS, 0)
+        """Preemptions since start, by how the request gets its KV cache back."""
 
     @property
     def num_running(self) -> int:
@@ -164,10 +178,13 @@ class Scheduler:
             seed=self._draw_seed() if request.params.seed is None else request.params.seed,
             adapter_state=self._residency.state(adapter.digest) if adapter else "base",
             geometry=self._geometry,
-            blocks=BlockTable(self._geometry),
+            pages=RequestPages(table=BlockTable(self._geometry)),
             adapter_pages=adapter_pages,
             output_token_ids=list(request.generated_token_ids),
         )
+        leader = self._requests.get(request.fork_of) if request.fork_of is not None else None
+        if leader is not None and self._kv.may_fork(leader, state):
+            state.leader = leader
         self._requests[state.request_id] = state
         self._waiting.add(state)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
@@ -175,16 +192,20 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """What to compute next; None when nothing can be computed now."""
+        self._kv.note_complete()
         num_decoding = sum(state.num_left == 1 for state in self._running)
-        draft = _Draft(step=self._step + 1, budget=self._config.step_tokens - num_decoding)
+        draft = Draft(step=self._step + 1, budget=self._config.step_tokens - num_decoding)
         self._plan_running(draft)
-        self._admit_waiting(draft)
-        if not draft.chunks:
+        if not draft.promised:
+            self._admit_waiting(draft)
+        self._residency.reserve_pages = self._room_to_grow() + draft.promised
+        plan = draft.plan()
+        if plan is None:
             self._resolve_stall()
             return None
         self._stalls = 0
         self._step = draft.step
-        return StepPlan(step=draft.step, chunks=draft.chunks, zero_pages=draft.zero_pages)
+        return plan
 
     def commit(self, plan: StepPlan, results: list[ChunkResult]) -> list[RequestOutput]:
         """Take in what a step yielded; requests that ended meanwhile are passed over.
@@ -199,6 +220,11 @@ class Scheduler:
             if state is not None and state.status == "running" and state.last_step == plan.step:
                 self._commit_chunk(state, chunk, result)
         return self.take_outputs()
+
+    def complete(self, step: int) -> None:
+        """Note that a step is complete, so that pages which it read may be used again."""
+        self._pool.complete(step)
+        self._kv.note_complete()
 
     def take_outputs(self) -> list[RequestOutput]:
         """What happened to requests since the last call."""
@@ -218,12 +244,22 @@ class Scheduler:
         for state in [state for state in self._waiting if state.digest == digest]:
             self.finish(state.request_id, "error", request_error(error))
 
+    def fail_step(self, plan: StepPlan) -> None:
+        """End the requests of a step that failed with an internal error; what it should have swapped out is lost."""
+        for chunk in plan.chunks:
+            self.finish(chunk.request_id, "error", INTERNAL)
+        self._lose_swapped(plan.step)
+
     def fail_running(self) -> None:
         """End all running requests with an internal error, after a plan that failed."""
+        # The step that was being planned never runs: with those before it, it is complete.
+        has_steps_under_way = self._pool.completed_step < self._step
+        self._step += 1
+        if not has_steps_under_way:
+            self.complete(self._step)
         for state in list(self._running):
-            # The step that was being planned never runs, so no page may wait for its end.
-            state.last_step = min(state.last_step, self._step)
             self.finish(state.request_id, "error", INTERNAL)
+        self._lose_swapped(self._step)
 
     def waiting_reasons(self) -> dict[str, int]:
         """Requests that wait, by reason."""
@@ -241,27 +277,27 @@ class Scheduler:
         return self._service.tokens(limit)
 
     def check(self) -> None:
-        """Verify that every request is in one place and that the KV pages are those of the running ones.
+        """Verify that every request is in one place, and that pages and references are those of the requests.
 
         Raises:
             EngineError: A request is in no place, in two, or has what its place does not allow.
-            PageAccountingError: KV pages were lost or are held twice.
+            PageAccountingError: Pages were lost or are held twice.
         """
         running = {state.request_id for state in self._running}
         waiting = self._waiting.request_ids
         if running & waiting or running | waiting != self._requests.keys():
             raise EngineError("a request is not in exactly one of waiting and running")
         for state in self._waiting:
-            if state.status != "waiting" or state.lease is not None or state.blocks.num_blocks:
-                raise EngineError("a waiting request holds pages or a lease")
+            if state.status != "waiting" or state.lease is not None:
+                raise EngineError("a waiting request holds a lease")
+            if state.num_computed and state.pages.swapped is None:
+                raise EngineError("a waiting request counts tokens as computed that are nowhere")
         for state in self._running:
             if state.status != "running" or state.is_holding or (state.lease is None) != (state.digest is None):
                 raise EngineError("a running request has no lease, or still a hold")
-        pages = [page for state in self._running for page in state.blocks.all_pages()]
-        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["kv"]:
-            raise PageAccountingError(f"requests hold {len(pages)} KV pages, the pool says {self._pool.counts()}")
+        self._kv.check(self._running, list(self._waiting))
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, draft: Draft) -> None:
         for state in list(self._running):
             if state.status != "running" or not self._check_lease(state):
                 continue  # it was preempted for an older one, or its slot is not what it was
@@ -284,41 +320,45 @@ class Scheduler:
             return False
         return True
 
-    def _grow(self, state: RequestState, num_tokens: int, draft: _Draft) -> bool:
-        """Give a running request pages for `num_tokens` tokens, if need be from adapters and newer requests."""
-        count = state.blocks.blocks_needed(num_tokens) * self._geometry.num_groups
-        pages = self._pool.allocate(count, "kv")
-        if pages is None and self._evict(count):
-            pages = self._pool.allocate(count, "kv")
-        while pages is None and (victim := self._newest_to_preempt(state)) is not None:
-            self._preempt(victim)
-            pages = self._pool.allocate(count, "kv")
-        if pages is None:
-            return False
-        state.blocks.append(pages)
-        draft.zero_pages += pages
-        return True
-
-    def _evict(self, count: int) -> bool:
-        """Try to have `count` pages free, from adapters that do not run."""
-        self._residency.evict_idle(count - self._pool.num_free)
-        if self._pool.num_free < count and self._waiting.drop_holds(keep=None):
-            self._no_holds_until = self._step + HOLD_PAUSE_STEPS
-            self._residency.evict_idle(count - self._pool.num_free)
-        return self._pool.num_free >= count
+    def _grow(self, state: RequestState, num_tokens: int, draft: Draft) -> bool:
+        """Give a running request pages for `num_tokens` tokens, if need be from what is idle and newer requests."""
+        count = self._kv.lacking(state, num_tokens)
+        if count == 0:
+            return True
+        while self._kv.num_available < count + draft.promised:
+            if self._waiting.drop_holds(keep=None):
+                self._no_holds_until = self._step + HOLD_PAUSE_STEPS
+            elif (victim := self._newest_to_preempt(state)) is not None:
+                self._preempt(victim, draft)
+            else:
+                return False
+        if self._kv.grow(state, count, draft):
+            return True
+        draft.promised += count
+        return False
 
     def _newest_to_preempt(self, state: RequestState) -> RequestState | None:
         newer = reversed(self._running[self._running.index(state) + 1 :])
         return next((candidate for candidate in newer if not candidate.is_protected), None)
 
-    def _preempt(self, state: RequestState) -> None:
-        self._give_back(state)
+    def _preempt(self, state: RequestState, draft: Draft) -> None:
+        how = self._kv.suspend(state, draft)
+        self._release_lease(state)
         self._running.remove(state)
         state.restart()
+        if how == "recompute":
+            state.lose_kv()
         self._waiting.add(state)
-        self.num_preemptions += 1
+        self.preemptions[how] += 1
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _lose_swapped(self, step: int) -> None:
+        """Have requests compute anew what a step that failed should have copied to the host."""
+        for state in self._waiting:
+            if state.pages.swapped is not None and state.pages.swapped.step == step:
+                self._kv.forget_swapped(state)
+                state.lose_kv()
+
+    def _admit_waiting(self, draft: Draft) -> None:
         is_full = len(self._running) >= self._config.max_running
         if not self._waiting or (is_full and not self._waiting.has_changed and draft.step % FULL_SCAN_STEPS):
             return
@@ -337,7 +377,7 @@ class Scheduler:
         for state in blocked[:num_bypassed]:
             state.num_bypasses += 1
 
-    def _try_admit(self, state: RequestState, draft: _Draft) -> WaitingReason | None:
+    def _try_admit(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         """Let a waiting request run, or say what it lacks."""
         adapter = state.request.adapter
         if adapter is not None:
@@ -347,9 +387,20 @@ class Scheduler:
                 self._waiting.hold(state)
             if self._residency.state(adapter.digest) != "device":
                 return self._residency.waiting_reason(adapter.digest) if state.is_holding else "NO_ROOM"
+        if self._waits_for_leader(state):
+            return "FORK"
         if draft.budget <= 0 or len(self._running) >= self._config.max_running:
             return "NEW"
         return self._start(state, draft)
+
+    def _waits_for_leader(self, state: RequestState) -> bool:
+        leader = state.leader
+        if leader is None:
+            return False
+        if self._requests.get(leader.request_id) is not leader or leader.num_preemptions or state.num_preemptions:
+            state.leader = None
+            return False
+        return leader.num_computed < leader.num_prompt
 
     def _check_fits(self, state: RequestState) -> bool:
         """Refuse a request once it is known that its adapter leaves no room for it even in an empty pool."""
@@ -366,36 +417,35 @@ class Scheduler:
         """Whether its adapter is in the queue of the loaders, which pages would not shorten."""
         return state.digest is not None and self._residency.state(state.digest) == "stored"
 
-    def _start(self, state: RequestState, draft: _Draft) -> WaitingReason | None:
+    def _start(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         if state.digest is not None:
             state.lease = self._residency.acquire(state.digest)
             if state.lease is None:
                 return self._residency.waiting_reason(state.digest)
-        count = min(state.num_left, draft.budget)
-        pages = self._pages_to_start(max(count, state.tokens_to_reserve))
-        if pages is None:
-            if state.lease is not None:
-                self._residency.release(state.lease.digest)
-                state.lease = None
+        beginning = self._kv.beginning(state)
+        count = min(state.num_tokens - beginning.num_tokens, draft.budget)
+        num_tokens = max(beginning.num_tokens + count, state.tokens_to_reserve)
+        if not self._kv.start(state, beginning, num_tokens, self._room_to_grow(), draft):
+            self._release_lease(state)
             return "NO_PAGES"
-        state.blocks.append(pages)
-        draft.zero_pages += pages
         self._waiting.remove(state)
-        state.status, state.num_bypasses = "running", 0
+        state.status, state.num_bypasses, state.leader = "running", 0, None
         insort(self._running, state, key=lambda other: other.age_key)
         if state.queue_s is None:
-            state.queue_s = self._clock() - state.arrived_s
+            self._note_first_start(state)
         draft.add(state, count)
         draft.budget -= count
         return None
 
-    def _pages_to_start(self, num_tokens: int) -> list[int] | None:
-        """Pages for an admission: never at the price of a running request, and with room left for those to grow."""
-        count = self._geometry.pages(num_tokens)
-        room = min(len(self._running) * self._geometry.num_groups, self._pool.capacity // 16)
-        if self._pool.num_free < count + room:
-            self._residency.evict_idle(count + room - self._pool.num_free)
-        return self._pool.allocate(count, "kv") if self._pool.num_free >= count + room else None
+    def _note_first_start(self, state: RequestState) -> None:
+        state.queue_s = self._clock() - state.arrived_s
+        state.num_cached = min(state.num_computed, state.num_prompt)
+        if not state.keeps_prompt_logprobs:
+            self._kv.note_lookup(state.num_prompt, state.num_cached)
+
+    def _room_to_grow(self) -> int:
+        """Pages that admissions, and adapters on their way to the device, leave to those that run."""
+        return min(len(self._running) * self._geometry.num_groups, self._pool.capacity // GROWTH_SHARE)
 
     def _resolve_stall(self) -> None:
         """Nothing can be computed: make way for the first in line, or refuse it (see the module's docstring, 4)."""
@@ -405,7 +455,6 @@ class Scheduler:
             return
         self._waiting.drop_holds(keep=first.digest)
         self._no_holds_until = 0
-        self._residency.evict_idle(self._pool.capacity)
         if first.status == "waiting":
             first.num_bypasses = MAX_BYPASSES
         self._stalls += 1
@@ -414,18 +463,20 @@ class Scheduler:
             error = CapacityError("Pinned adapters leave too little room for this request. Try again, or unpin some.")
             self.finish(first.request_id, "error", request_error(error))
 
-    def _give_back(self, state: RequestState) -> None:
-        self._pool.free(state.blocks.all_pages(), state.last_step)
+    def _release_lease(self, state: RequestState) -> None:
         if state.lease is not None:
             self._residency.release(state.lease.digest, state.last_step)
+            state.lease = None
 
     def _remove(self, state: RequestState) -> None:
         del self._requests[state.request_id]
         if state.status == "waiting":
             self._waiting.remove(state)
+            self._kv.forget_swapped(state)
         else:
             self._running.remove(state)
-            self._give_back(state)
+            self._kv.give_back(state, state.last_step)
+            self._release_lease(state)  # only now: cached blocks of an adapter go with it
         self._service.note_end(self._clock())
 
     def _commit_chunk(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
@@ -434,6 +485,7 @@ class Scheduler:
             return
         output = advance(state, chunk, result, self._limits)
         self._service.charge(state, chunk)
+        self._kv.publish(state)
         if output is None:
             return
         if output.finish_reason is not None:

@@ -108,15 +108,23 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, chain: TokenChain, max_blocks: int) -> list[PrefixBlock]:
+    def find(self, chain: TokenChain, max_blocks: int, known: Sequence[PrefixBlock] = ()) -> list[PrefixBlock]:
         """The longest cached beginning of a chain, at most `max_blocks` blocks. Takes no reference.
 
         Names are trusted only as far as the tokens behind them are the same.
+
+        Args:
+            chain: Names the blocks.
+            max_blocks: Most blocks to find.
+            known: What an earlier call found for this chain, which is not compared again.
         """
-        found: list[PrefixBlock] = []
-        for digest, tokens in zip(chain.digests[:max_blocks], chain.blocks, strict=False):
-            block = self._blocks.get(digest)
-            if block is None or block.tokens != tokens or block.parent is not (found[-1] if found else None):
+        found = list(known[:max_blocks])
+        while found and self._blocks.get(found[-1].digest) is not found[-1]:
+            found.pop()  # a block that is cached has all before it
+        for index in range(len(found), min(max_blocks, len(chain.digests))):
+            block = self._blocks.get(chain.digests[index])
+            parent = found[-1] if found else None
+            if block is None or block.tokens != chain.blocks[index] or block.parent is not parent:
                 break
             found.append(block)
         return found

@@ -32,6 +32,11 @@ class SwapSpace:
             self.num_used += count
         return pages
 
+    def counts(self) -> dict[str, int]:
+        """Pages of the whole slab by kind: free, adapter, kv."""
+        num_free = self._slab.num_free
+        return {"free": num_free, "adapter": self._slab.num_pages - num_free - self.num_used, "kv": self.num_used}
+
     def give_back(self, pages: Sequence[int]) -> None:
         """Free host pages that no copy reads or writes any more."""
         self._slab.free(pages)

@@ -122,7 +122,7 @@ def test_status_tells_what_the_last_steps_did() -> None:
     last = status.last_steps[-1]
     assert (last.requests, last.tokens, last.prefill_tokens, last.adapters, last.base_requests) == (2, 2, 0, 1, 1)
     assert status.last_steps[0].prefill_tokens == 5
-    assert status.pages["kv"] == 2
+    assert (status.pages["kv"], status.pages["prefix"]) == (1, 2)  # the prompts' full blocks are cached
     assert [resident.running for resident in status.residents] == [1]
     assert simulator.core.status().seq == 2
 

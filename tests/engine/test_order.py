@@ -5,6 +5,7 @@ import pytest
 from engine_simulator import GEOMETRY, Simulator, adapter, request
 from weft.engine.order import MAX_IDLE_TENANTS, FairOrder, admission_order
 from weft.engine.request import FlowKey
+from weft.engine.request_pages import RequestPages
 from weft.engine.request_state import RequestState
 from weft.memory.block_table import BlockTable
 
@@ -18,7 +19,7 @@ def waiting(index: int, tenant: str = "t", *, lane: int = 0, preempted: bool = F
         seed=0,
         adapter_state="base",
         geometry=GEOMETRY,
-        blocks=BlockTable(GEOMETRY),
+        pages=RequestPages(table=BlockTable(GEOMETRY)),
         output_token_ids=[],
         num_preemptions=int(preempted),
     )

@@ -119,7 +119,7 @@ def test_preempted_requests_end_with_the_same_tokens() -> None:
 
     simulator = Simulator(num_pages=24, step_tokens=24, adapter_pages=2)
     run_all(simulator, requests())
-    assert simulator.scheduler.num_preemptions > 5
+    assert simulator.num_preemptions > 5
     for each in requests():
         assert simulator.tokens(each.request_id) == expected_tokens(each, each.params.max_tokens)
     assert_idle_and_empty(simulator)
@@ -142,7 +142,7 @@ def test_no_request_is_preempted_twice_without_a_page_of_progress() -> None:
                 marks[chunk.request_id] = computed[chunk.request_id] + 4
             computed[chunk.request_id] = chunk.start + len(chunk.token_ids)
         assert before or simulator.runner.plans
-    assert simulator.scheduler.num_preemptions > 0
+    assert simulator.num_preemptions > 0
     assert all(simulator.tokens(f"r{i}") == expected_tokens(request(f"r{i}", 3), 40) for i in range(8))
 
 
@@ -151,8 +151,8 @@ def test_idle_adapters_are_evicted_before_anybody_is_preempted() -> None:
     run_all(simulator, [request("one", prompt=2, max_tokens=1, ref=adapter("a"))])
     assert simulator.pool.counts()["adapter"] == 2
     run_all(simulator, [request("big", prompt=30, max_tokens=10)])
-    assert simulator.scheduler.num_preemptions == 0
-    assert simulator.residency.evictions == 1
+    assert simulator.num_preemptions == 0
+    assert simulator.evictor.evictions["adapter"] == 1
 
 
 def test_adapters_held_for_waiting_requests_give_way_to_running_ones() -> None:
@@ -160,7 +160,7 @@ def test_adapters_held_for_waiting_requests_give_way_to_running_ones() -> None:
     simulator.core.submit(request("runs", prompt=20, max_tokens=20))
     simulator.core.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
     simulator.run()
-    assert simulator.scheduler.num_preemptions == 0
+    assert simulator.num_preemptions == 0
     assert simulator.tokens("waits") == expected_tokens(request("waits", 4, ref=adapter("a")), 2)
 
 
@@ -199,7 +199,7 @@ def test_an_adapter_that_turns_out_too_large_ends_its_requests() -> None:
 def test_a_request_that_does_not_fit_beside_pinned_adapters_is_refused_and_others_go_on() -> None:
     simulator = Simulator(num_pages=8, adapter_pages=6)
     simulator.residency.load_now(adapter("pinned"))
-    simulator.residency.pinned.add(adapter("pinned").digest)
+    simulator.residency.pin(adapter("pinned"), True)
     simulator.core.submit(request("big", prompt=12, max_tokens=1))
     simulator.core.submit(request("other", prompt=4, max_tokens=1, ref=adapter("other")))
     simulator.core.submit(request("small", prompt=4, max_tokens=2))
@@ -269,7 +269,7 @@ def test_prompt_logprobs_come_once_and_whole_though_the_request_was_preempted() 
     simulator = Simulator(num_pages=10, step_tokens=8)
     requests = [request(f"r{i}", prompt=14, max_tokens=10, prompt_logprobs=0) for i in range(4)]
     run_all(simulator, requests)
-    assert simulator.scheduler.num_preemptions > 0
+    assert simulator.num_preemptions > 0
     for each in requests:
         outputs = simulator.outputs[each.request_id]
         (prompt_logprobs,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
@@ -387,7 +387,7 @@ def preempted(simulator: Simulator) -> None:
     simulator.core.submit(request("older", prompt=4, max_tokens=60))
     simulator.pump()
     simulator.core.submit(request("x", prompt=20, max_tokens=30))
-    while not simulator.scheduler.num_preemptions:
+    while not simulator.num_preemptions:
         simulator.pump()
 
 

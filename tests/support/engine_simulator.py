@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,27 +11,44 @@ from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
 from weft.engine.fit import ModelLimits
+from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduler import Scheduler
 from weft.engine.status import ResidentAdapter
 from weft.errors import AdapterUnavailableError, EngineError, StaleSlotError, WeftError
+from weft.memory.eviction import Evictor, UseCount, eviction_policy
 from weft.memory.geometry import PageGeometry
-from weft.memory.pool import PagePool
+from weft.memory.host_slab import HostSlab
+from weft.memory.page_costs import PageCosts
+from weft.memory.pool import PageKind, PagePool
+from weft.memory.prefix_cache import PrefixCache
+from weft.memory.swap_space import SwapSpace
 
 PAGE_TOKENS = 4
 VOCAB_SIZE = 1000
-GEOMETRY = PageGeometry(
-    page_bytes=1024,
-    page_tokens=PAGE_TOKENS,
-    num_groups=1,
-    layers_per_group=1,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=32,
-    dtype_bytes=4,
-)
+RECOMPUTES = PageCosts(copy_s=1.0, load_s=1.0, token_s=0.001)
+"""Computing anew is always cheaper than swapping."""
+SWAPS = PageCosts(copy_s=0.001, load_s=1.0, token_s=1.0)
+"""Swapping is always cheaper than computing anew."""
+
+
+def geometry(num_groups: int = 1) -> PageGeometry:
+    return PageGeometry(
+        page_bytes=1024,
+        page_tokens=PAGE_TOKENS,
+        num_groups=num_groups,
+        layers_per_group=1,
+        num_layers=num_groups,
+        num_kv_heads=1,
+        head_dim=32,
+        dtype_bytes=4,
+    )
+
+
+GEOMETRY = geometry()
 
 
 def adapter(name: str, tenant: str = "t") -> AdapterRef:
@@ -61,37 +78,82 @@ def expected_tokens(request: GenerationRequest, count: int) -> list[int]:
     return tokens
 
 
+KvEntry = tuple[int, int]
+"""A token, and a digest of the adapter and of all tokens up to it: what keys and values depend on."""
+
+
+def kv_entries(digest: str | None, tokens: list[int]) -> list[KvEntry]:
+    entries, state = [], hash(digest)
+    for token in tokens:
+        state = hash((state, token))
+        entries.append((token, state))
+    return entries
+
+
+class SimulatedSlab(HostSlab):
+    """Host pages that forget what was in them when they are given back."""
+
+    def __init__(self, num_pages: int, contents: dict[int, dict[int, KvEntry]]) -> None:
+        super().__init__(num_pages, page_bytes=1, pinned=False)
+        self._contents = contents
+
+    def free(self, pages: Sequence[int]) -> None:
+        super().free(pages)
+        for page in pages:
+            self._contents.pop(page, None)
+
+
 @dataclass
 class SimulatedRunner:
-    """Keeps the tokens of every page, so that a token computed from wrong or freed pages is a wrong token."""
+    """Keeps what every page holds, so that a token computed from wrong, freed or foreign pages is an error."""
 
-    pages: dict[int, dict[int, int]] = field(default_factory=dict)
+    num_groups: int = 1
+    pages: dict[int, dict[int, KvEntry]] = field(default_factory=dict)
+    host_pages: dict[int, dict[int, KvEntry]] = field(default_factory=dict)
     fail_on: set[int] = field(default_factory=set)
     plans: list[StepPlan] = field(default_factory=list)
+    is_shared: Callable[[int], bool] = lambda _page: False
 
     def execute(self, plan: StepPlan) -> list[ChunkResult]:
         self.plans.append(plan)
         if plan.step in self.fail_on:
             raise RuntimeError("the device is on fire")
+        for move in plan.swap_out:
+            self.host_pages[move.host_page] = dict(self.pages[move.device_page])
         for page in plan.zero_pages:
-            self.pages[page] = {}
+            self._write(page, {})
+        for move in plan.swap_in:
+            self._write(move.device_page, dict(self.host_pages[move.host_page]))
+        for copy in plan.copies:
+            self._write(copy.target, dict(self.pages[copy.source]))
         return [self._chunk(chunk) for chunk in plan.chunks]
 
     def close(self) -> None:
         self.pages.clear()
 
-    def poison(self, pages: object) -> None:
-        for page in pages:  # type: ignore[attr-defined]
+    def poison(self, pages: Sequence[int]) -> None:
+        for page in pages:
             self.pages.pop(page, None)
 
+    def _write(self, page: int, content: dict[int, KvEntry]) -> None:
+        if self.is_shared(page):
+            raise AssertionError(f"page {page} is published, and was overwritten")
+        self.pages[page] = content
+
     def _chunk(self, chunk: Chunk) -> ChunkResult:
-        table = chunk.block_table[0]
-        for position, token in enumerate(chunk.token_ids, chunk.start):
-            self.pages[table[position // PAGE_TOKENS]][position % PAGE_TOKENS] = token
-        end = chunk.start + len(chunk.token_ids)
-        history = [self.pages[table[p // PAGE_TOKENS]][p % PAGE_TOKENS] for p in range(end)]
         digest = chunk.adapter.digest if chunk.adapter else None
-        chosen = next_token(digest, history) if chunk.sample is not None else None
+        end = chunk.start + len(chunk.token_ids)
+        assert len(chunk.block_table) == self.num_groups
+        for table in chunk.block_table:
+            history = [self.pages[table[p // PAGE_TOKENS]][p % PAGE_TOKENS] for p in range(chunk.start)]
+            tokens = [token for token, _ in history] + chunk.token_ids
+            entries = kv_entries(digest, tokens)
+            assert entries[: chunk.start] == history, "KV of another adapter or of other tokens"
+            for position in range(chunk.start, end):
+                page = table[position // PAGE_TOKENS]
+                assert not self.is_shared(page), f"page {page} is published, and was written"
+                self.pages[page][position % PAGE_TOKENS] = entries[position]
+        chosen = next_token(digest, tokens) if chunk.sample is not None else None
         wants_logprobs = chunk.sample is not None and chunk.sample.params.logprobs is not None
         return ChunkResult(
             request_id=chunk.request_id,
@@ -119,35 +181,63 @@ class Failure:
     error: WeftError
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
+    """An adapter, as the evictor sees it."""
+
     ref: AdapterRef
+    evict_entry: Callable[[_Entry], None]
     holds: int = 0
     running: int = 0
     loaded_at: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = -1
+    last_step: int = 0
+    uses: UseCount = field(default_factory=UseCount)
+    kind: PageKind = "adapter"
+    depth: int = 0
+    goes_last: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages)
+
+    def worth(self) -> tuple[float, int]:
+        return 0.01, len(self.pages)
+
+    def evict(self) -> None:
+        self.evict_entry(self)
 
 
 class SimulatedResidency:
     """The contract of the real one, with loads that take a fixed number of ticks."""
 
-    def __init__(self, pool: PagePool, *, pages: int | dict[str, int] = 2, ticks: int = 3, slots: int = 64) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        evictor: Evictor,
+        prefixes: PrefixCache | None,
+        *,
+        pages: int | dict[str, int] = 2,
+        ticks: int = 3,
+        slots: int = 64,
+    ) -> None:
         self._pool = pool
+        self._evictor = evictor
+        self._prefixes = prefixes
         self._pages = pages
         self._ticks = ticks
         self._free_slots = list(range(slots))
         self._generations = [0] * slots
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: dict[str, _Entry] = {}
         self._now = 0
-        self._step = 0
         self.broken: set[str] = set()
         self.pinned: set[str] = set()
         self.stale: set[str] = set()
         self.known_pages = True
         self.loads: dict[str, int] = {}
         self.load_seconds = 0.0
-        self.evictions = 0
+        self.reserve_pages = 0
 
     def _size(self, digest: str) -> int:
         return self._pages if isinstance(self._pages, int) else self._pages[digest]
@@ -162,44 +252,43 @@ class SimulatedResidency:
         return self._size(ref.digest) if self.known_pages else None
 
     def want(self, ref: AdapterRef) -> None:
-        entry = self._entries.setdefault(ref.digest, _Entry(ref, loaded_at=self._now + self._ticks))
+        entry = self._entries.setdefault(ref.digest, _Entry(ref, self._evict, loaded_at=self._now + self._ticks))
         entry.holds += 1
+        self._settle(entry)
 
     def unwant(self, digest: str) -> None:
-        if digest in self._entries:
-            self._entries[digest].holds -= 1
-            if self._entries[digest].holds < 0:
+        entry = self._entries.get(digest)
+        if entry is not None:
+            entry.holds -= 1
+            if entry.holds < 0:
                 raise EngineError("a hold was dropped twice")
+            self._settle(entry)
 
     def drop_holds(self, keep: str | None = None) -> None:
         for digest, entry in self._entries.items():
             entry.holds = entry.holds if digest == keep else 0
+            self._settle(entry)
 
     def acquire(self, digest: str) -> Lease | None:
         entry = self._entries.get(digest)
         if entry is None or entry.slot < 0:
             return None
         entry.running += 1
-        self._entries.move_to_end(digest)
+        self._evictor.used(entry)
+        self._settle(entry)
         return Lease(entry.slot, self._generations[entry.slot], digest)
 
-    def release(self, digest: str, last_step: int = 0) -> None:  # noqa: ARG002 - steps end at once here
-        self._entries[digest].running -= 1
-        if self._entries[digest].running < 0:
+    def release(self, digest: str, last_step: int = 0) -> None:
+        entry = self._entries[digest]
+        entry.running -= 1
+        entry.last_step = max(entry.last_step, last_step)
+        if entry.running < 0:
             raise EngineError("a lease was given back twice")
+        self._settle(entry)
 
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
         entry = self._entries.get(digest)
         return "LOADING" if entry is None or entry.loaded_at > self._now else "NO_ROOM"
-
-    def evict_idle(self, num_pages: int) -> int:
-        freed = 0
-        for digest, entry in list(self._entries.items()):
-            is_idle = entry.slot >= 0 and not entry.holds and not entry.running and digest not in self.pinned
-            if freed < num_pages and is_idle:
-                freed += len(entry.pages)
-                self._evict(digest)
-        return freed
 
     def check_slot(self, slot: int, generation: int, digest: str) -> None:
         if digest in self.stale or self._entries[digest].slot != slot or self._generations[slot] != generation:
@@ -220,7 +309,7 @@ class SimulatedResidency:
 
     def tick(self, step: int) -> list[Failure]:
         self._now += 1
-        self._step = step
+        self._pool.complete(step)
         failures = []
         for digest, entry in list(self._entries.items()):
             if entry.slot < 0 and not entry.holds:
@@ -233,15 +322,18 @@ class SimulatedResidency:
                     self._place(entry)
         return failures
 
-    def pin(self, digest: str, pinned: bool) -> None:
+    def pin(self, ref: AdapterRef | str, pinned: bool) -> None:
+        digest = ref if isinstance(ref, str) else ref.digest
         (self.pinned.add if pinned else self.pinned.discard)(digest)
+        if digest in self._entries:
+            self._settle(self._entries[digest])
 
     def forget(self, digest: str) -> None:
         entry = self._entries.get(digest)
         if entry and entry.slot >= 0 and not entry.running and not entry.holds:
-            self._evict(digest)
+            self._evictor.take(entry)
 
-    def check(self) -> None:
+    def check(self, num_swap_pages: int = 0) -> None:  # noqa: ARG002 - the slab holds nothing else here
         held = sum(len(entry.pages) for entry in self._entries.values())
         if held != self._pool.counts()["adapter"]:
             raise EngineError("adapter pages were lost")
@@ -270,20 +362,30 @@ class SimulatedResidency:
         """Have no load finish from now on."""
         self._ticks = 1 << 60
 
+    def _settle(self, entry: _Entry) -> None:
+        if entry.slot >= 0 and not entry.holds and not entry.running and entry.ref.digest not in self.pinned:
+            self._evictor.offer(entry)
+        else:
+            self._evictor.withdraw(entry)
+
     def _place(self, entry: _Entry) -> None:
         count = self._size(entry.ref.digest)
-        if not self._free_slots or (pages := self._pool.allocate(count, "adapter")) is None:
-            self.evict_idle(count - self._pool.num_free)
-            if not self._free_slots or (pages := self._pool.allocate(count, "adapter")) is None:
-                return
-        entry.pages, entry.slot = pages, self._free_slots.pop()
+        if self._evictor.num_available - count < self.reserve_pages:
+            return
+        victim = None if self._free_slots else self._evictor.first(self._entries.values())
+        if not self._free_slots and victim is None:
+            return
+        if self._evictor.make_room(count, victim) and (pages := self._pool.allocate(count, "adapter")) is not None:
+            entry.pages, entry.slot = pages, self._free_slots.pop()
+            self._settle(entry)
 
-    def _evict(self, digest: str) -> None:
-        entry = self._entries.pop(digest)
-        self._pool.free(entry.pages, self._step)
+    def _evict(self, entry: _Entry) -> None:
+        if self._prefixes is not None:
+            self._prefixes.evict_group(entry.ref.digest)
+        del self._entries[entry.ref.digest]
+        self._pool.free(entry.pages, entry.last_step)
         self._generations[entry.slot] += 1
         self._free_slots.append(entry.slot)
-        self.evictions += 1
 
 
 @dataclass
@@ -300,14 +402,26 @@ class Simulator:
     slots: int = 64
     max_model_len: int = 512
     eos: frozenset[int] = frozenset()
+    has_prefixes: bool = True
+    host_pages: int = 64
+    costs: PageCosts = RECOMPUTES
+    eviction: Literal["gdsf", "lru"] = "gdsf"
+    num_groups: int = 1
     now_s: float = 0.0
     checked: bool = True
 
     def __post_init__(self) -> None:
-        self.runner = SimulatedRunner()
+        self.runner = SimulatedRunner(num_groups=self.num_groups)
         self.pool = PagePool(self.num_pages + 1, on_release=self.runner.poison)
+        self.runner.is_shared = lambda page: self.pool._states[page] == "prefix"
+        clock = lambda: self.now_s  # noqa: E731
+        self.evictor = Evictor(self.pool, eviction_policy(self.eviction), clock)
+        block_s = PAGE_TOKENS * self.costs.token_s
+        self.prefixes = PrefixCache(self.pool, self.evictor, block_s, clock) if self.has_prefixes else None
+        self.slab = SimulatedSlab(self.host_pages, self.runner.host_pages)
+        self.swap = SwapSpace(self.slab, lambda count: self.slab.num_free >= count, self.host_pages)
         self.residency = SimulatedResidency(
-            self.pool, pages=self.adapter_pages, ticks=self.load_ticks, slots=self.slots
+            self.pool, self.evictor, self.prefixes, pages=self.adapter_pages, ticks=self.load_ticks, slots=self.slots
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -316,15 +430,28 @@ class Simulator:
                 max_waiting=self.max_waiting,
                 policy=self.policy,
             ),
-            GEOMETRY,
+            geometry(self.num_groups),
             self.pool,
             self.residency,
             ModelLimits(max_model_len=self.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=self.eos),
-            clock=lambda: self.now_s,
+            evictor=self.evictor,
+            prefixes=self.prefixes,
+            swap=self.swap,
+            costs=self.costs,
+            prefix_seed=prefix_seed("base", "float32", RopeSpec()),
+            clock=clock,
             draw_seed=lambda: 7,
         )
         self.core = EngineCore(
-            self.scheduler, self.runner, self.residency, self.pool, boot_id="boot", clock=lambda: self.now_s
+            self.scheduler,
+            self.runner,
+            self.residency,
+            self.pool,
+            evictor=self.evictor,
+            prefixes=self.prefixes,
+            swap=self.swap,
+            boot_id="boot",
+            clock=clock,
         )
         self.outputs: dict[str, list[RequestOutput]] = {}
 
@@ -345,6 +472,10 @@ class Simulator:
             self.pump()
         raise TimeoutError(f"still alive after {max_pumps} pumps: {self.core.status()}")
 
+    @property
+    def num_preemptions(self) -> int:
+        return sum(self.scheduler.preemptions.values())
+
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
@@ -358,6 +489,7 @@ def request(
     """A request whose prompt is its own: `prompt` is a length or the tokens."""
     start = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=2).digest(), "little")
     tokens = [(start + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
-    own = {key: fields.pop(key) for key in ("flow", "choice_index", "generated_token_ids") if key in fields}
+    names = ("flow", "choice_index", "generated_token_ids", "fork_of")
+    own = {key: fields.pop(key) for key in names if key in fields}
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, **own)  # type: ignore[arg-type]

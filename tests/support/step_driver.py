@@ -27,6 +27,7 @@ from weft.kernels.dispatch import kernels_for
 from weft.memory.arena import Arena
 from weft.memory.block_table import BlockTable
 from weft.memory.geometry import PageGeometry, page_geometry
+from weft.memory.host_slab import HostSlab
 from weft.memory.pool import PagePool
 
 CPU = torch.device("cpu")
@@ -73,6 +74,7 @@ class StepDriver:
         self.decoder = load_decoder(folder, self.spec, dtype, CPU)
         self.arena = Arena(self.geometry, num_pages, CPU, dtype)
         self.pool = PagePool(num_pages)
+        self.slab = HostSlab(8, self.geometry.page_bytes, pinned=False)
         self.tables = AdapterTables(slots, self.base, max_rank, self.geometry, CPU)
         self.lora = BatchWeights(self.arena, self.tables, self.base, batch_weights_bytes, make_linear)
         self.max_rank = max_rank
@@ -81,6 +83,7 @@ class StepDriver:
         self.runner = ModelRunner(
             decoder=self.decoder,
             arena=self.arena,
+            slab=self.slab,
             lora=self.lora,
             check_slot=self.check_slot,
             sampler=Sampler(kernels_for(CPU)),

@@ -1,0 +1,42 @@
+"""A step plan in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.engine.plan import Chunk, PageCopy, PageMove, StepPlan
+from weft.engine.request_state import RequestState
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """Filled by the scheduler and by what it asks for pages."""
+
+    step: int
+    budget: int
+    """Tokens left for prompts."""
+    chunks: list[Chunk] = field(default_factory=list)
+    swap_out: list[PageMove] = field(default_factory=list)
+    zero_pages: list[int] = field(default_factory=list)
+    swap_in: list[PageMove] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    promised: int = 0
+    """Pages that requests which sit this step out get when what is swapped out in it is on the host."""
+
+    def add(self, state: RequestState, count: int) -> None:
+        """Compute the next `count` tokens of a request."""
+        self.chunks.append(state.chunk(count))
+        state.last_step = self.step
+
+    def plan(self) -> StepPlan | None:
+        """The finished plan; None where there is nothing to do."""
+        if not self.chunks and not self.swap_out:
+            return None
+        return StepPlan(
+            step=self.step,
+            chunks=self.chunks,
+            swap_out=self.swap_out,
+            zero_pages=self.zero_pages,
+            swap_in=self.swap_in,
+            copies=self.copies,
+        )

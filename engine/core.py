@@ -92,8 +92,8 @@ class EngineCore:
         """Let go of a deleted adapter; requests that run with it finish."""
         self._residency.forget(digest)
 
-    def pin_adapter(self, ref: AdapterRef | str, is_pinned: bool) -> None:
-        """Set whether an adapter stays on the device; one given by its ref is also brought there."""
+    def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
+        """Set whether an adapter stays on the device, and is brought there."""
         self._residency.pin(ref, is_pinned)
 
     @property

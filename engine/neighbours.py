@@ -90,7 +90,7 @@ class CoreResidency(AdapterResidency, Protocol):
     def tick(self, step: int, /) -> Sequence[LoadFailure]:
         """Finish loads and start copies; `step` is the last completed step."""
 
-    def pin(self, ref: AdapterRef | str, pinned: bool, /) -> None:
+    def pin(self, ref: AdapterRef, pinned: bool, /) -> None:
         """Set whether the adapter stays on the device, and is brought there."""
 
     def forget(self, digest: str, /) -> None:

@@ -128,6 +128,7 @@ def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: 
     for prompt_index, (prompt, params) in enumerate(plan):
         for choice_index in range(call.body.n):
             index = prompt_index * call.body.n + choice_index
+            first_id = f"{ledger_id}-{index - choice_index}"
             request = GenerationRequest(
                 request_id=f"{ledger_id}-{index}",
                 prompt_token_ids=prompt.token_ids,
@@ -135,6 +136,7 @@ def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: 
                 adapter=call.model.ref,
                 flow=FlowKey(tenant=call.caller.tenant_id or ""),
                 choice_index=choice_index,
+                fork_of=first_id if choice_index else None,
             )
             text = TextStream(call.services.tokenizer, params, prompt.token_ids)
             choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))

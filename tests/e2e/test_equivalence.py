@@ -223,7 +223,7 @@ def test_with_preemption(bench: Bench, case: Case) -> None:
     parts = bench.engine(max_running=16, step_tokens=512, kib=pages * geometry.page_bytes / 1024)  # type: ignore[arg-type]
     for adapter in used:
         run_all(parts.core, [replace(case.requests(refs)[0], request_id=f"warm{adapter}", adapter=refs[adapter])])
-        parts.residency.pin(refs[adapter].digest, True)
+        parts.core.pin_adapter(refs[adapter], True)
     assert run_all(parts.core, case.requests(refs)) == case.expected
     assert sum(parts.core.status().preemptions.values()) > 0
     parts.core.check()

@@ -94,6 +94,8 @@ async def test_every_prompt_and_choice_has_its_index_and_prompts_count_once(api:
     assert [choice.text for choice in body.choices] == [BASE_TEXT, f"{BASE_TEXT} choice 1"] * 2
     assert body.usage.prompt_tokens == sum(len(demo_tokenizer().encode(prompt)) for prompt in prompts)
     assert [request.choice_index for request in api.engine.requests] == [0, 1, 0, 1]
+    first, _, third, _ = (request.request_id for request in api.engine.requests)
+    assert [request.fork_of for request in api.engine.requests] == [None, first, None, third]
     assert (await usage_totals(api))["requests"] == 1
 
 

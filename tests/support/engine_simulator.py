@@ -322,11 +322,10 @@ class SimulatedResidency:
                     self._place(entry)
         return failures
 
-    def pin(self, ref: AdapterRef | str, pinned: bool) -> None:
-        digest = ref if isinstance(ref, str) else ref.digest
-        (self.pinned.add if pinned else self.pinned.discard)(digest)
-        if digest in self._entries:
-            self._settle(self._entries[digest])
+    def pin(self, ref: AdapterRef, pinned: bool) -> None:
+        (self.pinned.add if pinned else self.pinned.discard)(ref.digest)
+        if ref.digest in self._entries:
+            self._settle(self._entries[ref.digest])
 
     def forget(self, digest: str) -> None:
         entry = self._entries.get(digest)

@@ -106,6 +106,11 @@ async def collect(client: EngineClient, request: GenerationRequest) -> list[Requ
     return [output async for output in client.generate(request)]
 
 
+async def is_on_device(client: EngineClient, ref: AdapterRef) -> bool:
+    residents = (await client.status()).residents
+    return any(resident.digest == ref.digest and resident.tier == "device" for resident in residents)
+
+
 async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not await condition():
@@ -223,6 +228,16 @@ def test_pinned_adapters_are_marked_and_dropped_ones_leave(
     engine.run(main())
 
 
+def test_a_pinned_adapter_comes_to_the_device_without_a_request(engine: Engine, refs: dict[str, AdapterRef]) -> None:
+    async def main() -> None:
+        await engine.client.pin_adapter(refs["haiku"], True)
+        await eventually(lambda: is_on_device(engine.client, refs["haiku"]), timeout_s=30)
+        await engine.client.pin_adapter(refs["haiku"], False)
+        assert not any(resident.pinned for resident in (await engine.client.status()).residents)
+
+    engine.run(main())
+
+
 def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
     engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]
 ) -> None:
@@ -233,6 +248,7 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
 
     async def main() -> None:
         before = await collect(client, question("before", prompt, refs["pirate"]))
+        await client.pin_adapter(refs["french"], True)
         pid = client.pid
         tasks = [asyncio.create_task(collect(client, endless(f"r{i}", prompt))) for i in range(10)]
         await asyncio.sleep(0.3)
@@ -249,6 +265,8 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
         assert client.restarts == 1
         assert client.pid not in (None, pid)
         assert (await client.status()).boot_id != engine.ready.boot_id
+        await eventually(lambda: is_on_device(client, refs["french"]), timeout_s=30)
+        await client.pin_adapter(refs["french"], False)
         after = await collect(client, question("after", prompt, refs["pirate"]))
         assert tokens_of(after) == tokens_of(before)
 

@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 PACK_ROWS = 32
 """Rows of x that a packed weight is laid out for; any number works."""
+EXACT_ROW_BITS = 4
+"""oneDNN compiles a kernel for each number of rows and keeps it: half a MB and a millisecond, for each shape of weight.
+So rows are padded to numbers that differ in their leading bits only: all up to 16, then even ones, and so on."""
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
@@ -59,8 +62,21 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to x [rows, in_features]."""
+        num_rows = x.shape[0]
+        padding = padded_rows(num_rows) - num_rows
+        if not padding:
+            return self._multiply(x)
+        return self._multiply(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:num_rows]
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
         return y
+
+
+def padded_rows(num_rows: int) -> int:
+    """The number of rows computed for so many: at most an eighth more."""
+    unit_bits = max((num_rows - 1).bit_length() - EXACT_ROW_BITS, 0)
+    return -(-num_rows >> unit_bits) << unit_bits
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn import functional
@@ -14,13 +17,14 @@ from weft.engine.model.linear import (
     has_native_bfloat16,
     has_native_float16,
     make_linear,
+    padded_rows,
 )
 
 CPU_DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 33, 130])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 16, 17, 33, 130])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_and_plain_layers_agree(dtype: torch.dtype, num_rows: int, has_bias: bool) -> None:
     if not can_pack(dtype):
@@ -35,6 +39,30 @@ def test_packed_and_plain_layers_agree(dtype: torch.dtype, num_rows: int, has_bi
     assert packed.shape == (num_rows, 96)
     assert_close(packed, PlainLinear(weight, bias)(x))
     assert_close(packed, functional.linear(x, weight, bias))
+
+
+def test_few_numbers_of_rows_are_computed_since_each_keeps_a_kernel() -> None:
+    padded = [padded_rows(num_rows) for num_rows in range(513)]
+
+    assert padded[:20] == [*range(17), 18, 18, 20]
+    assert all(rows <= more <= rows * 9 / 8 for rows, more in enumerate(padded))
+    assert len(set(padded)) == 1 + 16 + 5 * 8
+
+
+def test_memory_does_not_grow_with_every_number_of_rows() -> None:
+    """In a process of its own, whose memory is not that of other tests."""
+    code = """
+import resource, torch
+from weft.engine.model.linear import make_linear
+linear = make_linear(torch.randn(256, 128))
+def peak_mib(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+for rows in (1, 512): linear(torch.randn(rows, 128))
+before = peak_mib()
+for rows in range(1, 513): linear(torch.randn(rows, 128))
+print(peak_mib() - before)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) < 100, done.stderr
 
 
 def test_rows_of_a_strided_input_are_multiplied_as_they_are() -> None:

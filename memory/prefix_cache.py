@@ -56,8 +56,8 @@ class PrefixBlock:
         self.pages = list(pages)
         """One per layer group."""
         self.parent = parent
-        self.children: set[PrefixBlock] = set()
-        """Cached blocks that go on from here."""
+        self.children: dict[PrefixBlock, None] = {}
+        """Cached blocks that go on from here, in the order in which they came, as everywhere: runs can be repeated."""
         self.group = group
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.refs = 0
@@ -97,7 +97,7 @@ class PrefixCache:
         self._clock = clock
         self.block_s = block_s
         self._blocks: dict[bytes, PrefixBlock] = {}
-        self._groups: dict[str | None, set[PrefixBlock]] = {}
+        self._groups: dict[str | None, dict[PrefixBlock, None]] = {}
         self.on_group_change: Callable[[str], None] | None = None
         """Called with an adapter whose group was changed by an eviction, so that it is scored anew."""
         self.num_queries = 0
@@ -181,9 +181,9 @@ class PrefixCache:
             block = PrefixBlock(self, digest, tokens, pages, parent, group)
             self._pool.change_kind(pages, "prefix")
             self._blocks[digest] = block
-            self._groups.setdefault(group, set()).add(block)
+            self._groups.setdefault(group, {})[block] = None
             if parent is not None:
-                parent.children.add(block)
+                parent.children[block] = None
         elif block.tokens != tokens or block.parent is not parent:
             return None
         self.hold([block])
@@ -191,7 +191,7 @@ class PrefixCache:
 
     def group_worth(self, group: str) -> tuple[float, int]:
         """Seconds to have a group again, and its pages."""
-        blocks = self._groups.get(group, set())
+        blocks = self._groups.get(group, {})
         num_pages = next(iter(blocks)).num_pages if blocks else 0
         return self.block_s * len(blocks), num_pages * len(blocks)
 
@@ -201,7 +201,7 @@ class PrefixCache:
         Raises:
             PageAccountingError: Somebody holds one of them; then nothing was evicted.
         """
-        blocks = self._groups.get(group, set())
+        blocks = self._groups.get(group, {})
         if any(block.refs for block in blocks):
             raise PageAccountingError("an adapter leaves the device while requests hold its cached blocks")
         for block in sorted(blocks, key=lambda block: -block.depth):
@@ -219,9 +219,9 @@ class PrefixCache:
             self._evictor.take(child)
         del self._blocks[block.digest]
         if block.parent is not None:
-            block.parent.children.discard(block)
+            block.parent.children.pop(block, None)
         members = self._groups[block.group]
-        members.discard(block)
+        members.pop(block, None)
         if not members:
             del self._groups[block.group]
         self._pool.free(block.pages, block.last_step)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from adapters_factory import Q_AND_V, random_lora
-from residency_parts import ResidencyParts, make_residency, store
-from weft.adapters.ref import AdapterRef
+from residency_parts import make_residency, prepare, store
 from weft.adapters.residency import MAX_UNDER_WAY
 from weft.errors import (
     AdapterIncompatibleError,
@@ -21,20 +20,6 @@ from weft.errors import (
     PageAccountingError,
     StaleSlotError,
 )
-
-
-def prepare(
-    folder: Path, count: int = 3, *, rank: int = 8, **sizes: int
-) -> tuple[ResidencyParts, list[AdapterRef], int]:
-    """Parts, stored adapters of equal size, and the pages of one."""
-    parts = make_residency(folder, **sizes)  # type: ignore[arg-type]
-    refs = store(parts, folder, [random_lora(parts.base, rank, seed=seed) for seed in range(count)])
-    probe = make_residency(folder / "probe", num_pages=200)
-    probe.blobs.root = parts.blobs.root
-    probe.load(refs[0])
-    pages = probe.residency.pages_needed(refs[0])
-    assert pages is not None
-    return parts, refs, pages
 
 
 def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_path: Path) -> None:
@@ -290,38 +275,6 @@ def test_dropped_holds_let_go_of_all_but_one(tmp_path: Path) -> None:
     parts.residency.drop_holds(second.digest)
     parts.evict_all()
     assert [parts.residency.state(ref.digest) for ref in (first, second, third)] == ["host", "device", "host"]
-
-
-def test_a_pinned_adapter_stays(tmp_path: Path) -> None:
-    parts, (ref, *_), pages = prepare(tmp_path)
-    parts.residency.pin(ref.digest, True)
-    parts.load(ref)
-    assert parts.evict_all() == 0
-    assert [adapter.pinned for adapter in parts.residency.residents()] == [True]
-    parts.residency.pin(ref.digest, False)
-    assert parts.evict_all() == pages
-
-
-@pytest.mark.parametrize(("sizes", "kept"), [({"slots": 4, "num_pages": 200}, 2), ({"slots": 3}, 1), ({"slots": 1}, 0)])
-def test_pins_never_keep_others_out(tmp_path: Path, sizes: dict[str, int], kept: int) -> None:
-    parts, refs, _ = prepare(tmp_path, count=5, **{"num_pages": 100, **sizes})
-    for ref in refs:
-        parts.residency.pin(ref.digest, True)
-    for ref in refs:
-        parts.load(ref)
-    parts.evict_all()
-    on_device = [parts.residency.state(ref.digest) == "device" for ref in refs]
-    assert on_device == [True] * kept + [False] * (5 - kept)
-
-
-def test_pins_keep_half_of_the_pages_at_most(tmp_path: Path) -> None:
-    _, _, pages = prepare(tmp_path / "probe")
-    parts, refs, _ = prepare(tmp_path / "small", num_pages=1 + 3 * pages)
-    for ref in refs:
-        parts.residency.pin(ref.digest, True)
-        parts.load(ref)
-    assert parts.evict_all() == 2 * pages
-    assert parts.residency.state(refs[0].digest) == "device"
 
 
 def test_the_host_slab_is_bounded_and_drops_the_least_recently_used(tmp_path: Path) -> None:

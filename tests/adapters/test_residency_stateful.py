@@ -143,6 +143,26 @@ class ResidencyMachine(RuleBasedStateMachine):
     def run_a_copy(self) -> None:
         self.parts.copies.run_one()
 
+    @rule()
+    def everything_under_way_ends(self) -> None:
+        for digest in self.parts.settle(self.step):
+            self.holds[self.index[digest]] = 0
+
+    @rule(index=adapters, prompt=st.integers(0, 2), count=st.integers(0, 4), stays=st.booleans())
+    def a_request_comes_and_runs(self, index: int, prompt: int, count: int, stays: bool) -> None:
+        self.want(index)
+        self.everything_under_way_ends()
+        lease = self.residency.acquire(self.refs[index].digest)
+        self.unwant(index)
+        if lease is None:
+            return
+        held = self.parts.cache_blocks(lease.digest, count, seed=str(prompt), step=self.step)
+        if stays:
+            self.running.append((index, lease, held))
+        else:
+            self.parts.prefixes.release(held, self.step)
+            self.residency.release(lease.digest, self.step)
+
     @rule(completes=st.booleans())
     def tick(self, completes: bool) -> None:
         self.step += completes
@@ -279,4 +299,4 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+TestResidency.settings = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)

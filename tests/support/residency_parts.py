@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from adapters_factory import RandomLora, tiny_base
+from adapters_factory import RandomLora, random_lora, tiny_base
 from stored_adapters import store_adapter
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs import LocalBlobs
@@ -267,3 +267,17 @@ def store(parts: ResidencyParts, folder: Path, loras: Sequence[RandomLora]) -> l
         parts.loras[ref.digest] = lora
         refs.append(ref)
     return refs
+
+
+def prepare(
+    folder: Path, count: int = 3, *, rank: int = 8, **sizes: int
+) -> tuple[ResidencyParts, list[AdapterRef], int]:
+    """Parts, stored adapters of equal size, and the pages of one."""
+    parts = make_residency(folder, **sizes)  # type: ignore[arg-type]
+    refs = store(parts, folder, [random_lora(parts.base, rank, seed=seed) for seed in range(count)])
+    probe = make_residency(folder / "probe", num_pages=200)
+    probe.blobs.root = parts.blobs.root
+    probe.load(refs[0])
+    pages = probe.residency.pages_needed(refs[0])
+    assert pages is not None
+    return parts, refs, pages

@@ -1,0 +1,142 @@
+"""What a running server shows of its memory: where adapters are, what is pinned, and which tokens were cached."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from weft_server import ADMIN_KEY, DEMO_ADAPTERS, DEMO_MODEL, WEFT, WeftServer, stream_events, weft_server
+
+BASE = DEMO_MODEL.name
+PROMPT = [6 + index % 600 for index in range(200)]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    """A server with the adapters `pirate` and `shout` of tenant `acme`, which nobody has asked for."""
+    with weft_server(tmp_path_factory.mktemp("seen"), "--memory-gib", "0.1") as server:
+        for name in ("pirate", "shout"):
+            assert server.upload(server.tenant("acme"), name, DEMO_ADAPTERS / name).status_code == 201
+        yield server
+
+
+def eventually(condition: Callable[[], object], within_s: float = 30) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def complete(server: WeftServer, tenant: str, model: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, **fields}
+    answer = server.tenant(tenant).post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def metric(server: WeftServer, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(server.admin.get("/metrics").text)
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def test_a_pin_brings_an_adapter_to_the_device_before_its_first_request(fresh: WeftServer) -> None:
+    client = fresh.tenant("acme")
+    assert client.get("/v1/adapters/pirate").json()["residency"] == "stored"
+    assert client.patch("/v1/adapters/pirate", json={"pinned": True}).json()["pinned"]
+    eventually(lambda: client.get("/v1/adapters/pirate").json()["residency"] == "device")
+    answer = client.post("/v1/completions", json={"model": "pirate", "prompt": "x", "max_tokens": 1})
+    assert answer.headers["x-weft-adapter-state"] == "device"
+    unasked = client.post("/v1/completions", json={"model": "shout", "prompt": "x", "max_tokens": 1})
+    assert unasked.headers["x-weft-adapter-state"] == "stored"
+
+
+def test_ps_lists_what_is_resident(fresh: WeftServer) -> None:
+    fresh.tenant("acme").patch("/v1/adapters/pirate", json={"pinned": True})
+    complete(fresh, "acme", "shout")
+    command = [*WEFT, "ps", "--url", fresh.url, "--key", ADMIN_KEY]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.startswith("acme/")}
+    assert set(rows) == {"acme/pirate@1", "acme/shout@1"}
+    assert (rows["acme/pirate@1"][1], rows["acme/pirate@1"][-1]) == ("device", "yes")
+    as_json = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=60).stdout
+    )
+    assert sum(as_json["pages"].values()) == as_json["ready"]["memory"]["num_pages"]
+    assert sum(as_json["host_pages"].values()) == as_json["ready"]["memory"]["host_pages"]
+    shout = next(resident for resident in as_json["residents"] if resident["adapters"] == ["acme/shout@1"])
+    assert shout["uses"] >= 1
+    assert shout["prefix_pages"] >= len(PROMPT) // as_json["ready"]["geometry"]["page_tokens"]
+    assert as_json["pages"]["prefix"] >= shout["prefix_pages"]
+
+
+@pytest.mark.parametrize("model", [BASE, "pirate"])
+def test_a_prompt_sent_again_is_cached_for_its_tenant_alone(fresh: WeftServer, model: str) -> None:
+    if model == "pirate":
+        assert fresh.upload(fresh.tenant("rival"), "pirate", DEMO_ADAPTERS / "pirate").status_code in (200, 201)
+    cold = complete(fresh, "acme", model)
+    page_tokens = fresh.engine()["ready"]["geometry"]["page_tokens"]
+    expected = (len(PROMPT) - 1) // page_tokens * page_tokens
+    before = {name: metric(fresh, f"weft_prefix_cache_{name}_total") for name in ("queries", "hits")}
+    billed = metric(fresh, "weft_tokens_total", kind="cached", tenant="acme")
+    warm = complete(fresh, "acme", model)
+    assert (cached(cold), cached(warm)) == (0, expected)
+    assert warm["usage"]["prompt_tokens"] == len(PROMPT)
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    assert metric(fresh, "weft_prefix_cache_hits_total") - before["hits"] == expected
+    assert metric(fresh, "weft_prefix_cache_queries_total") > before["queries"]
+    assert metric(fresh, "weft_tokens_total", kind="cached", tenant="acme") - billed == expected
+    foreign = complete(fresh, "rival", model)
+    assert cached(foreign) == 0
+    assert foreign["choices"][0]["text"] == cold["choices"][0]["text"]
+
+
+def test_streams_chats_and_choices_report_cached_tokens(fresh: WeftServer) -> None:
+    prompt = [6 + (7 * index) % 600 for index in range(150)]
+    client = fresh.tenant("acme")
+    many = complete(fresh, "acme", BASE, prompt=[prompt], n=3)
+    assert cached(many) == 0, "choices find what the first computed, which is no discount on the prompt"
+    body = {
+        "model": BASE,
+        "prompt": prompt,
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage = [event for event in stream_events(client, "/v1/completions", body) if isinstance(event, dict)][-1]
+    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    messages = [{"role": "user", "content": "Where is my order? " * 20}]
+    chat = {"model": BASE, "messages": messages, "max_tokens": 4, "temperature": 0}
+    first, second = (client.post("/v1/chat/completions", json=chat).json() for _ in range(2))
+    assert cached(first) < cached(second) < second["usage"]["prompt_tokens"]
+    totals = fresh.admin.get("/v1/usage?tenant=acme").json()["totals"]
+    assert totals["cached_tokens"] == metric(fresh, "weft_tokens_total", kind="cached", tenant="acme")
+
+
+def test_fit_plans_what_serve_then_has(fresh: WeftServer) -> None:
+    engine = fresh.engine()
+    body = {"adapters": ["pirate", "shout"]}
+    answer = fresh.tenant("acme").post("/v1/adapters:fit", json=body).json()
+    gib = engine["ready"]["memory"]["arena_bytes"] / (1 << 30)
+    folders = [str(Path(DEMO_ADAPTERS) / name) for name in ("pirate", "shout")]
+    command = [*WEFT, "fit", "--model", str(DEMO_MODEL), "--memory-gib", repr(gib), *folders, "--json"]
+    planned = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    for part in ("pages", "slots", "kv_tokens_left", "fits"):
+        assert planned[part] == answer[part]
+    assert [item["waste"] for item in planned["adapters"]] == [item["waste"] for item in answer["adapters"]]
+    assert [item["digest"] for item in planned["adapters"]] == [item["digest"] for item in answer["adapters"]]

@@ -22,10 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, pool_config
+from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import DEFAULT_CACHE, NUM_FILES, RANKS, PoolShape, make_pool_shape
 from weft.benchmarks.report import provenance, spread, without_nan, write_result
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
+from weft.memory.page_costs import PageCosts
 
 FLAT_FROM = 100
 """Adapters from which throughput may fall by `MAX_FALL` at most."""
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.lengths, options.files, options.room = (4, 24), 8, 4
         options.max_running, options.in_flight = 4, 8
     shape = make_pool_shape(options.cache, options.files)
-    engines = {count: make_engine(options, shape, count) for count in options.counts}
+    costs = measure_pool_costs(shape)
+    engines = {count: make_engine(options, shape, costs, count) for count in options.counts}
     runs: dict[int, list[PoolRun]] = {count: [] for count in engines}
     try:
         for round_index in range(options.repeats + 1):
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_engine(options: argparse.Namespace, shape: PoolShape, count: int) -> PoolEngine:
+def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts, count: int) -> PoolEngine:
     """An engine with device room for `room` adapters of the mean size, beside the KV of the requests that run."""
     longest = 2 * options.lengths[1]
     kv_pages = options.max_running * shape.geometry.pages(longest // 2)
@@ -70,7 +72,7 @@ def make_engine(options: argparse.Namespace, shape: PoolShape, count: int) -> Po
         host_pages=options.host_room * shape.mean_pages,
         max_running=options.max_running,
     )
-    return build_pool_engine(config, shape.adapters(count))
+    return build_pool_engine(config, shape.adapters(count), costs)
 
 
 def make_load(options: argparse.Namespace, count: int, round_index: int) -> list[TimedRequest]:
@@ -100,7 +102,7 @@ def make_result(options: argparse.Namespace, shape: PoolShape, runs: dict[int, l
         "benchmark": "adapter-count",
         **provenance(),
         "load": {
-            "model": "Llama of 2.5M parameters, random weights, float32",
+            "model": shape.kind.about,
             "ranks": list(RANKS),
             "alpha": options.alpha,
             "tokens": list(options.lengths),

@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, pool_config
+from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import DEFAULT_CACHE, NUM_FILES, RANKS, PoolShape, make_pool_shape
 from weft.benchmarks.report import provenance, spread, without_nan, write_result
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
+from weft.memory.page_costs import PageCosts
 
 MAX_RATIO = 2.0
 """Largest median TTFT with twice as many adapters as fit, in those of the engine that holds all, plus one copy."""
@@ -39,21 +40,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.actives, options.room, options.requests, options.repeats = [2, 8], 4, 12, 1
         options.input_tokens, options.output_tokens, options.files, options.max_running = 8, 8, 8, 4
     shape = make_pool_shape(options.cache, options.files)
-    engines = {"small": make_engine(options, shape, options.room), "whole": make_engine(options, shape, None)}
+    costs = measure_pool_costs(shape)
+    rooms = {"small": options.room, "whole": None}
+    engines = {name: make_engine(options, shape, costs, room) for name, room in rooms.items()}
     try:
         copy_ms = measure_copy(options, engines["small"])
         rounds = [measure_round(options, engines, index) for index in range(options.repeats + 1)]
     finally:
         for engine in engines.values():
             engine.close()
-    result = make_result(options, rounds[1:], copy_ms)
+    result = make_result(options, shape, rounds[1:], copy_ms)
     if options.json:
         write_result(options.json, result)
     print_result(result)
     return 0
 
 
-def make_engine(options: argparse.Namespace, shape: PoolShape, room: int | None) -> PoolEngine:
+def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts, room: int | None) -> PoolEngine:
     """An engine with room for so many adapters of the mean size beside the KV of all that run; None holds them all."""
     most = max(options.actives)
     adapter_pages = most * max(shape.pages(rank) for rank in RANKS) if room is None else room * shape.mean_pages
@@ -64,7 +67,7 @@ def make_engine(options: argparse.Namespace, shape: PoolShape, room: int | None)
         host_pages=2 * most * shape.mean_pages,
         max_running=options.max_running,
     )
-    return build_pool_engine(config, shape.adapters(most))
+    return build_pool_engine(config, shape.adapters(most), costs)
 
 
 def make_load(options: argparse.Namespace, active: int, num_requests: int, seed: int) -> list[TimedRequest]:
@@ -108,7 +111,9 @@ def measure_round(options: argparse.Namespace, engines: dict[str, PoolEngine], i
     return {"runs": runs, "saturated": saturated}
 
 
-def make_result(options: argparse.Namespace, rounds: Sequence[dict[str, Any]], copy_ms: float) -> dict[str, Any]:
+def make_result(
+    options: argparse.Namespace, shape: PoolShape, rounds: Sequence[dict[str, Any]], copy_ms: float
+) -> dict[str, Any]:
     """Median TTFT on both engines, and their ratio within rounds."""
     by_active = {}
     for active in options.actives:
@@ -131,7 +136,7 @@ def make_result(options: argparse.Namespace, rounds: Sequence[dict[str, Any]], c
         "benchmark": "cliff",
         **provenance(),
         "load": {
-            "model": "Llama of 2.5M parameters, random weights, float32",
+            "model": shape.kind.about,
             "ranks": list(RANKS),
             "tokens": [options.input_tokens, options.output_tokens],
             "load": options.load,

@@ -12,17 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from weft.adapters.ref import AdapterRef
 from weft.benchmarks.metrics import RequestRecord
-from weft.benchmarks.pool_shape import VOCAB_SIZE, PoolShape
+from weft.benchmarks.pool_shape import DTYPE, VOCAB_SIZE, PoolShape
 from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
-from weft.engine.build import EngineParts, build_engine
+from weft.engine.build import build_engine
+from weft.engine.core import EngineCore
+from weft.engine.costs import measure_costs
+from weft.engine.model.spec import read_spec
+from weft.engine.model.weights import load_decoder
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import EngineStatus, StepStats
 from weft.errors import WeftError
+from weft.memory.arena import Arena
+from weft.memory.copies import PageCopier
+from weft.memory.host_slab import HostSlab
+from weft.memory.page_costs import PageCosts
+from weft.memory.pool import PagePool
 
 IDLE_S = 0.001
 """Longest wait for a load while there is nothing to compute."""
@@ -30,6 +40,8 @@ STATUS_STEPS = 128
 """Steps between two looks at the engine's status, which keeps the last 256."""
 _LOWEST_ID = 16
 """Ids below are often special tokens."""
+_CPU = torch.device("cpu")
+_COST_PAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +146,13 @@ class PoolEngine:
     """One engine in this process, with a pool of just so many pages.
 
     Args:
-        parts: An engine that was built with `notify=loaded.set`.
+        core: The engine, built with `notify=loaded.set`.
         loaded: Set when a load is done.
         adapters: By the index that requests name.
     """
 
-    def __init__(self, parts: EngineParts, loaded: threading.Event, adapters: Sequence[AdapterRef]) -> None:
-        self.parts = parts
-        self._core = parts.core
+    def __init__(self, core: EngineCore, loaded: threading.Event, adapters: Sequence[AdapterRef]) -> None:
+        self.core = core
         self._loaded = loaded
         self._adapters = adapters
         self._runs = 0
@@ -164,7 +175,7 @@ class PoolEngine:
         requests = [self._request(index, item, [*seed, self._runs, index]) for index, item in enumerate(load)]
         records = [RequestRecord(request.request_id, due_s=0.0) for request in requests]
         progress = _Progress(requests, records, {request.request_id: i for i, request in enumerate(requests)})
-        before = self._core.status()
+        before = self.core.status()
         first_step = before.last_steps[-1].step if before.last_steps else -1
         start = time.perf_counter()
         dues = [start + item.arrival_s * scale for item in load] if in_flight is None else None
@@ -186,7 +197,7 @@ class PoolEngine:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._core.close()
+        self.core.close()
 
     def _request(self, index: int, item: TimedRequest, seed: Sequence[int]) -> GenerationRequest:
         draw = np.random.default_rng(list(seed))
@@ -205,14 +216,14 @@ class PoolEngine:
             if dues is not None and dues[index] > now:
                 return
             progress.records[index].due_s = now if dues is None else dues[index]
-            self._core.submit(progress.requests[index])
+            self.core.submit(progress.requests[index])
             progress.submitted += 1
             progress.queue_end_s = now
 
     def _pump(self, progress: _Progress, dues: Sequence[float] | None) -> None:
-        num_steps = self._core.num_steps
+        num_steps = self.core.num_steps
         self._loaded.clear()
-        outputs = self._core.pump()
+        outputs = self.core.pump()
         now = time.perf_counter()
         for output in outputs:
             record = progress.records[progress.by_id[output.request_id]]
@@ -222,8 +233,8 @@ class PoolEngine:
                 record.error = output.error.message if output.error else None
                 record.done_s = now
                 progress.ended += 1
-        if self._core.num_steps > num_steps:
-            if self._core.num_steps % STATUS_STEPS == 0:
+        if self.core.num_steps > num_steps:
+            if self.core.num_steps % STATUS_STEPS == 0:
                 self._look(progress)
         elif not outputs:
             self._wait(progress, dues)
@@ -238,28 +249,42 @@ class PoolEngine:
             progress.idle_seconds += time.perf_counter() - start
 
     def _look(self, progress: _Progress) -> EngineStatus:
-        status = self._core.status()
+        status = self.core.status()
         progress.steps.update((stats.step, stats) for stats in status.last_steps)
         return status
 
 
 def pool_config(
-    shape: PoolShape, *, num_pages: float, host_pages: float, max_running: int = 16, step_tokens: int = 512
+    shape: PoolShape,
+    *,
+    num_pages: float,
+    host_pages: float,
+    max_running: int = 16,
+    step_tokens: int = 512,
+    prefix_cache: bool = True,
 ) -> Config:
     """Settings of an engine with just so many device and host pages."""
     return Config(
         model=ModelConfig(path=str(shape.model), device="cpu", dtype="float32", max_model_len=1024),
-        memory=MemoryConfig(gib=shape.gib(num_pages), host_gib=shape.gib(host_pages)),
+        memory=MemoryConfig(gib=shape.gib(num_pages), host_gib=shape.gib(host_pages), prefix_cache=prefix_cache),
         adapter=AdapterConfig(max_rank=64),
         scheduler=SchedulerConfig(max_running=max_running, step_tokens=step_tokens),
         registry=RegistryConfig(blob_url=str(shape.blobs)),
     )
 
 
-def build_pool_engine(config: Config, adapters: Sequence[AdapterRef]) -> PoolEngine:
+def build_pool_engine(config: Config, adapters: Sequence[AdapterRef], costs: PageCosts) -> PoolEngine:
     """An engine as the product builds it."""
     loaded = threading.Event()
-    return PoolEngine(build_engine(config, notify=loaded.set), loaded, adapters)
+    return PoolEngine(build_engine(config, notify=loaded.set, costs=costs).core, loaded, adapters)
+
+
+def measure_pool_costs(shape: PoolShape) -> PageCosts:
+    """What it takes to have a page again, measured once, so that all engines of a benchmark go by the same figures."""
+    decoder = load_decoder(shape.model, read_spec(shape.model), DTYPE, _CPU, num_positions=1024)
+    arena = Arena(shape.geometry, _COST_PAGES, _CPU, DTYPE)
+    slab = HostSlab(1, shape.geometry.page_bytes, pinned=False)
+    return measure_costs(decoder, arena, PagePool(_COST_PAGES), slab, PageCopier(arena), max_tokens=1024)
 
 
 def _check(progress: _Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import pytest
 
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.checkpoint import check_weights
-from weft.benchmarks import adapter_count, cliff
+from weft.benchmarks import adapter_count, cliff, unified
 from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, pool_config
-from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
+from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import TimedRequest
 from weft.errors import WeftError
+from weft.memory.page_costs import PageCosts
 
 NUM_FILES = 8
+COSTS = PageCosts(copy_s=1e-5, load_s=1e-4, token_s=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +40,12 @@ def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
 
     def make(room: int, count: int) -> PoolEngine:
         config = pool_config(shape, num_pages=room * shape.mean_pages + 16, host_pages=400, max_running=2)
-        engines.append(build_pool_engine(config, shape.adapters(count)))
+        engines.append(build_pool_engine(config, shape.adapters(count), COSTS))
         return engines[-1]
 
     yield make
     for engine in engines:
-        engine.parts.core.check()
+        engine.core.check()
         engine.close()
 
 
@@ -94,9 +98,9 @@ def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, in
 
 
 def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp_path: Path) -> None:
-    elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.base, shape.geometry)
+    elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.base, shape.geometry, shape.kind)
     config = pool_config(elsewhere, num_pages=100, host_pages=100, max_running=2)
-    engine = build_pool_engine(config, elsewhere.adapters(1))
+    engine = build_pool_engine(config, elsewhere.adapters(1), COSTS)
     try:
         with pytest.raises(WeftError, match="0 of 2 tokens: The adapter's weights"):
             engine.run([TimedRequest(0.0, 0, 3, 2)], seed=[0], in_flight=1)
@@ -121,3 +125,37 @@ def test_cliff(cache: Path, tmp_path: Path) -> None:
     assert "evictions per request, adapter" not in found["facts"]["whole"]
     assert found["ratio"]["median"] > 0
     assert result["copy_ms"] > 0
+
+
+@pytest.mark.parametrize(("model", "tokens"), [(ATTENTION, 120), (GROUPED, 480)])
+def test_adapters_and_tokens_take_pages_in_the_proportions_of_real_models(
+    model: PoolModel, tokens: int, cache: Path
+) -> None:
+    shape = make_pool_shape(cache, NUM_FILES, model)
+    assert shape.mean_pages * shape.geometry.page_tokens == tokens
+
+
+def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) -> None:
+    config = pool_config(shape, num_pages=152, host_pages=400, max_running=4, prefix_cache=False)
+    loaded = threading.Event()
+    core = build_split_engine(config, shape.geometry, COSTS, loaded.set)
+    engine = PoolEngine(core, loaded, shape.adapters(4))
+    try:
+        load = [TimedRequest(0.0, index % 4, 20, 12) for index in range(8)]
+        run = engine.run(load, seed=[0], in_flight=4)
+        core.check()
+        # 64 + 32 + 16 + 8 pages of adapters do not fit 76, although nearly all of the other half is free.
+        assert max(step.adapters for step in run.steps) < 4
+        pages = core.status().pages
+        assert sum(pages.values()) == 76
+        assert pages["adapter"] == 0
+    finally:
+        engine.close()
+
+
+def test_unified(cache: Path, tmp_path: Path) -> None:
+    result = quick(unified.main, cache, tmp_path)
+    ((_, found),) = result["loads"].items()
+    assert set(found["output_tokens_per_s"]) == {"unified", "split"}
+    assert found["ratio"]["median"] > 0
+    assert found["pages"] % 2 == 0

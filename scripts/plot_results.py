@@ -1,0 +1,145 @@
+"""Draw the results of the pool's benchmarks as SVG, beside their JSON. usage: plot_results.py [name...].
+
+Needs matplotlib (`pip install -e .[bench]`). Same JSON, same matplotlib, same bytes. Colours and the transparent
+background can be read on light and on dark pages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+INK = "#79808a"
+BLUE, ORANGE, GREEN, PINK = "#3d8bfd", "#e8710a", "#2aa876", "#d6549a"
+STYLE = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "grid.color": INK,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "savefig.transparent": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "weft",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+
+def adapter_count(result: dict[str, Any]) -> None:
+    """Throughput by number of registered adapters, and what explains its one step."""
+    _, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3), width_ratios=(1, 1, 1.2), layout="constrained")
+    counts = list(result["output_tokens_per_s"])
+    names = [f"{int(count):,}" for count in counts]
+    _bars(left, names, [result["output_tokens_per_s"][count] for count in counts], BLUE)
+    left.set(title="Output tokens/s", xlabel="registered adapters")
+    facts = [result["facts"][count] for count in counts]
+    middle.bar(names, [each["adapters_per_step"] for each in facts], color=ORANGE, width=0.6)
+    for place, each in enumerate(facts):
+        middle.annotate(
+            f"{each['adapters_per_step']:.1f}", (place, each["adapters_per_step"]), ha="center", va="bottom"
+        )
+    middle.set(title="Distinct adapters in a step", xlabel="registered adapters")
+    for count, name, color in zip(counts, names, (GREEN, PINK, BLUE, ORANGE), strict=False):
+        steps = {int(k): v for k, v in result["decode_step_ms"][count].items() if v["steps"] >= MIN_STEPS}
+        right.plot(list(steps), [v["median"] for v in steps.values()], "o-", ms=3, lw=1, color=color, label=name)
+    right.set(title="Full decode step, median ms", xlabel="distinct adapters in the step", ylim=(0, None))
+    right.legend(title="registered", fontsize=8, title_fontsize=8)
+
+
+def cliff(result: dict[str, Any]) -> None:
+    """Median TTFT by number of adapters in use."""
+    _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    actives = [int(active) for active in result["adapters"]]
+    found = list(result["adapters"].values())
+    room = result["load"]["room"]
+    for name, label, color in (("small", f"room for {room}", ORANGE), ("whole", "all fit", BLUE)):
+        spreads = [each["median_ttft_ms"][name] for each in found]
+        medians = [each["median"] for each in spreads]
+        bounds = [
+            [each["median"] - each["min"] for each in spreads],
+            [each["max"] - each["median"] for each in spreads],
+        ]
+        axes.errorbar(actives, medians, yerr=bounds, fmt="o-", ms=4, lw=1.5, capsize=3, color=color, label=label)
+    limits = [2 * each["median_ttft_ms"]["whole"]["median"] + result["copy_ms"] for each in found]
+    axes.plot(actives, limits, "--", lw=1, color=INK, label="twice “all fit”, and a copy")
+    axes.axvline(room, color=INK, lw=1, ls=":")
+    axes.set(title="Median time to first token, ms", xlabel="adapters in use, equally popular", ylim=(0, None))
+    axes.legend(fontsize=8)
+
+
+def unified(result: dict[str, Any]) -> None:
+    """Throughput of one pool and of two halves, by load."""
+    _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    loads = list(result["loads"])
+    for shift, (name, label, color) in zip(
+        (-0.2, 0.2), (("unified", "one pool", BLUE), ("split", "half and half", ORANGE)), strict=True
+    ):
+        spreads = [result["loads"][load]["output_tokens_per_s"][name] for load in loads]
+        _bars(axes, [place + shift for place in range(len(loads))], spreads, color, width=0.36, label=label)
+    for place, load in enumerate(loads):
+        each = result["loads"][load]
+        top = max(each["output_tokens_per_s"][name]["max"] for name in ("unified", "split"))
+        gain = each["ratio"]["median"] - 1
+        axes.annotate(f"{gain:+.0%}", (place, top), xytext=(0, 6), textcoords="offset points", ha="center")
+    axes.set_xticks(range(len(loads)), [load.replace(": ", ":\n") for load in loads])
+    axes.margins(y=0.15)
+    axes.set(title="Output tokens/s from the same pages")
+    axes.legend(fontsize=8, loc="lower right")
+
+
+MIN_STEPS = 5
+"""Fewer steps say nothing about how long one takes."""
+PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "adapter-count-cpu": adapter_count,
+    "cliff-cpu": cliff,
+    "unified-cpu": unified,
+}
+
+
+def draw(name: str, folder: Path = RESULTS) -> Path:
+    """Draw one result; returns the SVG."""
+    result = json.loads((folder / f"{name}.json").read_text())
+    with mpl.rc_context(STYLE):
+        PLOTS[name](result)
+        path = folder / f"{name}.svg"
+        plt.savefig(path, metadata={"Date": None})
+        plt.close()
+    return path
+
+
+def main() -> int:
+    """Draw what is named, or every result that is there."""
+    for name in sys.argv[1:] or [name for name in PLOTS if (RESULTS / f"{name}.json").exists()]:
+        print(draw(name))
+    return 0
+
+
+def _bars(axes: Axes, places: list[Any], spreads: list[dict[str, Any]], color: str, **options: Any) -> None:  # noqa: ANN401
+    medians = [each["median"] for each in spreads]
+    bounds = [[each["median"] - each["min"] for each in spreads], [each["max"] - each["median"] for each in spreads]]
+    axes.bar(places, medians, yerr=bounds, color=color, ecolor=INK, capsize=3, **{"width": 0.6, **options})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

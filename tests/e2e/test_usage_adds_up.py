@@ -15,6 +15,7 @@ from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, stream_events, we
 
 NUM_REQUESTS = 500
 BASE = DEMO_MODEL.name
+FIGURES = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens")
 TENANTS = ("acme", "globex", "initech")
 
 
@@ -45,7 +46,9 @@ def one_request(
         answer = client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
-    seen = Counter(requests=1, prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"])
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached <= usage["prompt_tokens"]
+    seen = Counter({"requests": 1, "cached_tokens": cached, **{kind: usage[kind] for kind in FIGURES[1:3]}})
     return (tenant, model), seen
 
 
@@ -66,11 +69,11 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def figures(row: dict[str, Any]) -> dict[str, int]:
-    return {key: row[key] for key in ("requests", "prompt_tokens", "completion_tokens")}
+    return {key: row[key] for key in FIGURES}
 
 
 def total(rows: Any) -> dict[str, int]:
-    return {key: sum(row[key] for row in rows) for key in ("requests", "prompt_tokens", "completion_tokens")}
+    return {key: sum(row[key] for row in rows) for key in FIGURES}
 
 
 def test_totals_equal_the_sum_of_what_clients_saw(traffic: tuple[WeftServer, dict[Any, Counter[str]]]) -> None:
@@ -84,7 +87,7 @@ def test_each_tenant_and_adapter_has_its_own_figures(traffic: tuple[WeftServer, 
     server, expected = traffic
     rows = server.admin.get("/v1/usage", params={"group_by": "tenant,adapter"}).json()["data"]
     got = {(row["tenant"], row["adapter"] or "base"): figures(row) for row in rows}
-    assert got == {key: dict(seen) for key, seen in expected.items()}
+    assert got == {key: figures(seen) for key, seen in expected.items()}
 
 
 def test_a_tenant_sees_itself_only(traffic: tuple[WeftServer, dict[Any, Counter[str]]]) -> None:

@@ -23,7 +23,7 @@ class Process:
         self.parent_gone = threading.Event()
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self.socket.set(zmq.RCVTIMEO, 10_000)
+        self.socket.set(zmq.RCVTIMEO, 60_000)
         self.socket.bind(address)
         self._inner: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._inner.connect(address)
@@ -52,7 +52,7 @@ class Process:
     def close(self) -> None:
         self.parent_gone.set()
         self.wakeup.wake()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self._context.destroy(linger=0)
 
@@ -117,14 +117,14 @@ def test_an_abort_is_answered(process: Process) -> None:
 
 def test_the_loop_ends_when_it_is_told_to(process: Process) -> None:
     process.send(messages.Close())
-    process.thread.join(10)
+    process.thread.join(60)
     assert not process.thread.is_alive()
 
 
 def test_the_loop_ends_when_the_parent_is_gone(process: Process) -> None:
     process.parent_gone.set()
     process.wakeup.wake()
-    process.thread.join(10)
+    process.thread.join(60)
     assert not process.thread.is_alive()
 
 
@@ -133,7 +133,7 @@ def test_an_idle_engine_does_not_spin(process: Process) -> None:
     process.receive()
     ticks = process.simulator.residency.num_ticks
     assert not threading.Event().wait(0.3)
-    assert process.simulator.residency.num_ticks - ticks <= 1
+    assert process.simulator.residency.num_ticks - ticks <= 3  # the one under way, and more if the machine stood still
 
 
 def test_a_wakeup_outlives_many_wakes() -> None:

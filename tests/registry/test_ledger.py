@@ -54,7 +54,7 @@ async def _stored(database: Database) -> dict[str, tuple[str, int]]:
 
 
 async def _until_moved(ledger: UsageLedger) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while ledger._sealed_since is not None or ledger._unsealed_since is not None:  # noqa: ASYNC110 - the ledger tells nobody when it is done
             await asyncio.sleep(0.005)
 
@@ -314,7 +314,7 @@ async def test_a_database_that_fails_delays_events_and_loses_none(
     insert_events = usage.insert_events
     monkeypatch.setattr(usage, "insert_events", unavailable)
     await ledger.record(usage_event("use_1"))
-    await asyncio.wait_for(has_failed.wait(), 10)
+    await asyncio.wait_for(has_failed.wait(), 60)
     await ledger.record(usage_event("use_2"))
     clock.advance(90)
     assert ledger.lag_s() == 90

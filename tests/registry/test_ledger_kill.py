@@ -22,15 +22,17 @@ KILLS = 20
 PROGRAM = Path(__file__).parents[1] / "support" / "ledger_under_load.py"
 
 
-def _acknowledged_until_killed(data_dir: Path, run: int, seconds: float) -> set[str]:
+def _acknowledged_until_killed(data_dir: Path, run: int, events: int, seconds: float) -> set[str]:
+    """Kill so many seconds after so many events were acknowledged."""
     command = [sys.executable, str(PROGRAM), str(data_dir), str(run)]
     env = {**environment(), "PYTHONPATH": str(PROGRAM.parent)}  # PYTHONSAFEPATH keeps a program's folder off the path
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
+        printed = "".join(process.stdout.readline().decode() for _ in range(events))
         time.sleep(seconds)
         process.kill()
-        printed = process.stdout.read().decode()
+        printed += process.stdout.read().decode()
     assert process.returncode == -9
     return {line for line in printed.split("\n")[:-1] if line}
 
@@ -40,7 +42,7 @@ def test_killed_at_any_moment_every_acknowledged_event_counts_exactly_once(tmp_p
     moments = random.Random(7)
     acknowledged: set[str] = set()
     for run in range(KILLS):
-        acknowledged |= _acknowledged_until_killed(tmp_path, run, moments.uniform(0.0, 0.25))
+        acknowledged |= _acknowledged_until_killed(tmp_path, run, moments.randrange(100), moments.uniform(0.0, 0.05))
     assert len(acknowledged) > 500
     asyncio.run(_check(tmp_path, acknowledged))
 

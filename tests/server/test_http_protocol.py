@@ -27,7 +27,7 @@ async def exchange(url: str, *pieces: bytes) -> tuple[bytes, dict[str, dict[str,
             await writer.drain()
     answer = b""
     with contextlib.suppress(ConnectionError):
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 60)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     return head.partition(b"\r\n")[0], json.loads(body or b"{}")
@@ -57,7 +57,7 @@ async def test_what_surrounds_a_chunk_is_bounded_too(api: Api, endless: bytes) -
     key = await api.key("acme")
     head = CHUNKED + b"Authorization: Bearer %b\r\n\r\n" % key.encode()
     async with api.listening() as url:
-        await asyncio.wait_for(exchange(url, head, endless, *[b"y" * 65536] * 16), 5)
+        await asyncio.wait_for(exchange(url, head, endless, *[b"y" * 65536] * 16), 60)
 
 
 async def test_a_head_up_to_the_limit_and_long_bodies_pass(api: Api) -> None:
@@ -76,7 +76,7 @@ async def test_what_is_not_http_gets_an_error_in_the_usual_shape(api: Api) -> No
 
 
 async def test_a_head_has_its_time(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BoundedProtocol, "head_s", 0.1)
+    monkeypatch.setattr(BoundedProtocol, "head_s", 0.5)
     async with api.listening() as url:
         status, body = await exchange(url, HEAD)
         assert (status, body["error"]["code"]) == (b"HTTP/1.1 408 Request Timeout", "request_timeout")
@@ -86,13 +86,13 @@ async def test_a_head_has_its_time(api: Api, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_time_of_a_head_does_not_run_for_what_follows_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BoundedProtocol, "head_s", 0.1)
+    monkeypatch.setattr(BoundedProtocol, "head_s", 0.5)
     async with api.listening() as url, new_client(await api.key("acme"), url) as client:
         for _ in range(2):
             assert (await client.get("/health")).status_code == 200
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
         body = {"model": BASE, "prompt": "x", "max_tokens": 64, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as answer:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
             assert (await answer.aread()).endswith(b"data: [DONE]\n\n")
     await eventually(lambda: not api.services.drain.num_running)

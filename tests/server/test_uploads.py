@@ -267,10 +267,12 @@ async def test_the_weights_of_a_running_request_outlive_the_delete(api: Api) -> 
     client = await api.tenant("acme")
     await upload(client, "pirate")
     api.engine.token_s = 0.05
-    running = asyncio.create_task(client.post("/v1/completions", json={"model": "pirate", "prompt": "x"}))
+    endless = {"model": "pirate", "prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    running = asyncio.create_task(client.post("/v1/completions", json=endless))
     await eventually(lambda: api.engine.running)
     assert (await client.delete("/v1/adapters/pirate")).status_code == 204
     assert len(api.files()) == 1
     assert (await client.post("/v1/completions", json={"model": "pirate", "prompt": "x"})).status_code == 404
+    api.engine.token_s = 0
     assert (await running).status_code == 200
     await eventually(lambda: api.files() == [])

@@ -83,8 +83,8 @@ class Api:
             await serving
 
 
-async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> None:
-    """Wait until the condition holds."""
+async def eventually(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    """Wait until the condition holds; patiently, since machines that run tests are slow at times."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

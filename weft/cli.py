@@ -24,6 +24,7 @@ def make_app() -> typer.Typer:
         name="weft",
         help="Serve thousands of LoRA adapters over one shared base model.",
         no_args_is_help=True,
+        rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 def fit(  # noqa: PLR0913 - one parameter per option
     adapters: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[ADAPTER]...", help="Folders of PEFT adapters, or weights files.", show_default=False),
+        typer.Argument(metavar="ADAPTER", help="Folders of PEFT adapters, or weights files.", show_default=False),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")

@@ -68,6 +68,12 @@ def test_help_lists_every_command() -> None:
         assert command in text
 
 
+def test_help_shows_defaults_and_variables() -> None:
+    text = run("serve", "--help").output
+    for part in ("[default: 8000]", "[env: WEFT_MODEL__PATH]", "[default: weft-data]"):
+        assert part in text
+
+
 def test_the_command_line_starts_without_heavy_imports() -> None:
     heavy = ["torch", "transformers", "numpy", "fastapi", "sqlalchemy", "pydantic", "httpx", "zmq", "rich.table"]
     program = f"import sys, weft.cli; weft.cli.make_app(); print([m for m in {heavy} if m in sys.modules])"

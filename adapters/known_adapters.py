@@ -15,7 +15,7 @@ class KnownAdapter:
     """Pages of its image; None before it was first loaded."""
     uses: UseCount = field(default_factory=UseCount)
     num_runs: int = 0
-    """How often a request began to run with it since it was last read from the store."""
+    """Requests that ran with it and are done, since it was last read from the store."""
 
 
 class KnownAdapters:
@@ -43,7 +43,7 @@ class KnownAdapters:
         return None if known is None else known.num_pages
 
     def num_runs(self, digest: str) -> int:
-        """How often a request began to run with it since it was last read."""
+        """Requests that ran with an adapter since it was last read."""
         known = self._known.get(digest)
         return 0 if known is None else known.num_runs
 

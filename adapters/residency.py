@@ -160,11 +160,7 @@ class Residency:
         if entry is None or entry.stage is not Stage.DEVICE:
             return None
         entry.running += 1
-        entry.known.num_runs += 1
         self._evictor.withdraw(entry)
-        if not entry.is_counted:
-            self._evictor.used(entry)
-        entry.is_counted = False
         return self._slots.lease(entry.slot)
 
     def release(self, digest: str, last_step: int = 0) -> None:
@@ -172,7 +168,7 @@ class Residency:
 
         Args:
             digest: The adapter.
-            last_step: The last step that may still read its pages; 0 when none is under way.
+            last_step: The last step that may have read its pages; 0 when there was none, which is no use of it.
 
         Raises:
             EngineError: There is none.
@@ -181,7 +177,12 @@ class Residency:
         if entry is None or entry.running == 0:
             raise EngineError(f"adapter {digest} was released more often than acquired")
         entry.running -= 1
-        entry.last_step = max(entry.last_step, last_step)
+        if last_step:
+            entry.last_step = max(entry.last_step, last_step)
+            entry.known.num_runs += 1
+            # Its arrival was counted for the first that runs with it, but this is when it was used last.
+            self._evictor.used(entry, weight=0.0 if entry.is_counted else 1.0)
+            entry.is_counted = False
         self._settle(entry)
 
     def check_slot(self, slot: int, generation: int, digest: str) -> None:
@@ -192,13 +193,12 @@ class Residency:
         """
         self._slots.check_lease(SlotLease(slot, generation, digest))
 
-    def pin(self, ref: AdapterRef | str, pinned: bool) -> None:
+    def pin(self, ref: AdapterRef, pinned: bool) -> None:
         """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
-        digest = ref if isinstance(ref, str) else ref.digest
         if pinned:
-            self._pins.add(digest, None if isinstance(ref, str) else ref)
+            self._pins.add(ref)
         else:
-            self._unpin(digest)
+            self._unpin(ref.digest)
         self._apply_pins()
 
     def forget(self, digest: str) -> None:
@@ -211,18 +211,6 @@ class Residency:
         if entry is not None:
             entry.is_forgotten = True
             self._settle(entry)
-
-    def evict_idle(self, num_pages: int) -> int:
-        """Evict until `num_pages` pages were freed or nothing is left to evict; returns how many were freed."""
-        before = self._pool.num_free
-        while self._pool.num_free < before + num_pages and self._evictor.make_room(self._pool.num_free + 1):
-            pass
-        return self._pool.num_free - before
-
-    @property
-    def evictions(self) -> int:
-        """Adapters evicted from the device since start."""
-        return self._evictor.evictions.get("adapter", 0)
 
     def tick(self, step: int) -> list[LoadFailure]:
         """Take in what other threads did, and give pages to adapters that wait for them.
@@ -263,7 +251,7 @@ class Residency:
                     running=entry.running,
                     pinned=digest in self._pins,
                     holds=entry.holds,
-                    uses=entry.known.num_runs,
+                    uses=entry.known.num_runs + entry.running,
                     prefix_pages=self._group_worth(digest)[1],
                 )
             )

@@ -54,7 +54,7 @@ class Entry:
     goes_last: bool = False
     """It is pinned, beyond the share that pins may keep."""
     is_counted: bool = False
-    """Its arrival was counted as the first use that follows."""
+    """The first use that follows was counted when it arrived."""
     is_forgotten: bool = False
 
     @property

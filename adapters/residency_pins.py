@@ -29,16 +29,16 @@ class Pins:
     def __init__(self, slots: int, num_pages: int) -> None:
         self._max_kept = slots // PIN_SHARE
         self._max_pages = num_pages // PIN_SHARE
-        self._pinned: dict[str, AdapterRef | None] = {}
+        self._pinned: dict[str, AdapterRef] = {}
         self._failed: set[str] = set()
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._pinned
 
-    def add(self, digest: str, ref: AdapterRef | None) -> None:
+    def add(self, ref: AdapterRef) -> None:
         """Pin an adapter; one whose load failed is tried again."""
-        self._pinned[digest] = ref or self._pinned.get(digest)
-        self._failed.discard(digest)
+        self._pinned.setdefault(ref.digest, ref)
+        self._failed.discard(ref.digest)
 
     def discard(self, digest: str) -> None:
         """Unpin an adapter."""
@@ -76,10 +76,6 @@ class Pins:
     def missing(self, entries: Mapping[str, Entry]) -> Iterator[AdapterRef]:
         """The first pinned adapters that are neither on the device nor on their way, and can be loaded."""
         return islice(
-            (
-                ref
-                for digest, ref in self._pinned.items()
-                if ref is not None and digest not in entries and digest not in self._failed
-            ),
+            (ref for digest, ref in self._pinned.items() if digest not in entries and digest not in self._failed),
             LOOK_AHEAD,
         )

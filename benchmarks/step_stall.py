@@ -185,7 +185,7 @@ class StallBench:
             del self._swapping[digest]
             self._arrived(swap)
             if swap.origin == "stored":
-                self._residency.evict_idle(self._parts.pool.capacity)
+                self._parts.evictor.make_room(self._parts.evictor.num_available)
                 self._want(swap.ref)
             else:
                 self._core.drop_adapter(digest)

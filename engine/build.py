@@ -67,6 +67,7 @@ class EngineParts:
     """Folder of the checkpoint, where the tokenizer's files are."""
     residency: Residency
     pool: PagePool
+    evictor: Evictor
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def build_engine(
         boot_id=ready.boot_id,
     )
     logger.debug("%s", format_plan(plan, ready))
-    return EngineParts(core, ready, folder, residency, memory.pool)
+    return EngineParts(core, ready, folder, residency, memory.pool, memory.evictor)
 
 
 def _geometry(spec: DecoderSpec, shape: BaseShape, dtype: torch.dtype) -> PageGeometry:

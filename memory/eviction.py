@@ -31,9 +31,9 @@ class UseCount:
         self.last_s = 0.0
         """Second of the last use."""
 
-    def note(self, now_s: float) -> None:
-        """Count a use."""
-        self.value = 1.0 + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S)
+    def note(self, now_s: float, weight: float = 1.0) -> None:
+        """Count a use; with a weight of 0 it was counted before, and only the time is noted."""
+        self.value = weight + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S)
         self.last_s = now_s
 
     def lift(self, other: UseCount) -> None:
@@ -167,9 +167,9 @@ class Evictor:
     def __contains__(self, item: Evictable) -> bool:
         return id(item) in self._offered
 
-    def used(self, item: Evictable) -> None:
+    def used(self, item: Evictable, weight: float = 1.0) -> None:
         """Count a use of an item, offered or not; the score is made when it is offered."""
-        item.uses.note(self._clock())
+        item.uses.note(self._clock(), weight)
 
     def offer(self, item: Evictable) -> None:
         """Let an item be taken from now on; one that is offered already is scored anew."""

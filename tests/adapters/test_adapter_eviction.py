@@ -8,6 +8,7 @@ import pytest
 
 from residency_parts import COSTS, prepare
 from weft.errors import PageAccountingError
+from weft.memory.eviction import HALF_LIFE_S
 
 
 def test_packing_happens_once_and_a_swap_in_is_page_copies_and_one_table_row(
@@ -81,6 +82,7 @@ def test_what_is_used_more_often_goes_later_also_after_it_was_away(tmp_path: Pat
     for _ in range(3):
         parts.load(often)
         parts.evict_all()
+    parts.load(often)
     for ref in (often, seldom):
         parts.load(ref)
     assert parts.evictor.make_room(parts.pool.num_free + pages)
@@ -89,14 +91,25 @@ def test_what_is_used_more_often_goes_later_also_after_it_was_away(tmp_path: Pat
 
 def test_being_brought_in_and_running_for_the_first_time_is_one_use(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
+    uses = parts.residency._known[ref.digest].uses
     parts.load(ref)
-    assert parts.residency._entries[ref.digest].uses.value == 1
-    for expected in (2, 3):
+    parts.clock[0] += HALF_LIFE_S
+    for value, num_runs in ((0.5, 1), (1.5, 2), (2.5, 3)):
+        assert parts.residency.acquire(ref.digest) is not None
+        (resident,) = parts.residency.residents()
+        parts.residency.release(ref.digest, last_step=1)
+        assert (uses.value, uses.last_s, resident.uses) == (value, HALF_LIFE_S, num_runs)
+
+
+def test_a_request_that_found_no_pages_after_all_did_not_use_its_adapter(tmp_path: Path) -> None:
+    """It is tried again in every step, which must not make its adapter look busy."""
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.load(ref)
+    for _ in range(5):
         assert parts.residency.acquire(ref.digest) is not None
         parts.residency.release(ref.digest)
-        assert parts.residency._entries[ref.digest].uses.value == expected
     (resident,) = parts.residency.residents()
-    assert resident.uses == 3
+    assert (parts.residency._known[ref.digest].uses.value, resident.uses) == (1, 0)
 
 
 def test_an_adapters_cached_prefixes_go_with_it_and_nobody_elses(tmp_path: Path) -> None:
@@ -127,10 +140,12 @@ def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone
     parts.prefixes.release(parts.cache_blocks(ref.digest, 2), 0)
     parts.residency.release(ref.digest)
     entry = parts.residency._entries[ref.digest]
-    assert entry.worth() == (pytest.approx(pages * COSTS.copy_s + 2 * COSTS.token_s), pages + 2)
+    assert entry.worth()[0] == pytest.approx(pages * COSTS.copy_s + 2 * COSTS.token_s)
+    assert entry.worth()[1] == pages + 2
     offered = parts.evictor._offered[id(entry)].entry[1]
     parts.prefixes.evict_group(ref.digest)
-    assert entry.worth() == (pytest.approx(pages * COSTS.copy_s), pages)
+    assert entry.worth()[0] == pytest.approx(pages * COSTS.copy_s)
+    assert entry.worth()[1] == pages
     assert parts.evictor._offered[id(entry)].entry[1] < offered
 
 
@@ -170,7 +185,8 @@ def test_for_a_slot_the_adapter_goes_that_the_policy_takes_first_and_no_cached_b
         parts.load(ref)
     parts.clock[0] += 1
     assert parts.residency.acquire(refs[0].digest) is not None
-    parts.residency.release(refs[0].digest)
+    parts.residency.release(refs[0].digest, last_step=1)
+    parts.settle(step=1)
     parts.load(refs[2])
     assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "host", "device"]
     assert parts.prefixes.groups() == {None: 3}

@@ -73,8 +73,10 @@ def test_idle_adapters_make_way_least_recently_used_first(tmp_path: Path) -> Non
     parts, refs, _ = prepare(tmp_path, count=4, slots=3, num_pages=100)
     for ref in refs[:3]:
         parts.load(ref)
+        parts.clock[0] += 1
     assert parts.residency.acquire(refs[0].digest) is not None
-    parts.residency.release(refs[0].digest)
+    parts.residency.release(refs[0].digest, last_step=1)
+    parts.settle(step=1)
     parts.load(refs[3])
     assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "host", "device", "device"]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from adapters_factory import Q_AND_V, random_lora, tiny_base
 from residency_parts import make_residency, store
+from weft.adapters.ref import AdapterRef
 from weft.adapters.residency import SlotLease
 from weft.adapters.residency_entry import Stage
 from weft.memory.prefix_cache import PrefixBlock
@@ -23,22 +26,31 @@ LORAS = [
     random_lora(tiny_base(), 4, seed=2, modules=Q_AND_V),
     random_lora(tiny_base(), 8, seed=3),
     random_lora(tiny_base(), 8, seed=4, layers=(1,)),
-    random_lora(tiny_base(), 64, seed=5),
+    random_lora(tiny_base(), 8, seed=5, modules=Q_AND_V),
+    random_lora(tiny_base(), 64, seed=6),
 ]
-NEVER_FITS = 5
+SMALL = 4
 BROKEN = 3
 """An adapter whose blob comes and goes."""
+NEVER_FITS = 6
+NUM_PAGES = 16
 MAX_SWAPPED = 6
 adapters = st.integers(0, len(LORAS) - 1)
 
 
+@cache
+def stored() -> tuple[tempfile.TemporaryDirectory[str], list[AdapterRef]]:
+    """The adapters in a blob store, written once; the folder lives as long as the process."""
+    folder = tempfile.TemporaryDirectory()
+    parts = make_residency(Path(folder.name))
+    return folder, store(parts, Path(folder.name), LORAS)
+
+
 class ResidencyMachine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(["lru", "gdsf"]))
-    def start(self, policy: str) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        folder = Path(self.folder.name)
-        self.parts = make_residency(folder, num_pages=16, slab_pages=9, slots=3, policy=policy)  # type: ignore[arg-type]
-        self.refs = store(self.parts, folder, LORAS)
+    @initialize(policy=st.sampled_from(["lru", "gdsf"]), at_first=st.lists(adapters, unique=True, max_size=4))
+    def start(self, policy: Literal["lru", "gdsf"], at_first: list[int]) -> None:
+        folder, self.refs = stored()
+        self.parts = make_residency(Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3, policy=policy)
         self.residency = self.parts.residency
         self.swap = SwapSpace(self.parts.slab, self.parts.images.make_room, MAX_SWAPPED)
         self.index = {ref.digest: index for index, ref in enumerate(self.refs)}
@@ -51,10 +63,14 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.step = 0
         broken = self.parts.blobs.path(self.refs[BROKEN].weights_sha256)
         self.broken_path, self.broken_bytes = broken, broken.read_bytes()
+        for index in at_first:
+            self.a_request_comes_and_runs(index, prompt=0, count=1, stays=False)
 
     def teardown(self) -> None:
-        self.finish_everything()
-        self.folder.cleanup()
+        try:
+            self.finish_everything()
+        finally:
+            self.broken_path.write_bytes(self.broken_bytes)
 
     @rule(seconds=st.integers(1, 500))
     def time_passes(self, seconds: int) -> None:
@@ -67,8 +83,12 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.holds[index] += 1
         assert self.placed() == placed or self.parts.evictor.num_available >= self.residency.reserve_pages
 
-    @rule(index=adapters)
-    def unwant(self, index: int) -> None:
+    @precondition(lambda self: any(self.holds.values()))
+    @rule(data=st.data())
+    def unwant(self, data: st.DataObject) -> None:
+        self.drop_one_hold(data.draw(st.sampled_from(sorted(self.holds))))
+
+    def drop_one_hold(self, index: int) -> None:
         self.residency.unwant(self.refs[index].digest)
         self.holds[index] = max(self.holds[index] - 1, 0)
 
@@ -76,6 +96,11 @@ class ResidencyMachine(RuleBasedStateMachine):
     def drop_holds(self, index: int | None) -> None:
         self.residency.drop_holds(None if index is None else self.refs[index].digest)
         self.holds = Counter({index: self.holds[index]}) if index is not None else Counter()
+
+    @precondition(lambda self: self.on_device())
+    @rule(data=st.data())
+    def acquire_one_that_is_there(self, data: st.DataObject) -> None:
+        self.acquire(data.draw(st.sampled_from(sorted(self.on_device()))))
 
     @rule(index=adapters)
     def acquire(self, index: int) -> None:
@@ -85,9 +110,13 @@ class ResidencyMachine(RuleBasedStateMachine):
         if lease is not None:
             self.running.append((index, lease, []))
 
-    @rule()
-    def run_the_base(self) -> None:
-        self.running.append((None, None, []))
+    @rule(prompt=st.integers(0, 2), count=st.integers(1, 4), stays=st.booleans())
+    def the_base_runs(self, prompt: int, count: int, stays: bool) -> None:
+        held = self.parts.cache_blocks(None, count, seed=str(prompt), step=self.step)
+        if stays:
+            self.running.append((None, None, held))
+        else:
+            self.parts.prefixes.release(held, self.step)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), prompt=st.integers(0, 2), count=st.integers(1, 4))
@@ -123,7 +152,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def reserve(self, count: int) -> None:
         self.residency.reserve_pages = count
 
-    @rule(num_free=st.integers(0, 15))
+    @rule(num_free=st.integers(1, NUM_PAGES - 1))
     def make_room(self, num_free: int) -> None:
         pool, evictor = self.parts.pool, self.parts.evictor
         before, available = pool.counts(), evictor.num_available
@@ -135,13 +164,17 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert num_free > available or self.is_something_read()
         assert in_use <= self.on_device()
 
+    @precondition(lambda self: self.parts.loads.pending)
     @rule()
     def run_a_load(self) -> None:
         self.parts.loads.run_one()
 
-    @rule()
-    def run_a_copy(self) -> None:
+    @precondition(lambda self: self.parts.copies.pending)
+    @rule(fails=st.integers(0, 5).map(lambda draw: draw == 0))
+    def run_a_copy(self, fails: bool) -> None:
+        self.parts.copier.fails = fails
         self.parts.copies.run_one()
+        self.parts.copier.fails = False
 
     @rule()
     def everything_under_way_ends(self) -> None:
@@ -153,7 +186,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.want(index)
         self.everything_under_way_ends()
         lease = self.residency.acquire(self.refs[index].digest)
-        self.unwant(index)
+        self.drop_one_hold(index)
         if lease is None:
             return
         held = self.parts.cache_blocks(lease.digest, count, seed=str(prompt), step=self.step)
@@ -175,38 +208,30 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert self.placed() <= placed or self.parts.evictor.num_available >= self.residency.reserve_pages
         assert kept <= self.on_device()
 
-    @rule(count=st.integers(1, 6))
-    def kv_cache_grows(self, count: int) -> None:
-        pages = self.parts.pool.allocate(count, "kv")
-        if pages is not None:
-            self.kv.append(pages)
+    @rule(count=st.integers(-1, 6))
+    def kv_cache_grows_or_shrinks(self, count: int) -> None:
+        if count > 0:
+            pages = self.parts.pool.allocate(count, "kv")
+            if pages is not None:
+                self.kv.append(pages)
+        elif self.kv:
+            self.parts.pool.free(self.kv.pop(0), self.step)
 
-    @precondition(lambda self: self.kv)
-    @rule()
-    def kv_cache_shrinks(self) -> None:
-        self.parts.pool.free(self.kv.pop(0), self.step)
-
-    @rule(count=st.integers(1, MAX_SWAPPED))
-    def kv_is_swapped_out(self, count: int) -> None:
-        pages = self.swap.take(count)
-        if pages is not None:
-            self.parts.slab.pages[pages] = 0xFF
-            self.swapped.append(pages)
-
-    @precondition(lambda self: self.swapped)
-    @rule()
-    def kv_is_swapped_in(self) -> None:
-        self.swap.give_back(self.swapped.pop(0))
+    @rule(count=st.integers(-1, MAX_SWAPPED))
+    def kv_is_swapped_out_or_in(self, count: int) -> None:
+        if count > 0:
+            pages = self.swap.take(count)
+            if pages is not None:
+                self.parts.slab.pages[pages] = 0xFF
+                self.swapped.append(pages)
+        elif self.swapped:
+            self.swap.give_back(self.swapped.pop(0))
 
     @rule(missing=st.booleans())
     def break_or_mend_a_blob(self, missing: bool) -> None:
         self.broken_path.unlink(missing_ok=True)
         if not missing:
             self.broken_path.write_bytes(self.broken_bytes)
-
-    @rule(fails=st.booleans())
-    def break_or_mend_the_copies(self, fails: bool) -> None:
-        self.parts.copier.fails = fails
 
     @invariant()
     def the_accounts_are_right(self) -> None:
@@ -272,7 +297,6 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def finish_everything(self) -> None:
         """Once nobody wants anything, what is pinned comes by itself, the rest can be had, and any adapter again."""
-        self.parts.copier.fails = False
         for _, lease, held in self.running:
             self.parts.prefixes.release(held, 0)
             if lease is not None:
@@ -285,13 +309,13 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.reserve_pages = 0
         for index in range(len(LORAS)):
             self.residency.pin(self.refs[index], False)
-        self.residency.pin(self.refs[4], True)
+        self.residency.pin(self.refs[SMALL], True)
         self.step += 2
         self.parts.settle(self.step)
-        assert 4 in self.on_device()
+        assert SMALL in self.on_device()
         self.parts.evict_all()
-        assert self.on_device() == {4}
-        self.residency.pin(self.refs[4], False)
+        assert self.on_device() == {SMALL}
+        self.residency.pin(self.refs[SMALL], False)
         self.parts.evict_all()
         assert self.parts.pool.num_free == self.parts.pool.capacity
         self.residency.check()

@@ -313,3 +313,11 @@ def test_no_more_goes_than_is_lacking_where_others_went_with_the_first() -> None
     parts.evictor.check()
     assert parts.evictor.make_room(10)
     assert parts.gone == [*blocks, adapter, *others]
+
+
+def test_a_use_that_was_counted_before_moves_the_time_alone() -> None:
+    parts = Parts(Lru())
+    thing = parts.idle()
+    parts.now_s = HALF_LIFE_S
+    parts.evictor.used(thing, weight=0.0)
+    assert (thing.uses.value, thing.uses.last_s) == (0.5, HALF_LIFE_S)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -270,10 +270,10 @@ def store(parts: ResidencyParts, folder: Path, loras: Sequence[RandomLora]) -> l
 
 
 def prepare(
-    folder: Path, count: int = 3, *, rank: int = 8, **sizes: int
+    folder: Path, count: int = 3, *, rank: int = 8, **sizes: Any
 ) -> tuple[ResidencyParts, list[AdapterRef], int]:
     """Parts, stored adapters of equal size, and the pages of one."""
-    parts = make_residency(folder, **sizes)  # type: ignore[arg-type]
+    parts = make_residency(folder, **sizes)
     refs = store(parts, folder, [random_lora(parts.base, rank, seed=seed) for seed in range(count)])
     probe = make_residency(folder / "probe", num_pages=200)
     probe.blobs.root = parts.blobs.root

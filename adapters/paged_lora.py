@@ -1,4 +1,4 @@
-"""Adapters straight from their pages, by the SGMV kernels: the way on a GPU, and the fallback on a CPU."""
+"""Adapters straight from their pages, by the SGMV kernels: the way on a GPU."""
 
 from __future__ import annotations
 

@@ -43,13 +43,20 @@ class SiteWeights:
     bt: list[torch.Tensor]
     """Per slice [columns of the slice, out_features]."""
     shrink: Linear | None = None
-    """`a` laid out for products, when the bank is packed."""
+    """`a` laid out for products, once it is packed."""
     expand: list[Linear | None] = field(default_factory=list)
-    """Per slice `bt`, laid out for products."""
+    """Per slice `bt`, laid out for products; empty before the first is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the plain weights."""
+        return self.a.nbytes + sum(bt.nbytes for bt in self.bt)
 
 
 class WeightBank:
     """Columns, and the adapters that have them.
+
+    Filling and packing go by small pieces, so that a step need not wait for a whole bank.
 
     Args:
         arena: Holds the adapters' pages.
@@ -67,12 +74,25 @@ class WeightBank:
         """By adapter, its range of columns per module; empty where it changes nothing."""
         self.sites: dict[tuple[int, int], SiteWeights] = {}
         """By (layer, site); absent where no adapter changes anything."""
-        self.num_bytes = bank_bytes(arena, tables, capacity)
-        """Most bytes that the weights take, with their packed copies."""
+        self.plain_bytes = bank_bytes(arena, tables, capacity)
+        """Most bytes that the weights take, without packed copies."""
         self.is_packed = False
+        """Whether all weights have a packed copy."""
+        self._unpacked: list[tuple[SiteWeights, int]] | None = None
+        """While packing goes on: what has no packed copy yet, as a site and its slice, -1 for `a`."""
 
-    def add(self, key: AdapterKey) -> bool:
-        """Copy an adapter's weights from its pages into free columns.
+    @property
+    def num_bytes(self) -> int:
+        """Most bytes that the weights take, with the packed copies that there are or will be."""
+        return self.plain_bytes * (2 if self.is_packed or self.is_packing else 1)
+
+    @property
+    def is_packing(self) -> bool:
+        """Whether some of the weights are still to be packed."""
+        return self._unpacked is not None
+
+    def reserve(self, key: AdapterKey) -> bool:
+        """Give an adapter free columns, which must then be filled for all layers and sites.
 
         Returns:
             False, and nothing done, when there are not enough free columns next to each other.
@@ -84,39 +104,85 @@ class WeightBank:
             if start is None:
                 return False
             ranges.append(slice(start, start + int(width)))
-        self.unpack()
         self.columns[key] = ranges
-        ranks = self._tables.host_ranks[key.slot]
-        for layer in range(self._tables.base.num_layers):
-            for index, site in enumerate(SITES):
-                modules = [module for module in site.modules if ranks[layer, module]]
-                if modules or (layer, index) in self.sites:
-                    self._fill(layer, index, key.slot, ranges)
         return True
+
+    def fill(self, key: AdapterKey, layer: int, index: int) -> int:
+        """Copy an adapter's weights of one layer and site from its pages into its columns; the bank is not packed.
+
+        Returns:
+            Bytes written.
+        """
+        site = SITES[index]
+        weights = self.sites.get((layer, index))
+        written = 0
+        if weights is None:
+            if not self._tables.host_ranks[key.slot, layer, list(site.modules)].any():
+                return 0
+            weights = self._allocate(layer, index)
+            written = weights.num_bytes
+        first = 0
+        for module, bt in zip(site.modules, weights.bt, strict=True):
+            columns = self.columns[key][module]
+            num_groups = int(self._tables.host_ranks[key.slot, layer, module]) // GROUP_ROWS
+            offsets = self._tables.host_offsets[key.slot, layer, module, :, :num_groups].tolist()
+            a = weights.a[first + columns.start : first + columns.stop]
+            rank = num_groups * GROUP_ROWS
+            copy_rows(self._arena, offsets[0], a[:rank])
+            copy_rows(self._arena, offsets[1], bt[columns][:rank])
+            scaling = float(self._tables.host_scalings[key.slot, layer, module])
+            if scaling != 1.0:
+                bt[columns][:rank].mul_(scaling)
+            a[rank:].zero_()
+            bt[columns][rank:].zero_()
+            first += self.capacity[module]
+            written += a.nbytes + bt[columns].nbytes
+        return written
 
     def remove(self, key: AdapterKey) -> None:
         """Free an adapter's columns; what is in them stays until they are filled again."""
         del self.columns[key]
 
-    def pack(self, make_linear: MakeLinear) -> None:
-        """Make laid-out copies of all weights, beside the plain ones."""
-        for (_, index), weights in self.sites.items():
-            weights.shrink = make_linear(weights.a)
-            weights.expand = [
-                make_linear(bt.t().contiguous()) if self.capacity[module] else None
-                for module, bt in zip(SITES[index].modules, weights.bt, strict=True)
-            ]
-        if not self.is_packed:
-            self.num_bytes *= 2
-            self.is_packed = True
+    def pack_next(self, make_linear: MakeLinear) -> int:
+        """Make the laid-out copy of one more weight, beside the plain one.
 
-    def unpack(self) -> None:
-        """Drop the laid-out copies."""
-        if self.is_packed:
-            self.num_bytes //= 2
-            self.is_packed = False
-            for weights in self.sites.values():
-                weights.shrink, weights.expand = None, []
+        Returns:
+            Bytes of the copy; 0 when all weights have one, and `is_packed` is set.
+        """
+        if self._unpacked is None:
+            self._unpacked = [
+                (weights, place)
+                for (_, index), weights in self.sites.items()
+                for place, module in ((-1, -1), *enumerate(SITES[index].modules))
+                if place == -1 or self.capacity[module]
+            ]
+        if not self._unpacked:
+            self._unpacked, self.is_packed = None, True
+            return 0
+        weights, place = self._unpacked.pop()
+        if place == -1:
+            weights.shrink = make_linear(weights.a)
+            return weights.a.nbytes
+        weights.expand = weights.expand or [None] * len(weights.bt)
+        weights.expand[place] = make_linear(weights.bt[place].t().contiguous())
+        return weights.bt[place].nbytes
+
+    def unpack(self) -> list[tuple[int, object]]:
+        """Part with the laid-out copies; returns them with their bytes, to be freed by letting go of them."""
+        copies: list[tuple[int, object]] = [
+            (weights.num_bytes, (weights.shrink, weights.expand)) for weights in self.sites.values() if weights.expand
+        ]
+        for weights in self.sites.values():
+            weights.shrink, weights.expand = None, []
+        self._unpacked, self.is_packed = None, False
+        return copies
+
+    def take_apart(self) -> list[tuple[int, object]]:
+        """Part with all weights of a bank that is not used again; returned as from `unpack`."""
+        parts: list[tuple[int, object]] = [*self.unpack()]
+        parts += [(weights.num_bytes, weights) for weights in self.sites.values()]
+        self.sites = {}
+        return parts
 
     def _find_free(self, module: int, width: int) -> int | None:
         if width == 0:
@@ -128,25 +194,6 @@ class WeightBank:
                 break
             start = max(start, stop)
         return start if self.capacity[module] - start >= width else None
-
-    def _fill(self, layer: int, index: int, slot: int, ranges: list[slice]) -> None:
-        site = SITES[index]
-        weights = self.sites.get((layer, index)) or self._allocate(layer, index)
-        first = 0
-        for module, bt in zip(site.modules, weights.bt, strict=True):
-            columns = ranges[module]
-            num_groups = int(self._tables.host_ranks[slot, layer, module]) // GROUP_ROWS
-            offsets = self._tables.host_offsets[slot, layer, module, :, :num_groups].tolist()
-            a = weights.a[first + columns.start : first + columns.stop]
-            rank = num_groups * GROUP_ROWS
-            copy_rows(self._arena, offsets[0], a[:rank])
-            copy_rows(self._arena, offsets[1], bt[columns][:rank])
-            scaling = float(self._tables.host_scalings[slot, layer, module])
-            if scaling != 1.0:
-                bt[columns][:rank].mul_(scaling)
-            a[rank:].zero_()
-            bt[columns][rank:].zero_()
-            first += self.capacity[module]
 
     def _allocate(self, layer: int, index: int) -> SiteWeights:
         site, modules = SITES[index], self._tables.base.modules

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from adapters_factory import random_lora, tiny_base
-from lora_arena import BASE, BATCHES, LoraArena, fill
+from lora_arena import BASE, BATCHES, MAX_RANK, LoraArena, fill
 from numerics import assert_close
-from weft.adapters.batch_weights import RECENT_STEPS, STABLE_STEPS, BatchWeights
+from weft.adapters.base_shape import SITES
+from weft.adapters.batch_weights import BANK_COLUMNS, PACK_COST, RECENT_STEPS, STABLE_STEPS, BatchWeights, StepWork
 from weft.adapters.weight_bank import Linear
 from weft.engine.model.linear import can_pack, make_linear
 
@@ -21,8 +24,14 @@ def make(lora_arena: LoraArena, limit_bytes: int = UNLIMITED, *, packed: bool = 
 
 def settle(lora_arena: LoraArena, batch_weights: BatchWeights, row_slots: list[int]) -> None:
     """Run steps of one batch until the banks are what they will be."""
-    for _ in range(RECENT_STEPS + STABLE_STEPS + 2):
+    idle_steps = 0
+    for _ in range(2000):
+        before = replace(batch_weights.work)
         batch_weights.prepare(row_slots, lora_arena.step_generations(row_slots))
+        idle_steps = idle_steps + 1 if batch_weights.work == before else 0
+        if idle_steps > RECENT_STEPS + STABLE_STEPS:
+            return
+    raise AssertionError("the banks never come to rest")
 
 
 def transposed_linear(weight: torch.Tensor) -> Linear:
@@ -176,3 +185,104 @@ def test_an_adapter_that_overflows_does_not_reach_the_rows_of_others(packed: boo
     step.apply(0, 0, x, y)
     assert not torch.isfinite(y[0]).all()
     assert torch.isfinite(y[2:]).all()
+
+
+def test_no_step_copies_packs_or_frees_more_than_its_share() -> None:
+    lora_arena = fill()
+    batch_weights = make(lora_arena)
+    piece = max(  # a site's new columns, and an adapter's in them
+        sum(
+            (BASE.modules[module].in_features + BASE.modules[module].out_features) * (MAX_RANK + BANK_COLUMNS)
+            for module in site.modules
+        )
+        * lora_arena.arena.dtype.itemsize
+        for site in SITES
+    )
+    batches = [[0, 1, 2]] * 60 + [[*range(8)]] * 300 + [[5], [6, 7], [0, 2, 4]] * 4 + [[0, 3]] * 100
+    done = StepWork()
+    for row_slots in batches:
+        before = replace(batch_weights.work)
+        batch_weights.prepare(row_slots, lora_arena.step_generations(row_slots))
+        done = batch_weights.work
+        assert done.copied - before.copied <= batch_weights.step_bytes + piece
+        assert done.packed - before.packed <= batch_weights.step_bytes // PACK_COST + piece
+        assert done.freed - before.freed <= batch_weights.step_bytes + piece
+    assert batch_weights.rebuilds > 0
+    assert min(done.copied, done.packed, done.freed) > 5 * (batch_weights.step_bytes + piece)
+
+
+def test_a_new_adapter_is_right_in_every_step_until_it_is_held_in_whole() -> None:
+    lora_arena = fill()
+    batch_weights = make(lora_arena)
+    row_slots = BATCHES["few rows"]
+    settle(lora_arena, batch_weights, row_slots[:4])
+    copied: list[int] = []
+    while not copied or batch_weights.work.copied != copied[-1]:
+        copied.append(batch_weights.work.copied)
+        lora_arena.check(batch_weights, row_slots, seed=len(copied))
+    assert len(copied) > 3
+
+
+def test_an_adapter_that_was_away_while_it_was_copied_goes_on_where_it_stood() -> None:
+    lora_arena = fill()
+    batch_weights = make(lora_arena)
+    lora_arena.check(batch_weights, [2])
+    lora_arena.check(batch_weights, [0, 1])
+    lora_arena.put(1, random_lora(BASE, 64, seed=40))  # and another came into its slot
+    for _ in range(60):
+        lora_arena.check(batch_weights, [0, 1, 2])
+
+
+def test_an_adapter_whose_bank_was_packed_while_it_was_away_is_copied_anew() -> None:
+    lora_arena = fill(loras=[random_lora(BASE, 8, seed=1), random_lora(BASE, 64, seed=2, layers=(0, 1))])
+    batch_weights = make(lora_arena)
+    batch_weights.step_bytes = 1 << 30
+    lora_arena.check(batch_weights, [0])
+    batch_weights.step_bytes = 1
+    lora_arena.put(1, random_lora(BASE, 8, seed=3))
+    lora_arena.check(batch_weights, [0, 1])  # its first piece is copied
+    settle(lora_arena, batch_weights, [0])
+    assert all(bank.is_packed for bank in batch_weights._banks)
+    batch_weights.step_bytes = 1 << 30
+    for _ in range(3):
+        lora_arena.check(batch_weights, [0, 1])
+
+
+def test_new_banks_are_given_up_when_the_batch_changes_before_they_are_complete() -> None:
+    base = tiny_base(hidden=1024, kv=256, intermediate=4096, num_layers=1)
+    lora_arena = LoraArena(base, torch.float32)
+    for slot in range(6):
+        lora_arena.put(slot, random_lora(base, 32, seed=slot))
+    batch_weights = BatchWeights(lora_arena.arena, lora_arena.tables, base, UNLIMITED)
+    for slot in (0, 5, 1, 4, 2, 3):
+        batch_weights.prepare([slot], lora_arena.step_generations([slot]))
+    row_slots = sorted([*range(6)] * 16)
+    while batch_weights._regroup is None:
+        batch_weights.prepare(row_slots, lora_arena.step_generations(row_slots))
+    batch_weights.prepare(row_slots, lora_arena.step_generations(row_slots))
+    lora_arena.arena.poison(lora_arena._pages[5])  # its requests ended and it was evicted
+    lora_arena.check(batch_weights, row_slots[:80])
+    settle(lora_arena, batch_weights, row_slots[:80])
+    lora_arena.check(batch_weights, row_slots[:80])
+    assert batch_weights.num_bytes == sum(bank.num_bytes for bank in batch_weights._banks)
+
+
+def test_banks_are_built_anew_where_old_and_new_have_no_room_beside_each_other() -> None:
+    base = tiny_base(hidden=1024, kv=256, intermediate=4096, num_layers=1)
+    lora_arena = LoraArena(base, torch.float32)
+    for slot in range(6):
+        lora_arena.put(slot, random_lora(base, 32, seed=slot))
+    most = BatchWeights(lora_arena.arena, lora_arena.tables, base, UNLIMITED)
+    for slot in (0, 5, 1, 4, 2, 3):
+        most.prepare([slot], lora_arena.step_generations([slot]))
+    batch_weights = BatchWeights(lora_arena.arena, lora_arena.tables, base, most.num_bytes)
+    for slot in (0, 5, 1, 4, 2, 3):
+        batch_weights.prepare([slot], lora_arena.step_generations([slot]))
+    row_slots = sorted([*range(6)] * 16)
+    for step in range(60):
+        if step % 5 == 0:
+            lora_arena.check(batch_weights, row_slots, seed=step)
+        batch_weights.prepare(row_slots, lora_arena.step_generations(row_slots))
+        assert batch_weights.num_bytes <= most.num_bytes
+    assert batch_weights.rebuilds == 1
+    assert len(batch_weights._held) == 6

@@ -86,7 +86,7 @@ class EngineStatus:
     load_seconds: float = 0.0
     """Sum over all loads."""
     evictions: dict[str, int] = field(default_factory=dict)
-    """What was dropped from the device since start, by kind: adapter (adapters), prefix (pages of cached KV)."""
+    """What was dropped from the device since start, by kind: adapter (adapters), prefix (blocks of cached KV)."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache since start."""
     prefix_hits: int = 0

@@ -26,6 +26,8 @@ BASE = "_base"
 NO_TENANT = "_admin"
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+EVICTED = ("adapter", "prefix")
+"""Kinds that have a figure before the first is evicted."""
 ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
@@ -140,8 +142,8 @@ class _EngineCollector(Collector):
             status.preemptions,
         )
         yield _labelled(
-            CounterMetricFamily("weft_evictions", "Adapters, and pages of cached KV, dropped.", labels=["kind"]),
-            status.evictions,
+            CounterMetricFamily("weft_evictions", "Adapters, and blocks of cached KV, dropped.", labels=["kind"]),
+            {**dict.fromkeys(EVICTED, 0), **status.evictions},
         )
         yield CounterMetricFamily(
             "weft_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", status.prefix_queries

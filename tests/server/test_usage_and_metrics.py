@@ -212,6 +212,12 @@ METRICS: dict[str, set[str]] = {
 }
 
 
+def test_nothing_was_evicted_yet_is_a_figure_too() -> None:
+    text = Metrics(max_adapters=8).render(EngineStatus(boot_id="b", seq=1, running=0, waiting=0), 0.0).decode()
+    assert 'weft_evictions_total{kind="adapter"} 0.0' in text
+    assert 'weft_evictions_total{kind="prefix"} 0.0' in text
+
+
 async def test_every_promised_metric_is_there_with_its_labels(api: Api) -> None:
     digest = (await upload(await api.tenant("acme"), "pirate")).json()["digest"]
     await ask(api, "acme", model="pirate")

@@ -80,6 +80,8 @@ class PoolRun:
     """From start to the last end."""
     idle_seconds: float
     """While requests lived and no step was computed."""
+    cpu_seconds: float
+    """Of the engine's thread, which computes the steps too: what is left of a busy machine's noise."""
     steps: list[StepStats]
     counts: RunCounts
 
@@ -106,6 +108,10 @@ class PoolRun:
             "step_ms": 1e3 * _mean([step.seconds for step in self.steps]),
             "requests_per_step": _mean([step.requests for step in self.steps]),
             "adapters_per_step": _mean([step.adapters for step in self.steps]),
+            "engine_cpu_ms_per_step": 1e3 * self.cpu_seconds / len(self.steps) if self.steps else 0.0,
+            "engine_cpu_us_per_token": 1e6
+            * self.cpu_seconds
+            / sum(record.completion_tokens for record in self.records),
             "share_of_time_in_steps": sum(step.seconds for step in self.steps) / self.seconds,
             "share_of_time_idle": self.idle_seconds / self.seconds,
             "load_ms": 1e3 * self.counts.load_seconds / num_loads if num_loads else 0.0,
@@ -177,12 +183,12 @@ class PoolEngine:
         progress = _Progress(requests, records, {request.request_id: i for i, request in enumerate(requests)})
         before = self.core.status()
         first_step = before.last_steps[-1].step if before.last_steps else -1
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         dues = [start + item.arrival_s * scale for item in load] if in_flight is None else None
         while progress.ended < len(requests):
             self._submit(progress, dues, in_flight)
             self._pump(progress, dues)
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - cpu_start
         after = self._look(progress)
         _check(progress)
         return PoolRun(
@@ -191,6 +197,7 @@ class PoolEngine:
             queue_end_s=progress.queue_end_s,
             seconds=seconds,
             idle_seconds=progress.idle_seconds,
+            cpu_seconds=cpu_seconds,
             steps=[stats for step, stats in sorted(progress.steps.items()) if step > first_step],
             counts=RunCounts.of(after).since(RunCounts.of(before)),
         )

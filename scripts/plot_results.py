@@ -1,6 +1,6 @@
 """Draw the results of the pool's benchmarks as SVG, beside their JSON. usage: plot_results.py [name...].
 
-Needs matplotlib (`pip install -e .[bench]`). Same JSON, same matplotlib, same bytes. Colours and the transparent
+Needs matplotlib, which `.[dev]` brings. Same JSON, same matplotlib, same bytes. Colours and the transparent
 background can be read on light and on dark pages.
 """
 
@@ -25,6 +25,7 @@ STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": INK,
     "axes.grid": True,
+    "axes.grid.axis": "y",
     "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -64,7 +65,7 @@ def adapter_count(result: dict[str, Any]) -> None:
         steps = {int(k): v for k, v in result["decode_step_ms"][count].items() if v["steps"] >= MIN_STEPS}
         right.plot(list(steps), [v["median"] for v in steps.values()], "o-", ms=3, lw=1, color=color, label=name)
     right.set(title="Full decode step, median ms", xlabel="distinct adapters in the step", ylim=(0, None))
-    right.legend(title="registered", fontsize=8, title_fontsize=8)
+    right.legend(title="registered", loc="lower right", fontsize=8, title_fontsize=8, ncols=2)
 
 
 def cliff(result: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ def unified(result: dict[str, Any]) -> None:
     axes.set_xticks(range(len(loads)), [load.replace(": ", ":\n") for load in loads])
     axes.margins(y=0.15)
     axes.set(title="Output tokens/s from the same pages")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
 MIN_STEPS = 5

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: scripts/readme_speed.py -->\n", "<!-- end of figures -->\n"
 
 
 def result(name: str) -> dict[str, Any]:
     """One result of a benchmark."""
-    return dict(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()))
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def machine(run: dict[str, Any]) -> str:
@@ -58,10 +60,80 @@ def serving_line(run: dict[str, Any]) -> str:
     )
 
 
+def change(ratio: dict[str, Any]) -> str:
+    """A ratio within rounds as a change in percent, with its spread."""
+    return f"**{ratio['median'] - 1:+.0%}** ({ratio['min'] - 1:+.0%} to {ratio['max'] - 1:+.0%})"
+
+
+def adapter_count_line(run: dict[str, Any]) -> str:
+    """Throughput by number of registered adapters."""
+    ratios, facts, load = run["ratios"], run["facts"], run["load"]
+    few, some, *_, many = run["output_tokens_per_s"]
+    steps = " and ".join(f"{facts[count]['adapters_per_step']:.1f}" for count in (few, some))
+    return (
+        f"Throughput with room for {load['room']} adapters of ranks 8 to 64, from {int(some):,} to {int(many):,}"
+        f" registered: {change(ratios[f'{many} / {some}'])}; from {few} to {some}, where a step holds {steps} different"
+        f" adapters: {change(ratios[f'{some} / {few}'])}."
+    )
+
+
+def cliff_line(run: dict[str, Any]) -> str:
+    """TTFT with more adapters in use than fit."""
+    load = run["load"]
+    found = run["adapters"][str(2 * load["room"])]
+    medians, ratio = found["median_ttft_ms"], found["ratio"]
+    return (
+        f"Median time to first token with twice as many adapters in use as fit, at {load['load']:.0%} of the saturated"
+        f" rate: {medians['small']['median']:.0f} ms, **{ratio['median']:.2f} times** ({ratio['min']:.2f} to"
+        f" {ratio['max']:.2f}) the {medians['whole']['median']:.0f} ms with all of them on the device; a copy takes"
+        f" {run['copy_ms']:.1f} ms."
+    )
+
+
+def unified_line(run: dict[str, Any]) -> str:
+    """One pool against two halves."""
+    gains = "; ".join(f"{name}: {change(found['ratio'])}" for name, found in run["loads"].items())
+    return f"Throughput of one pool against the same pages divided into halves. {gains}."
+
+
+def page_waste_line(run: dict[str, Any]) -> str:
+    """Pages of adapters on all linear layers, from rank 16 on."""
+    wastes = [
+        each["waste"] for each in run["adapters"] if each["adapter"].startswith("all") and each["adapter"][-2:] != " 8"
+    ]
+    models = ", ".join(dict.fromkeys(each["model"] for each in run["adapters"]))
+    return (
+        f"Pages wasted by adapters of ranks 16 to 128 on all linear layers: at most **{max(wastes):.1%}** ({models})."
+    )
+
+
+POOL: dict[str, Callable[[dict[str, Any]], str]] = {
+    "adapter-count-cpu": adapter_count_line,
+    "cliff-cpu": cliff_line,
+    "unified-cpu": unified_line,
+    "page-waste": page_waste_line,
+}
+"""Results of the pool under pressure, in the order in which they are told; those that are there."""
+
+
+def pool_lines() -> list[str]:
+    """One item for each result, with its plot and its command."""
+    lines = []
+    for name, line in POOL.items():
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        run = result(name)
+        has_plot = (RESULTS / f"{name}.svg").exists()
+        plot = f" [Plot](benchmarks/results/{name}.svg)." if has_plot else ""
+        lines.append(f"- {line(run)}{plot} `{run['command']}`")
+    return ["", "The pool under pressure, on the same kind of machine:", "", *lines] if lines else []
+
+
 def section() -> str:
     """The text between the marks."""
     lines = offline_table(result("offline-cpu"))
     lines += ["", serving_line(result("serve-demo-closed-cpu")), "", serving_line(result("serve-demo-open-cpu"))]
+    lines += pool_lines()
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,117 @@
+"""What becomes of results: lines of the README and plots."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def spread(median: float) -> dict[str, Any]:
+    return {"median": median, "min": 0.9 * median, "max": 1.1 * median, "repeats": [median]}
+
+
+def fact(adapters: float) -> dict[str, float]:
+    return {"adapters_per_step": adapters}
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "adapter-count-cpu": {
+        "command": "python -P -m weft.benchmarks.adapter_count",
+        "load": {"room": 20},
+        "output_tokens_per_s": {
+            "5": spread(1500.0),
+            "100": spread(1250.0),
+            "1000": spread(1230.0),
+            "2000": spread(1200.0),
+        },
+        "ratios": {"100 / 5": spread(0.83), "2000 / 100": spread(0.96)},
+        "facts": {"5": fact(3.6), "100": fact(9.2), "1000": fact(11.0), "2000": fact(11.6)},
+        "decode_step_ms": {
+            "5": {"3": {"steps": 9, "median": 7.0}, "4": {"steps": 9, "median": 7.5}},
+            "100": {"9": {"steps": 9, "median": 9.0}, "10": {"steps": 1, "median": 90.0}},
+            "1000": {"11": {"steps": 9, "median": 10.0}},
+            "2000": {"12": {"steps": 9, "median": 10.5}},
+        },
+    },
+    "cliff-cpu": {
+        "command": "python -P -m weft.benchmarks.cliff",
+        "load": {"room": 20, "load": 0.6},
+        "copy_ms": 2.25,
+        "adapters": {
+            active: {"median_ttft_ms": {"small": spread(small), "whole": spread(20.0)}, "ratio": spread(small / 20)}
+            for active, small in (("20", 20.0), ("40", 30.0))
+        },
+    },
+    "unified-cpu": {
+        "command": "python -P -m weft.benchmarks.unified",
+        "loads": {
+            "S2: KV cache needs more": {
+                "output_tokens_per_s": {"unified": spread(900.0), "split": spread(700.0)},
+                "ratio": spread(1.29),
+            }
+        },
+    },
+    "page-waste": {
+        "command": "python -P -m weft.benchmarks.page_waste",
+        "adapters": [
+            {"model": "A", "adapter": "q, v, rank 8", "waste": 0.3},
+            {"model": "A", "adapter": "all linear, rank 8", "waste": 0.07},
+            {"model": "A", "adapter": "all linear, rank 128", "waste": 0.02},
+            {"model": "B", "adapter": "all linear, rank 16", "waste": 0.027},
+        ],
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, result in RESULTS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_the_readme_tells_each_result_with_its_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = script("readme_speed")
+    monkeypatch.setattr(readme, "RESULTS", folder)
+    text = "\n".join(readme.pool_lines())
+    assert "from 100 to 2,000 registered: **-4%** (-14% to +6%)" in text
+    assert "from 5 to 100, where a step holds 3.6 and 9.2 different adapters: **-17%**" in text
+    assert "30 ms, **1.50 times** (1.35 to 1.65) the 20 ms" in text
+    assert "S2: KV cache needs more: **+29%**" in text
+    assert "at most **2.7%** (A, B)" in text
+    assert all(f"`{result['command']}`" in text for result in RESULTS.values())
+    (folder / "cliff-cpu.json").unlink()
+    assert len(readme.pool_lines()) == len(RESULTS) - 1 + 3
+
+
+def test_plots_are_small_and_the_same_every_time(folder: Path) -> None:
+    plots = script("plot_results")
+    assert set(plots.PLOTS) < set(RESULTS)
+    for name in plots.PLOTS:
+        first = plots.draw(name, folder).read_bytes()
+        assert plots.draw(name, folder).read_bytes() == first
+        assert len(first) < 100_000
+        assert not re.search(rb"<dc:date>", first)
+
+
+def test_steps_that_were_seen_too_seldom_are_not_drawn(folder: Path) -> None:
+    plots = script("plot_results")
+    picture = plots.draw("adapter-count-cpu", folder).read_text()
+    assert "90" not in re.findall(r">(\d+)</text>", picture), "the axis would reach it"

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_simulator import Simulator, adapter, expected_tokens, request
+from engine_simulator import RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.waiting import MAX_BYPASSES
 from weft.errors import (
@@ -16,6 +17,7 @@ from weft.errors import (
     NeverFitsError,
     QueueFullError,
 )
+from weft.memory.page_costs import PageCosts
 
 
 def run_all(simulator: Simulator, requests: list[GenerationRequest]) -> None:
@@ -26,7 +28,7 @@ def run_all(simulator: Simulator, requests: list[GenerationRequest]) -> None:
 
 def assert_idle_and_empty(simulator: Simulator) -> None:
     counts = simulator.pool.counts()
-    assert counts["kv"] == counts["quarantine"] == 0
+    assert counts["kv"] == counts["quarantine"] == simulator.swap.num_used == 0
     assert simulator.residency.num_leases() == simulator.residency.num_holds() == 0
     assert not simulator.core.has_work()
     simulator.core.check()
@@ -458,34 +460,69 @@ def test_pages_of_an_aborted_request_are_quarantined_until_its_step_is_complete(
     assert simulator.pool.num_free == 64
 
 
-@settings(max_examples=60, deadline=None)
+def random_requests(draw: random.Random, count: int) -> list[GenerationRequest]:
+    """Requests of few tenants and adapters; many begin alike, and some are forks of the one before."""
+    beginnings = [[draw.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(3)]
+    requests: list[GenerationRequest] = []
+    for index in range(count):
+        if requests and draw.random() < 0.3:
+            leader = requests[-1]
+            fork_of = leader.request_id if draw.random() < 0.8 else "unknown"
+            requests.append(replace(leader, request_id=f"r{index}", fork_of=fork_of, choice_index=1))
+            continue
+        ref = adapter(f"a{draw.randrange(6)}") if draw.random() < 0.7 else None
+        flow = FlowKey(lane=draw.randrange(2), tenant=f"t{draw.randrange(2)}")
+        prompt = draw.choice(beginnings)[: draw.randrange(10)] + [
+            draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 6))
+        ]
+        logprobs = {"prompt_logprobs": 0} if draw.random() < 0.1 else {}
+        requests.append(request(f"r{index}", prompt, draw.randrange(0, 14), ref, flow=flow, **logprobs))
+    return requests
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
-    num_pages=st.integers(12, 40),
+    num_pages=st.integers(13, 40),
     policy=st.sampled_from(["fcfs", "fair"]),
     slots=st.integers(1, 6),
     abort_share=st.sampled_from([0.0, 0.1]),
+    has_prefixes=st.booleans(),
+    host_pages=st.sampled_from([0, 4, 40]),
+    costs=st.sampled_from([SWAPS, RECOMPUTES]),
+    num_groups=st.sampled_from([1, 1, 2]),
+    fail_share=st.sampled_from([0.0, 0.05]),
 )
 def test_every_request_ends_with_its_own_tokens_whatever_the_pressure(
-    seed: int, num_pages: int, policy: str, slots: int, abort_share: float
+    seed: int,
+    num_pages: int,
+    policy: str,
+    slots: int,
+    abort_share: float,
+    has_prefixes: bool,
+    host_pages: int,
+    costs: PageCosts,
+    num_groups: int,
+    fail_share: float,
 ) -> None:
     draw = random.Random(seed)
     sizes = {adapter(f"a{i}").digest: draw.randrange(1, 7) for i in range(6)}
     simulator = Simulator(
-        num_pages=num_pages,
+        num_pages=num_pages * num_groups,
         max_running=draw.randrange(1, 9),
         step_tokens=draw.randrange(9, 33),
         policy=policy,  # type: ignore[arg-type]
         adapter_pages=sizes,
         load_ticks=draw.randrange(1, 6),
         slots=slots,
+        has_prefixes=has_prefixes,
+        host_pages=host_pages * num_groups,
+        costs=costs,
+        num_groups=num_groups,
     )
-    requests = []
-    for index in range(40):
-        ref = adapter(f"a{draw.randrange(6)}") if draw.random() < 0.7 else None
-        flow = FlowKey(lane=draw.randrange(2), tenant=f"t{draw.randrange(3)}")
-        each = request(f"r{index}", draw.randrange(1, 12), draw.randrange(0, 14), ref, flow=flow)
-        requests.append(each)
+    simulator.runner.fail_on = {step for step in range(1, 200) if draw.random() < fail_share}
+    requests = random_requests(draw, 40)
+    for each in requests:
         simulator.core.submit(each)
         for _ in range(draw.randrange(3)):
             simulator.pump()
@@ -496,6 +533,6 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pressure(
         last = simulator.last(each.request_id)
         tokens = simulator.tokens(each.request_id)
         assert tokens == expected_tokens(each, len(tokens))
-        assert last.finish_reason in ("length", "abort")
-        assert last.finish_reason == "abort" or len(tokens) == each.params.max_tokens
+        assert last.finish_reason in ("length", *["abort"] * (abort_share > 0), *["error"] * (fail_share > 0))
+        assert last.finish_reason != "length" or len(tokens) == each.params.max_tokens
     assert_idle_and_empty(simulator)

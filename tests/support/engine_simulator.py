@@ -113,11 +113,20 @@ class SimulatedRunner:
     fail_on: set[int] = field(default_factory=set)
     plans: list[StepPlan] = field(default_factory=list)
     is_shared: Callable[[int], bool] = lambda _page: False
+    wrong: list[Exception] = field(default_factory=list)
+    """What a plan should not have asked for; the engine itself turns it into an error of the step."""
 
     def execute(self, plan: StepPlan) -> list[ChunkResult]:
         self.plans.append(plan)
         if plan.step in self.fail_on:
             raise RuntimeError("the device is on fire")
+        try:
+            return self._carry_out(plan)
+        except (AssertionError, LookupError) as error:
+            self.wrong.append(error)
+            raise
+
+    def _carry_out(self, plan: StepPlan) -> list[ChunkResult]:
         for move in plan.swap_out:
             self.host_pages[move.host_page] = dict(self.pages[move.device_page])
         for page in plan.zero_pages:
@@ -459,6 +468,8 @@ class Simulator:
         outputs = self.core.pump()
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
+        if self.runner.wrong:
+            raise self.runner.wrong[0]
         if self.checked:
             self.core.check()
         return outputs

@@ -52,8 +52,10 @@ JOIN_TOKENS = 6
 """Output of a request that joins."""
 UNDER_WAY = 2
 """Adapters that are swapped, and requests that join, at a time."""
+WARM_UP_STEPS = 160
+"""Steps that are not timed, until the batch's weights lie as they will stay."""
 SETTLE_STEPS = 40
-"""Steps before a phase that are not timed, until the batch's weights lie as they will stay."""
+"""The same before each phase, after what the one before has changed."""
 BLOCKED_WAIT_S = 0.02
 
 
@@ -120,6 +122,8 @@ class StallBench:
     def __init__(self, shape: Shape, requests: int, adapters: int, threads: int, folder: Path) -> None:
         self._ids = itertools.count(1)
         self._loaded = threading.Event()
+        self._is_blocked = False
+        """Whether the last call of the core found nothing to compute."""
         config = Config(
             model=ModelConfig(path=str(shape.base), device="cpu", dtype=shape.dtype, threads=threads),
             memory=MemoryConfig(gib=shape.memory_gib, host_gib=shape.host_gib),
@@ -153,7 +157,7 @@ class StallBench:
             while self._core.status().running < len(requests):
                 self._pump()
             for phase in PHASES if round_ % 2 == 0 else ("swaps", "quiet", "joins"):
-                for _ in range(SETTLE_STEPS):
+                for _ in range(SETTLE_STEPS if self._core.num_steps > WARM_UP_STEPS else WARM_UP_STEPS):
                     self._pump()
                 for _ in range(phase_steps):
                     turns[phase]()
@@ -170,6 +174,7 @@ class StallBench:
 
     def _load_idle(self, ref: AdapterRef) -> None:
         """Load an adapter while nothing runs, and forget it."""
+        self._is_blocked = False
         swap = _Swap(ref, "idle", time.perf_counter())
         self._residency.want(ref)
         while self._residency.state(ref.digest) != "device":
@@ -218,6 +223,8 @@ class StallBench:
 
     def _pump(self) -> float:
         """One call of the core, and the seconds that it took."""
+        if self._is_blocked:
+            self._loaded.wait(BLOCKED_WAIT_S)
         self._loaded.clear()
         steps_before = self._core.num_steps
         start = time.perf_counter()
@@ -229,8 +236,7 @@ class StallBench:
             if output.finish_reason is not None and output.request_id in self._joining:
                 self._core.drop_adapter(self._joining.pop(output.request_id))
                 self.timings.joined += 1
-        if self._core.num_steps == steps_before:
-            self._loaded.wait(BLOCKED_WAIT_S)
+        self._is_blocked = self._core.num_steps == steps_before
         return seconds
 
     def _submit(self, ref: AdapterRef, max_tokens: int) -> str:

@@ -50,7 +50,11 @@ class Database:
         Raises:
             ConfigError: The URL is not one of a SQLite file, the file cannot be used, or a newer Weft wrote it.
         """
-        engine = create_async_engine(async_url(url, data_dir), pool_size=4, max_overflow=4)
+        # Prepared statements are not kept: one with many rows takes 100 kB, each number of rows makes another, and
+        # each connection has its own. Preparing again costs less than the way to the connection's thread.
+        engine = create_async_engine(
+            async_url(url, data_dir), pool_size=4, max_overflow=4, connect_args={"cached_statements": 0}
+        )
         event.listen(engine.sync_engine, "connect", _set_up_connection)
         event.listen(engine.sync_engine, "begin", _begin)
         try:

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 from pathlib import Path
 
+import psutil
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import IntegrityError
 
+from registry_samples import usage_event
 from weft.errors import CapacityError, ConfigError
 from weft.registry import database as database_module
 from weft.registry.database import Database, async_url
 from weft.registry.migrations import upgrade
 from weft.registry.models import AuditRow, Base, KeyRow
+from weft.registry.usage import insert_events
 
 pytestmark = pytest.mark.anyio
 
@@ -100,6 +104,18 @@ async def test_writers_take_turns_and_lose_no_update(database: Database) -> None
     await asyncio.gather(*(increment() for _ in range(20)))
     async with database.read() as session:
         assert await session.scalar(text("SELECT n FROM counter")) == 20
+
+
+async def test_batches_of_many_sizes_leave_no_memory_behind(database: Database) -> None:
+    process, sizes, start = psutil.Process(), random.Random(1), 0
+    for batch in range(200):
+        if batch == 20:
+            before = process.memory_info().rss
+        stop = start + sizes.randint(1, 120)
+        async with database.write() as session:
+            await insert_events(session, [usage_event(f"use_{number}") for number in range(start, stop)])
+        start = stop
+    assert process.memory_info().rss - before < 5_000_000
 
 
 async def test_readers_do_not_wait_for_a_writer(database: Database) -> None:

@@ -222,6 +222,7 @@ class Residency:
             Adapters that could not be loaded, with their holds gone; a later `want` tries again.
         """
         self._pool.complete(step)
+        self._slots.complete(self._pool.completed_step)
         failures: list[LoadFailure] = []
         for job in [*self._copy_queue.take_done(), *self._load_queue.take_done()]:
             failure = self._take_in(job)

@@ -127,6 +127,17 @@ def test_a_pinned_adapter_leaves_running_requests_room_to_grow(tmp_path: Path) -
     assert parts.residency.state(ref.digest) == "device"
 
 
+def test_without_room_a_pinned_adapter_is_not_read_over_and_over(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path, slab_pages=0)
+    parts.residency.reserve_pages = parts.pool.capacity - 1
+    parts.residency.pin(ref, True)
+    parts.settle()
+    assert (parts.residency.state(ref.digest), parts.loader.num_loads) == ("stored", 1)
+    parts.residency.reserve_pages = 0
+    parts.settle()
+    assert (parts.residency.state(ref.digest), parts.loader.num_loads) == ("device", 2)
+
+
 def test_a_pinned_adapter_that_cannot_be_loaded_is_tried_once_and_again_when_pinned_anew(tmp_path: Path) -> None:
     parts, (broken, sound, _), _ = prepare(tmp_path)
     path = parts.blobs.path(broken.weights_sha256)
@@ -159,6 +170,20 @@ def test_unpinning_or_deleting_ends_what_was_coming_for_the_pin(tmp_path: Path) 
     assert on_device(parts, refs) == [False, False, False]
     assert parts.slab.num_free == parts.slab.num_pages
     parts.residency.check()
+
+
+def test_a_pinned_adapter_takes_a_slot_as_soon_as_no_step_uses_it_any_more(tmp_path: Path) -> None:
+    parts, (gone, pinned, _), _ = prepare(tmp_path, slots=2)
+    for ref in (gone, pinned):
+        parts.load(ref)
+        assert parts.residency.acquire(ref.digest) is not None
+        parts.residency.release(ref.digest, last_step=1)
+        parts.residency.forget(ref.digest)
+    parts.residency.pin(pinned, True)
+    parts.settle()
+    assert on_device(parts, [pinned]) == [False]
+    parts.settle(step=1)
+    assert on_device(parts, [pinned]) == [True]
 
 
 def test_who_wants_an_adapter_that_comes_for_its_pin_waits_for_the_same_load(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.kv: list[list[int]] = []
         self.swapped: list[list[int]] = []
         self.pinned: dict[int, None] = {}
+        self.read: list[tuple[int, SlotLease, list[int]]] = []
+        """Adapters that steps may still read: the last step, slot and pages."""
         self.step = 0
         broken = self.parts.blobs.path(self.refs[BROKEN].weights_sha256)
         self.broken_path, self.broken_bytes = broken, broken.read_bytes()
@@ -130,9 +132,11 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data(), in_flight=st.booleans())
     def finish(self, data: st.DataObject, in_flight: bool) -> None:
         _, lease, held = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        last_step = self.step + 1 if in_flight else 0
+        last_step = self.step + 1 if in_flight else self.step
         self.parts.prefixes.release(held, last_step)
         if lease is not None:
+            if in_flight:
+                self.read.append((last_step, lease, list(self.residency._entries[lease.digest].pages)))
             self.residency.release(lease.digest, last_step)
 
     @rule(index=adapters)
@@ -178,8 +182,10 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule()
     def everything_under_way_ends(self) -> None:
-        for digest in self.parts.settle(self.step):
-            self.holds[self.index[digest]] = 0
+        for _ in range(5):
+            self.parts.loads.run_all()
+            self.parts.copies.run_all()
+            self.tick(completes=False)
 
     @rule(index=adapters, prompt=st.integers(0, 2), count=st.integers(0, 4), stays=st.booleans())
     def a_request_comes_and_runs(self, index: int, prompt: int, count: int, stays: bool) -> None:
@@ -265,6 +271,13 @@ class ResidencyMachine(RuleBasedStateMachine):
             if lease is not None and index is not None:
                 self.residency.check_slot(*lease)
                 assert self.parts.matches(lease.slot, LORAS[index])
+
+    @invariant()
+    def nothing_is_used_again_before_the_step_that_reads_it_is_complete(self) -> None:
+        for last_step, lease, pages in self.read:
+            if last_step > self.parts.pool.completed_step:
+                assert {self.parts.pool._states[page] for page in pages} <= {"adapter", "quarantine"}
+                assert self.residency._slots._generations[lease.slot] == lease.generation
 
     @invariant()
     def pins_keep_what_their_share_holds(self) -> None:

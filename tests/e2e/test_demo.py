@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
 
 def run_demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [WEFT, "demo", *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=180
+        [WEFT, "demo", *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=280
     )
 
 

@@ -60,14 +60,14 @@ def test_a_full_queue_is_answered_with_a_time_and_everybody_else_is_served(
     server: WeftServer, acme: httpx.Client
 ) -> None:
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: completion(acme, DEMO_MODEL.name, 8, 200), range(8)))
+        answers = list(pool.map(lambda _: completion(acme, DEMO_MODEL.name, 8, 500), range(8)))
     assert {answer.status_code for answer in answers} == {200, 503}
     for answer in answers:
         if answer.status_code == 503:
             assert answer.json()["error"]["code"] == "engine_overloaded"
             assert int(answer.headers["retry-after"]) >= 1
         else:
-            assert answer.json()["usage"]["completion_tokens"] == 200
+            assert answer.json()["usage"]["completion_tokens"] == 500
     assert sum(answer.status_code == 200 for answer in answers) >= 3
 
 

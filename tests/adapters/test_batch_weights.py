@@ -51,6 +51,16 @@ def test_a_step_equals_plain_products(row_slots: list[int], dtype: torch.dtype) 
     assert all(bank.is_packed for bank in batch_weights._banks)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("row_slots", BATCHES.values(), ids=BATCHES.keys())
+def test_a_step_straight_from_the_pages_equals_plain_products(row_slots: list[int], dtype: torch.dtype) -> None:
+    lora_arena = fill(dtype)
+    batch_weights = make(lora_arena, 0)
+    for _ in range(2):
+        lora_arena.check(batch_weights, row_slots)
+    assert batch_weights.num_bytes == 0
+
+
 @pytest.mark.parametrize("limit_mib", [0, 0.2, 0.5, 1, 4])
 def test_the_limit_is_kept_and_what_is_beyond_comes_from_the_pages(limit_mib: float) -> None:
     lora_arena = fill()

@@ -9,7 +9,7 @@ from adapters_factory import RandomLora, random_lora, tiny_base
 from residency_parts import tiny_geometry
 from weft.adapters.checkpoint import check_weights, read_checkpoint
 from weft.adapters.layout import LoraLayout, plan_layout
-from weft.adapters.packing import pack
+from weft.adapters.packing import _runs, pack
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 BASE = tiny_base()
@@ -59,3 +59,14 @@ def test_weights_in_memory_are_checked_like_those_in_a_file(tmp_path: Path) -> N
     path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
     from_file = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 64)
     assert check_weights(from_file.spec, path.read_bytes(), BASE) == from_file
+
+
+def test_groups_that_lie_one_behind_the_other_are_copied_as_one(tmp_path: Path) -> None:
+    lora = random_lora(BASE, 64, seed=0)
+    layout, _ = pack_lora(lora, tmp_path, torch.bfloat16)
+    runs = _runs(layout, BASE, tiny_geometry(BASE, torch.bfloat16))
+    num_matrices = 2 * len(lora.lora_a)
+    assert len(runs) == num_matrices
+    assert sum(map(len, runs.values())) <= num_matrices + layout.num_pages < len(layout.groups) / 2
+    for own in runs.values():
+        assert [row for run in own for row in range(run.first_row, run.first_row + run.num_rows)] == list(range(64))

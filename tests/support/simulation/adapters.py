@@ -1,0 +1,168 @@
+"""Adapters outside the engine: the store they are loaded from, the copies to the device, the tables of the kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simulation.pages import DevicePages, HostPage, SimulatedSlab, Weights
+from simulation.virtual_time import VirtualTime
+from weft.adapters.host_images import HostImage, HostImages
+from weft.adapters.layout import LoraLayout
+from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.errors import AdapterUnavailableError, NeverFitsError
+
+
+class PlannedError(RuntimeError):
+    """A fault of the scenario."""
+
+
+def adapter_ref(index: int, tenant: str) -> AdapterRef:
+    """Adapter number `index`."""
+    digest = hashlib.sha256(f"adapter {index}".encode()).hexdigest()
+    return AdapterRef(
+        tenant_id=tenant,
+        adapter_id=f"a{index}",
+        version=1,
+        digest="sha256:" + digest,
+        weights_sha256=digest,
+        config=LoraSpec(rank=8, alpha=8.0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFaults:
+    """How often what goes wrong, and how long things take."""
+
+    load_s: float = 0.1
+    """Of one page."""
+    copy_s: float = 0.01
+    """Of one page."""
+    fails: float = 0.0
+    """Share of loads that raise."""
+    hangs: float = 0.0
+    """Share of loads that take minutes."""
+    copy_fails: float = 0.0
+    """Share of copies that raise, some after the first page."""
+
+
+class SimulatedLoader:
+    """Makes images of as many pages as an adapter has, after a while."""
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        rng: random.Random,
+        images: HostImages,
+        slab: SimulatedSlab,
+        sizes: Mapping[str, int],
+        max_pages: int,
+        faults: LoadFaults,
+    ) -> None:
+        self._time = time
+        self._rng = rng
+        self._images = images
+        self._slab = slab
+        self._sizes = sizes
+        self._max_pages = max_pages
+        self._faults = faults
+        self.missing: set[str] = set()
+        """Adapters whose blob is gone."""
+        self.failed: set[str] = set()
+        """Adapters of which a load failed."""
+
+    def load(self, ref: AdapterRef) -> HostImage:
+        """As the real one: read, reserve, pack."""
+        size = self._sizes[ref.digest]
+        seconds = self._faults.load_s * size * self._rng.uniform(0.5, 1.5)
+        if self._rng.random() < self._faults.hangs:
+            seconds += 300.0
+        self._time.sleep(seconds)
+        self._read(ref.digest)
+        if size > self._max_pages:
+            self.failed.add(ref.digest)
+            raise NeverFitsError(f"The adapter needs {size} pages; at most {self._max_pages} are there.")
+        slab_pages = self._images.reserve(size)
+        pages = [self._slab.host_pages[page] for page in slab_pages or ()] or [HostPage() for _ in range(size)]
+        try:
+            for index, page in enumerate(pages):
+                page.content = Weights(ref.digest, index)
+            self._time.sleep(seconds / 4)
+            self._pack(ref.digest)
+        except BaseException:
+            self._images.cancel(slab_pages or [])
+            raise
+        tensors: Any = pages
+        return HostImage(
+            digest=ref.digest,
+            layout=LoraLayout(1, size, ()),
+            ranks={},
+            scalings={},
+            pages=tensors,
+            slab_pages=slab_pages or (),
+        )
+
+    def _pack(self, digest: str) -> None:
+        if self._rng.random() < self._faults.fails:
+            self.failed.add(digest)
+            raise PlannedError("packing failed")
+
+    def _read(self, digest: str) -> None:
+        if digest in self.missing:
+            self.failed.add(digest)
+            raise AdapterUnavailableError("The adapter's weights are not in the store.")
+        if self._rng.random() < self._faults.fails:
+            self.failed.add(digest)
+            raise self._rng.choice([OSError("disk"), MemoryError("host"), PlannedError("a fault of the loader")])
+
+
+class SimulatedCopier:
+    """Writes what the host pages hold when the copy of each is done."""
+
+    def __init__(
+        self, time: VirtualTime, rng: random.Random, device: DevicePages, faults: LoadFaults, failed: set[str]
+    ) -> None:
+        self._time = time
+        self._rng = rng
+        self._device = device
+        self._faults = faults
+        self._failed = failed
+
+    def fence(self) -> float:
+        """What was launched until now."""
+        return self._time.now_s
+
+    def copy(self, sources: Sequence[Any], pages: Sequence[int], _fence: float) -> None:
+        """Overwrite device pages one after the other."""
+        fails_at = self._rng.randrange(len(pages)) if self._rng.random() < self._faults.copy_fails else -1
+        for index, (source, page) in enumerate(zip(sources, pages, strict=True)):
+            self._time.sleep(self._faults.copy_s * self._rng.uniform(0.5, 1.5))
+            if index == fails_at:
+                content = source.content
+                self._failed.add(content.digest if isinstance(content, Weights) else "")
+                raise PlannedError("a copy failed")
+            self._device.contents[page] = source.content
+
+
+class SimulatedTables:
+    """Remembers which pages each adapter slot points at."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.rows: dict[int, list[int]] = {}
+
+    def write(
+        self,
+        slot: int,
+        layout: LoraLayout,
+        pages: Sequence[int],
+        _ranks: Mapping[tuple[int, int], int],
+        _scalings: Mapping[tuple[int, int], float],
+    ) -> None:
+        """Overwrite a row."""
+        if len(pages) != layout.num_pages or not 0 <= slot < self.slots:
+            raise ValueError("a table row does not fit its layout")
+        self.rows[slot] = list(pages)

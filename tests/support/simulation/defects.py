@@ -1,0 +1,278 @@
+"""Defects to plant one at a time, each of a kind that a change could bring in: the simulation must see every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import pytest
+
+from weft.adapters import host_images, load_queue, residency
+from weft.adapters.adapter_slots import AdapterSlots
+from weft.adapters.residency_entry import Stage
+from weft.engine import kv_pages, prefix_seed
+from weft.engine.draft import Draft
+from weft.engine.kv_pages import Beginning, KvPages
+from weft.engine.plan import StepPlan
+from weft.engine.request_state import RequestState
+from weft.engine.scheduler import Scheduler
+from weft.memory import token_chain
+from weft.memory.eviction import Evictor
+from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache
+from weft.memory.swap_space import SwapSpace
+from weft.memory.token_chain import TokenChain
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def publish_before_the_step_is_complete(patch: pytest.MonkeyPatch) -> None:
+    plan = Scheduler.plan
+
+    def early(self: Scheduler) -> StepPlan | None:
+        planned = plan(self)
+        for chunk in planned.chunks if planned is not None else []:
+            state = self._requests[chunk.request_id]
+            before = state.num_computed
+            state.num_computed = chunk.start + len(chunk.token_ids)
+            self._kv.publish(state)
+            state.num_computed = before
+        return planned
+
+    patch.setattr(Scheduler, "plan", early)
+
+
+def hold_found_blocks_only_after_making_room(patch: pytest.MonkeyPatch) -> None:
+    hold, take = KvPages._hold, KvPages._take
+    late: list[Sequence[PrefixBlock]] = []
+
+    def take_first(self: KvPages, count: int) -> list[int] | None:
+        pages = take(self, count)
+        while late:
+            hold(self, late.pop())
+        return pages
+
+    patch.setattr(KvPages, "_hold", lambda _, blocks: late.append(blocks))
+    patch.setattr(KvPages, "_take", take_first)
+
+
+def leave_the_prefixes_of_an_evicted_adapter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixCache, "evict_group", lambda *_: None)
+
+
+def free_host_pages_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
+    start = KvPages.start
+
+    def hasty(self: KvPages, *args: Any) -> bool:
+        has_started = start(self, *args)
+        if self._swap is not None:
+            for _, host_pages in self._leaving_host:
+                self._swap.give_back(host_pages)
+            self._leaving_host = []
+        return has_started
+
+    patch.setattr(KvPages, "start", hasty)
+
+
+def lease_an_older_generation(patch: pytest.MonkeyPatch) -> None:
+    lease = AdapterSlots.lease
+    patch.setattr(
+        AdapterSlots,
+        "lease",
+        lambda self, slot: (at := lease(self, slot)) and at._replace(generation=at.generation - 1),
+    )
+
+
+def reuse_pages_at_once(patch: pytest.MonkeyPatch) -> None:
+    free = PagePool.free
+    patch.setattr(PagePool, "free", lambda self, pages, _: free(self, pages, 0))
+
+
+def share_prefixes_between_tenants(patch: pytest.MonkeyPatch) -> None:
+    seed = token_chain.chain_seed
+    patch.setattr(prefix_seed, "chain_seed", lambda _, *fields: seed("", *fields))
+
+
+def share_prefixes_between_adapters(patch: pytest.MonkeyPatch) -> None:
+    seed = token_chain.chain_seed
+    patch.setattr(prefix_seed, "chain_seed", lambda tenant, *_: seed(tenant))
+
+
+def find_all_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    def find(self: KvPages, state: RequestState) -> list[PrefixBlock]:
+        num_blocks = state.num_tokens // self._geometry.page_tokens
+        if self._prefixes is None or state.keeps_prompt_logprobs or not num_blocks:
+            return []
+        return self._prefixes.find(self._chain(state, num_blocks), num_blocks)
+
+    patch.setattr(KvPages, "_find", find)
+
+
+def trust_names_that_leave_out_what_is_before(patch: pytest.MonkeyPatch) -> None:
+    class Forgetful(TokenChain):
+        def extend(self, token_ids: Sequence[int]) -> None:
+            seed = self._last
+            for start in range(0, len(token_ids) - self._block_tokens + 1, self._block_tokens):
+                self._last = seed
+                super().extend(token_ids[start : start + self._block_tokens])
+            self._last = seed
+
+    def find(self: PrefixCache, chain: TokenChain, most: int, known: object = ()) -> list[PrefixBlock]:
+        blocks = map(self._blocks.get, chain.digests[:most])
+        return [block for block in takewhile(bool, blocks) if block is not None]
+
+    patch.setattr(kv_pages, "TokenChain", Forgetful)
+    patch.setattr(PrefixCache, "find", find)
+
+
+def fork_without_the_partial_page(patch: pytest.MonkeyPatch) -> None:
+    fill = KvPages._fill
+
+    def lazy(self: KvPages, beginning: Beginning, own: list[int], draft: Draft) -> int:
+        filled = fill(self, beginning, own, draft)
+        draft.copies = []
+        return filled
+
+    patch.setattr(KvPages, "_fill", lazy)
+
+
+def leave_pages_as_they_were_found(patch: pytest.MonkeyPatch) -> None:
+    plan = Draft.plan
+
+    def unzeroed(self: Draft) -> StepPlan | None:
+        self.zero_pages = []
+        return plan(self)
+
+    patch.setattr(Draft, "plan", unzeroed)
+
+
+def swap_pages_in_out_of_order(patch: pytest.MonkeyPatch) -> None:
+    take = SwapSpace.take
+    patch.setattr(
+        SwapSpace, "take", lambda self, count: pages and pages[::-1] if (pages := take(self, count)) else pages
+    )
+    swap_out = KvPages._swap_out
+
+    def crossed(self: KvPages, state: RequestState, draft: Draft) -> Any:
+        swapped = swap_out(self, state, draft)
+        if swapped is not None:
+            swapped.host_pages.reverse()
+        return swapped
+
+    patch.setattr(KvPages, "_swap_out", crossed)
+
+
+def keep_the_host_pages_of_the_dead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KvPages, "forget_swapped", lambda *_: None)
+
+
+def keep_the_lease_of_the_preempted(patch: pytest.MonkeyPatch) -> None:
+    release = Scheduler._release_lease
+
+    def forgetful(self: Scheduler, state: RequestState) -> None:
+        if state.request_id in self._requests and state in self._running:
+            state.lease = None
+        else:
+            release(self, state)
+
+    patch.setattr(Scheduler, "_release_lease", forgetful)
+
+
+def preempt_whoever_is_newest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestState, "is_protected", False)
+
+
+def use_an_adapter_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    place = residency.Residency._place
+
+    def eager(self: residency.Residency, entry: Any) -> None:
+        place(self, entry)
+        if entry.stage is Stage.COPYING:
+            entry.stage = Stage.DEVICE
+            self._tables.write(entry.slot, entry.image.layout, entry.pages, {}, {})
+
+    patch.setattr(residency.Residency, "_place", eager)
+
+
+def forget_who_uses_an_image(patch: pytest.MonkeyPatch) -> None:
+    hold = host_images.HostImages.hold
+
+    def unused(self: host_images.HostImages, digest: str) -> Any:
+        image = hold(self, digest)
+        if image is not None:
+            image.users -= 1
+        return image
+
+    patch.setattr(host_images.HostImages, "hold", unused)
+    patch.setattr(host_images.HostImages, "release", lambda *_: None)
+
+
+def lose_the_pages_of_a_failed_load(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(host_images.HostImages, "cancel", lambda *_: None)
+
+
+def take_a_slot_twice(patch: pytest.MonkeyPatch) -> None:
+    take = AdapterSlots.take
+
+    def generous(self: AdapterSlots, digest: str) -> int | None:
+        slot = take(self, digest)
+        if slot is not None:
+            self._free.append(slot)
+        return slot
+
+    patch.setattr(AdapterSlots, "take", generous)
+
+
+def point_at_pages_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    arrive = residency.Residency._arrive
+
+    def shuffled(self: residency.Residency, entry: Any, image: Any) -> None:
+        entry.pages.reverse()
+        arrive(self, entry, image)
+
+    patch.setattr(residency.Residency, "_arrive", shuffled)
+
+
+def drop_a_finished_load(patch: pytest.MonkeyPatch) -> None:
+    take_done = load_queue.LoadQueue.take_done
+    patch.setattr(load_queue.LoadQueue, "take_done", lambda self: take_done(self)[1:])
+
+
+def evict_what_is_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Evictor, "withdraw", lambda *_: None)
+
+
+def count_a_release_twice(patch: pytest.MonkeyPatch) -> None:
+    release = PrefixCache.release
+
+    def double(self: PrefixCache, blocks: Sequence[PrefixBlock], last_step: int) -> None:
+        release(self, blocks, last_step)
+        release(self, [block for block in blocks[:1] if block.refs > 0], last_step)
+
+    patch.setattr(PrefixCache, "release", double)
+
+
+def forget_a_token_on_preemption(patch: pytest.MonkeyPatch) -> None:
+    restart = RequestState.restart
+
+    def lossy(self: RequestState) -> None:
+        restart(self)
+        if self.output_token_ids:
+            self.output_token_ids.pop()
+
+    patch.setattr(RequestState, "restart", lossy)
+
+
+def believe_in_a_swap_that_failed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_lose_swapped", lambda *_: None)
+
+
+DEFECTS: tuple[Plant, ...] = tuple(
+    plant
+    for name, plant in list(globals().items())
+    if callable(plant)
+    and getattr(plant, "__module__", "") == __name__
+    and not name.startswith("_")
+    and not isinstance(plant, type)
+)

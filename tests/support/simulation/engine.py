@@ -1,0 +1,537 @@
+"""Runs one scenario against a real engine core, and looks at everything after every step."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader, SimulatedTables
+from simulation.pages import DevicePages, Keys, SimulatedSlab, Weights
+from simulation.runner import SimulatedRunner
+from simulation.scenario import Action, Scenario, draw
+from simulation.truth import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Truth
+from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
+from weft.adapters.host_images import HostImages
+from weft.adapters.residency import Residency
+from weft.adapters.residency_entry import Stage
+from weft.config import SchedulerConfig
+from weft.engine.core import EngineCore
+from weft.engine.failures import INTERNAL, UNSOUND
+from weft.engine.fit import ModelLimits
+from weft.engine.model.rope_spec import RopeSpec
+from weft.engine.prefix_seed import prefix_seed
+from weft.engine.request import RequestOutput
+from weft.engine.scheduler import Scheduler
+from weft.engine.waiting import MAX_BYPASSES
+from weft.errors import AdapterUnavailableError, CapacityError, NeverFitsError, WeftError
+from weft.memory.eviction import Evictor, eviction_policy
+from weft.memory.geometry import PageGeometry
+from weft.memory.pool import PagePool, PageState
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache
+from weft.memory.swap_space import SwapSpace
+
+MAX_IDLE_PUMPS = 200
+"""Pumps without a step while nothing is under way outside, after which the engine is stuck."""
+MAX_PUMPS = 20_000
+MAX_OVERLOOKED = 3
+"""Pumps without a step in which a request may be able to run: what is in its way is dropped first."""
+IDLE_S = 0.01
+
+
+class SimulationError(AssertionError):
+    """Something that must never happen, with the command that shows it again."""
+
+    def __init__(self, seed: int, now_s: float, step: int, failures: list[str]) -> None:
+        self.seed = seed
+        shown = "\n".join(f"  - {failure}" for failure in failures[:8])
+        super().__init__(
+            f"seed {seed}, second {now_s:.3f}, after {step} steps:\n{shown}\nreplay: scripts/simulate --seed {seed}"
+        )
+
+
+@dataclass
+class Life:
+    """What came of one request."""
+
+    truth: Truth
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    is_aborted: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
+
+
+class Simulation:
+    """One scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.failures: list[str] = []
+        self.on_event: Callable[[str], object] | None = None
+        """Is told what happens, for somebody who looks for a defect."""
+        self.lives: dict[str, Life] = {}
+        self._truths: dict[str, Truth] = {}
+        self._open: set[str] = set()
+        self._deleted: set[str] = set()
+        self._progress: dict[str, tuple[int, int]] = {}
+        """By request: where it stood when preempted last, and how often it was."""
+        self._overlooked: Counter[str] = Counter()
+        """Requests that could have run in the last pumps, in which nothing was computed."""
+        self._num_kept = 0
+        """Adapters that pins kept on the device before the last pump."""
+        self._published: dict[PrefixBlock, list[list[int]]] = {}
+        """What the pages of each cached block held when it was first seen."""
+        self.num_pumps = 0
+        rng = random.Random(scenario.seed + 1)
+
+        self.time = VirtualTime()
+        self.clock = EngineClock(self.time)
+        self.geometry = PageGeometry(
+            page_bytes=1024,
+            page_tokens=scenario.page_tokens,
+            num_groups=scenario.num_groups,
+            layers_per_group=1,
+            num_layers=scenario.num_groups,
+            num_kv_heads=1,
+            head_dim=32,
+            dtype_bytes=4,
+        )
+        self.device = DevicePages(scenario.num_pages + 1)
+        self.pool = PagePool(scenario.num_pages + 1, on_release=self.device.poison)
+        self.slab = SimulatedSlab(scenario.host_pages)
+        self.images = HostImages(self.slab)
+        self.evictor = Evictor(self.pool, eviction_policy(scenario.eviction), self.clock)
+        self.prefixes = (
+            PrefixCache(self.pool, self.evictor, scenario.page_tokens * scenario.costs.token_s, self.clock)
+            if scenario.is_caching
+            else None
+        )
+        self.swap = (
+            SwapSpace(self.slab, self.images.make_room, scenario.max_swap_pages) if scenario.max_swap_pages else None
+        )
+        self.loader = SimulatedLoader(
+            self.time,
+            rng,
+            self.images,
+            self.slab,
+            scenario.adapters,
+            self.pool.capacity - scenario.num_groups,
+            scenario.faults,
+        )
+        tables = SimulatedTables(scenario.slots)
+        self.residency = Residency(
+            self.loader,
+            SimulatedCopier(self.time, rng, self.device, scenario.faults, self.loader.failed),
+            self.pool,
+            self.images,
+            tables,
+            self.evictor,
+            scenario.costs,
+            loads=VirtualExecutor(self.time, scenario.load_threads),
+            copies=VirtualExecutor(self.time, 1),
+            prefixes=self.prefixes,
+            clock=self.clock,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_running=scenario.max_running, step_tokens=scenario.step_tokens, policy=scenario.policy),
+            self.geometry,
+            self.pool,
+            self.residency,
+            ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS])),
+            evictor=self.evictor,
+            prefixes=self.prefixes,
+            swap=self.swap,
+            costs=scenario.costs,
+            prefix_seed=prefix_seed("base", "float32", RopeSpec()),
+            clock=self.clock,
+            draw_seed=lambda: 7,
+        )
+        self.runner = SimulatedRunner(
+            time=self.time,
+            rng=rng,
+            geometry=self.geometry,
+            pool=self.pool,
+            device=self.device,
+            host=self.slab.host_pages,
+            tables=tables,
+            check_slot=self.residency.check_slot,
+            truths=self._truths,
+            fail=self.failures.append,
+            raises=scenario.step_raises,
+            unsound=scenario.unsound,
+            token_s=scenario.token_s,
+        )
+        self.core = EngineCore(
+            self.scheduler,
+            self.runner,
+            self.residency,
+            self.pool,
+            evictor=self.evictor,
+            prefixes=self.prefixes,
+            swap=self.swap,
+            boot_id="simulation",
+            clock=self.clock,
+        )
+
+    def run(self) -> Counter[str]:
+        """Play the scenario to its end; returns how often what happened.
+
+        Raises:
+            SimulationError: Something happened that must not.
+        """
+        try:
+            with self._faults_of_ours():
+                self._play()
+                self._check_end()
+        finally:
+            self.time.kill_all()
+        return self._counts()
+
+    def _play(self) -> None:
+        actions = list(reversed(self.scenario.actions))
+        num_idle = 0
+        while actions or self._open:
+            while actions and actions[-1].at_s <= self.time.now_s:
+                self._act(actions.pop())
+            if self._pump() or actions:
+                num_idle = 0
+            elif self.time.next_event_s is None:
+                num_idle += 1
+                if num_idle > MAX_IDLE_PUMPS:
+                    self._fail(f"nothing moves: {self.core.status()}")
+            if self.num_pumps > MAX_PUMPS:
+                self._fail(f"no end after {self.num_pumps} pumps: {self.core.status()}")
+
+    def _pump(self) -> bool:
+        """One pump, and time to the next event if it computed nothing; returns whether it did."""
+        self.num_pumps += 1
+        steps = self.runner.num_steps
+        self._num_kept = sum(entry.is_kept for entry in self.residency._entries.values())
+        outputs = self.core.pump()
+        for output in outputs:
+            self._take(output)
+        self._check()
+        if self.on_event is not None:
+            self.on_event(self._describe())
+        if self.failures:
+            self._fail()
+        if self.runner.num_steps > steps:
+            self._overlooked.clear()
+            return True
+        self._check_idle()
+        next_s = self.time.next_event_s
+        self.time.run_until(max(self.time.now_s, self.time.now_s + IDLE_S if next_s is None else next_s))
+        return False
+
+    def _describe(self) -> str:
+        waiting = [
+            f"{state.request_id}:{state.waiting_reason}{'+hold' * state.is_holding}"
+            for state in self.scheduler._waiting
+        ]
+        running = [f"{state.request_id}@{state.num_computed}" for state in self.scheduler._running]
+        residents = [
+            f"{resident.digest[7:11]}:{resident.tier}:{resident.pages}p,{resident.running}r,{resident.holds}h"
+            for resident in self.residency.residents()
+        ]
+        return (
+            f"{self.time.now_s:8.3f} step {self.runner.num_steps} running {running} waiting {waiting} "
+            f"pages {self.pool.counts()} evictable {self.evictor.num_evictable} adapters {residents}"
+        )
+
+    def _act(self, action: Action) -> None:  # noqa: C901 - one line per verb
+        ref, request = action.adapter, action.request
+        if self.on_event is not None:
+            self.on_event(
+                f"{self.time.now_s:8.3f} {action.verb} {request or action.request_id or ref or action.seconds}"
+            )
+        if action.verb == "submit" and request is not None:
+            self._submit(action)
+        elif action.verb == "abort":
+            if action.request_id in self._open:
+                self.lives[action.request_id].is_aborted = True
+            self.core.abort(action.request_id)
+        elif action.verb == "freeze":
+            self.clock.freeze(True)
+        elif action.verb == "thaw":
+            self.clock.freeze(False)
+        elif action.verb == "jump":
+            self.clock.jump(action.seconds)
+        elif ref is not None:
+            if action.verb == "pin" and ref.digest not in self._deleted:
+                self.core.pin_adapter(ref, True)
+            elif action.verb == "unpin":
+                self.core.pin_adapter(ref, False)
+            elif action.verb == "delete":
+                self._deleted.add(ref.digest)
+                self.loader.missing.add(ref.digest)
+                self.core.drop_adapter(ref.digest)
+            elif action.verb == "lose":
+                self.loader.missing.add(ref.digest)
+            elif action.verb == "restore":
+                self.loader.missing.discard(ref.digest)
+
+    def _submit(self, action: Action) -> None:
+        request = action.request
+        if request is None:
+            return
+        truth = Truth(request)
+        self._truths[request.request_id] = truth
+        life = self.lives[request.request_id] = Life(truth, tokens=list(request.generated_token_ids))
+        try:
+            self.core.submit(request)
+        except NeverFitsError:
+            if not self._never_fits(truth):
+                self._fail(f"{request.request_id} was refused as too large, but fits the empty pool")
+            del self.lives[request.request_id]
+        else:
+            self._open.add(request.request_id)
+            if life.truth.request.params.max_tokens < len(request.generated_token_ids):
+                self._fail(f"{request.request_id} was taken with more tokens than it may have")
+
+    def _never_fits(self, truth: Truth) -> bool:
+        request = truth.request
+        num_tokens = len(request.prompt_token_ids) + max(request.params.max_tokens - 1, 0)
+        size = self.scenario.adapters[request.adapter.digest] if request.adapter is not None else 0
+        return self.geometry.pages(num_tokens) + size > self.pool.capacity
+
+    def _take(self, output: RequestOutput) -> None:
+        life = self.lives.get(output.request_id)
+        if life is None or life.has_ended:
+            self.failures.append(f"{output.request_id} gets an output though it is unknown or has ended: {output}")
+            return
+        is_first = not life.outputs
+        life.outputs.append(output)
+        life.tokens += output.token_ids
+        truth = life.truth
+        if life.tokens != truth.output[: len(life.tokens)]:
+            self.failures.append(f"{output.request_id} says {life.tokens}, not {truth.output}")
+        prompt, params = truth.request.prompt_token_ids, truth.request.params
+        most_cached = 0
+        if is_first and params.prompt_logprobs is None and self.prefixes is not None:
+            most_cached = len(prompt) - (not truth.request.generated_token_ids)
+        if not 0 <= output.cached_tokens <= most_cached:
+            self.failures.append(f"{output.request_id} has {output.cached_tokens} cached of {len(prompt)} tokens")
+        if output.prompt_logprobs is not None:
+            wanted = [(token, -float(index)) for index, token in enumerate(prompt[1:])]
+            found = [(entry.token_id, entry.logprob) for entry in output.prompt_logprobs if entry is not None]
+            if found != wanted or output.prompt_logprobs[0] is not None:
+                self.failures.append(f"{output.request_id} has prompt logprobs {found}, not {wanted}")
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+            self._judge_end(life, output)
+
+    def _judge_end(self, life: Life, output: RequestOutput) -> None:
+        """A request ends with all its tokens, or for a reason that the scenario gave."""
+        truth, request = life.truth, life.truth.request
+        digest = request.adapter.digest if request.adapter is not None else ""
+        reason, error = output.finish_reason, output.error
+        if reason in ("stop", "length"):
+            stops = life.tokens[-1:] == [EOS] and not request.params.ignore_eos
+            is_right = life.tokens == truth.output and (reason == "stop") == stops
+            wants_logprobs = request.params.prompt_logprobs is not None and not request.generated_token_ids
+            if wants_logprobs and not any(part.prompt_logprobs for part in life.outputs):
+                is_right = False
+        elif reason == "abort":
+            is_right = life.is_aborted
+        elif error is None:
+            is_right = False
+        elif error.code == AdapterUnavailableError.code:
+            is_right = digest in self.loader.failed
+        elif error.code == UNSOUND.code:
+            is_right = output.request_id in self.runner.unsound
+        elif error.code == INTERNAL.code:
+            is_right = output.request_id in self.runner.hit
+        elif error.code == NeverFitsError.code:
+            is_right = self._never_fits(truth) or self.scenario.adapters.get(digest, 0) > (
+                self.pool.capacity - self.scenario.num_groups
+            )
+        else:
+            is_right = error.code == CapacityError.code and self._num_kept > 0
+        if not is_right:
+            self.failures.append(
+                f"{output.request_id} ends with {reason} ({error}) after {len(life.tokens)} of {len(truth.output)} "
+                f"tokens {life.tokens}"
+            )
+
+    def _check(self) -> None:
+        try:
+            self.core.check()
+        except WeftError as error:
+            self.failures.append(f"check: {error}")
+        self._check_pages()
+        self._check_progress()
+        residents = {resident.digest: resident for resident in self.residency.residents()}
+        running = Counter(state.lease.digest for state in self.scheduler._running if state.lease is not None)
+        holding = Counter(state.digest for state in self.scheduler._waiting if state.is_holding)
+        for digest in self.scenario.adapters:
+            resident = residents.get(digest)
+            if running[digest] != (resident.running if resident is not None else 0):
+                self.failures.append(f"{running[digest]} requests run with {digest[:14]}: {resident}")
+            entry = self.residency._entries.get(digest)
+            if holding[digest] != (entry.holds if entry is not None else 0):
+                self.failures.append(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
+        if self.scheduler._requests.keys() != self._open:
+            self.failures.append(f"known to scheduler or client alone: {self.scheduler._requests.keys() ^ self._open}")
+        if self.num_pumps % 16 == 0:
+            status = self.core.status()
+            if sum(status.pages.values()) != self.pool.capacity:
+                self.failures.append(f"the status has pages {status.pages}")
+
+    def _check_idle(self) -> None:
+        """Nobody runs: nobody may be able to. A load that hangs is in the way of its own requests alone.
+
+        Only a request that was overtaken too often keeps all others waiting, for pages and copies, not for the store.
+        """
+        overdue = [state for state in self.scheduler._waiting if state.num_bypasses >= MAX_BYPASSES]
+        if self.scheduler._running or any(
+            state.digest is None or self.residency.state(state.digest) != "stored" for state in overdue
+        ):
+            self._overlooked.clear()
+            return
+        could_run = Counter(
+            state.request_id
+            for state in self.scheduler._waiting
+            if (state.digest is None or self.residency.state(state.digest) == "device")
+            and state.waiting_reason != "FORK"
+            and self.evictor.num_available - self.geometry.pages(max(state.num_tokens, state.progress_mark))
+            >= self.pool.capacity // 8
+        )
+        self._overlooked = could_run + Counter(
+            {key: count for key, count in self._overlooked.items() if could_run[key]}
+        )
+        overlooked = [request_id for request_id, count in self._overlooked.items() if count > MAX_OVERLOOKED]
+        if overlooked:
+            self._fail(f"nothing is computed, but these could run: {overlooked}")
+
+    def _check_pages(self) -> None:
+        """Every owned page has one owner and holds what its owner thinks; cached blocks never change."""
+        blocks = list(self.prefixes._blocks.values()) if self.prefixes is not None else []
+        entries = list(self.residency._entries.values())
+        owned: dict[PageState, list[int]] = {
+            "kv": [page for state in self.scheduler._running for page in state.pages.own_pages()],
+            "prefix": [page for block in blocks for page in block.pages],
+            "adapter": [page for entry in entries for page in entry.pages],
+        }
+        for kind, pages in owned.items():
+            if sorted(pages) != [page for page, state in enumerate(self.pool._states) if state == kind]:
+                self.failures.append(f"{kind} pages are {sorted(pages)}, the pool has others")
+        contents = self.device.contents
+        published = {}
+        for block in blocks:
+            cells = [content.cells if isinstance(content := contents[page], Keys) else [] for page in block.pages]
+            published[block] = self._published.get(block) or [list(row) for row in cells]
+            if cells != published[block] or any(len(row) != self.geometry.page_tokens for row in cells):
+                self.failures.append(f"a cached block held {published[block]} and now holds {cells}")
+        self._published = published
+        for entry in entries:
+            held = [contents[page] for page in entry.pages]
+            if entry.stage is Stage.DEVICE and held != [Weights(entry.ref.digest, i) for i in range(len(held))]:
+                self.failures.append(f"{entry.ref.digest[:14]} is on the device, but its pages hold {held}")
+
+    def _check_progress(self) -> None:
+        """No request is preempted twice without a page of progress in between."""
+        for state in self.scheduler._waiting:
+            mark, num_preemptions = self._progress.get(state.request_id, (0, 0))
+            if state.num_preemptions > num_preemptions:
+                made = state.progress_mark - mark
+                if num_preemptions and made < self.geometry.page_tokens:
+                    self.failures.append(f"{state.request_id} is preempted again after {made} tokens")
+                self._progress[state.request_id] = state.progress_mark, state.num_preemptions
+
+    def _check_end(self) -> None:
+        """Once all have ended and nothing is pinned, everything can be had again."""
+        for action in self.scenario.actions:
+            if action.verb == "pin" and action.adapter is not None:
+                self.core.pin_adapter(action.adapter, False)
+        while self.time.next_event_s is not None:
+            self._pump()
+        for _ in range(3):
+            self._pump()
+        counts = self.pool.counts()
+        residents = self.residency.residents()
+        expectations = {
+            f"pages are {counts}, {self.evictor.num_evictable} evictable": counts["kv"] == counts["quarantine"] == 0
+            and self.evictor.num_available == self.pool.capacity,
+            f"held or running are {residents}": not any(resident.holds or resident.running for resident in residents),
+            "the scheduler has some": self.scheduler.num_waiting == self.scheduler.num_running == 0,
+            "host pages are still theirs": self.swap is None or self.swap.num_used == 0,
+            "not everything can be evicted": self.evictor.make_room(self.pool.capacity),
+            "host pages are lost": self.images.make_room(self.scenario.host_pages),
+            "cached blocks are left without pages": self.prefixes is None or len(self.prefixes) == 0,
+        }
+        self.failures += [
+            f"all requests have ended, but {said}" for said, is_right in expectations.items() if not is_right
+        ]
+        self._check()
+        if self.failures:
+            self._fail()
+
+    def _fail(self, failure: str | None = None) -> None:
+        if failure is not None:
+            self.failures.append(failure)
+        raise SimulationError(self.scenario.seed, self.time.now_s, self.runner.num_steps, self.failures)
+
+    @contextmanager
+    def _faults_of_ours(self) -> Iterator[None]:
+        """Whatever the engine survives and logs is a failure here, unless the scenario planned it."""
+        logger = logging.getLogger("weft")
+        handler = _FaultHandler(self.failures)
+        before = logger.handlers, logger.propagate, logger.level
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.handlers, logger.propagate = before[:2]
+            logger.setLevel(before[2])
+
+    def _counts(self) -> Counter[str]:
+        status = self.core.status()
+        counts: Counter[str] = Counter(
+            steps=self.runner.num_steps,
+            pumps=self.num_pumps,
+            requests=len(self.lives),
+            tokens=sum(len(life.tokens) for life in self.lives.values()),
+            copies=self.runner.num_copies,
+            moves=self.runner.num_moves,
+            prefix_hits=status.prefix_hits,
+            fingerprint=self.runner.fingerprint,
+        )
+        for life in self.lives.values():
+            last = life.outputs[-1]
+            counts[f"end:{last.finish_reason}" + (f":{last.error.code}" if last.error is not None else "")] += 1
+        for kind, count in status.preemptions.items():
+            counts[f"preemptions:{kind}"] = count
+        for kind, count in status.evictions.items():
+            counts[f"evictions:{kind}"] = count
+        for kind, count in status.loads.items():
+            counts[f"loads:{kind}"] = count
+        return counts
+
+
+class _FaultHandler(logging.Handler):
+    """Takes note of errors that the engine logs."""
+
+    def __init__(self, failures: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._failures = failures
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fault = record.exc_info[1] if record.exc_info else None
+        if not isinstance(fault, PlannedError):
+            self._failures.append(logging.Formatter().format(record))
+
+
+def simulate(seed: int) -> Counter[str]:
+    """Run the scenario of a seed; returns how often what happened.
+
+    Raises:
+        SimulationError: Something happened that must not.
+    """
+    return Simulation(draw(seed)).run()

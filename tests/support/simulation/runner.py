@@ -1,0 +1,220 @@
+"""A runner that computes with what its pages hold, and takes note of everything it should never have found in them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Mapping
+
+from simulation.adapters import PlannedError, SimulatedTables
+from simulation.pages import DevicePages, Fail, HostPage, Keys, Weights
+from simulation.truth import Truth, next_token
+from simulation.virtual_time import VirtualTime
+from weft.engine.plan import Chunk, ChunkResult, SlotRef, StepPlan
+from weft.engine.request import TokenLogprobs
+from weft.memory.geometry import PageGeometry
+from weft.memory.pool import PagePool
+
+
+class SimulatedRunner:
+    """Carries out plans on `DevicePages`.
+
+    Args:
+        time: Steps take some of it, in which loads and copies go on.
+        rng: For how long, and which step raises.
+        geometry: Sizes of the pages.
+        pool: Says which pages are published, which no step may write.
+        device: The arena.
+        host: The slab's pages.
+        tables: Where adapters lie.
+        check_slot: As the real runner gets it.
+        truths: What each request must read, by id.
+        fail: Takes note of what must not happen.
+        raises: Share of steps that raise half way; of those that swap out, more.
+        unsound: Share of chunks whose scores are no numbers.
+        token_s: Seconds of a step per token.
+    """
+
+    def __init__(
+        self,
+        *,
+        time: VirtualTime,
+        rng: random.Random,
+        geometry: PageGeometry,
+        pool: PagePool,
+        device: DevicePages,
+        host: list[HostPage],
+        tables: SimulatedTables,
+        check_slot: Callable[[int, int, str], None],
+        truths: Mapping[str, Truth],
+        fail: Fail,
+        raises: float,
+        unsound: float,
+        token_s: float,
+    ) -> None:
+        self._time = time
+        self._rng = rng
+        self._geometry = geometry
+        self._pool = pool
+        self._pages = device.contents
+        self._host = host
+        self._tables = tables
+        self._check_slot = check_slot
+        self._truths = truths
+        self._fail = fail
+        self._raises = raises
+        self._unsound = unsound
+        self._token_s = token_s
+        self.num_steps = 0
+        self.num_moves = 0
+        self.num_copies = 0
+        self.fingerprint = 0
+        """Of all plans so far: equal runs have equal ones."""
+        self.hit: set[str] = set()
+        """Requests of steps that raised."""
+        self.unsound: set[str] = set()
+        """Requests whose scores were no numbers."""
+
+    def execute(self, plan: StepPlan) -> list[ChunkResult]:
+        """Run a step; time passes before pages are moved, before they are read, and after."""
+        self.num_steps += 1
+        shown = [(chunk.request_id, chunk.start, chunk.block_table) for chunk in plan.chunks]
+        self.fingerprint = zlib.crc32(repr((plan.step, shown, plan.swap_out)).encode(), self.fingerprint)
+        pause_s = (0.001 + plan.num_tokens * self._token_s) / 3
+        raises = self._raises * (5 if plan.swap_out else 1)
+        raises_at = self._rng.randrange(3) if self._rng.random() < raises else -1
+        self._check_adapters(plan)
+        for stage, work in enumerate((self._move_pages, self._write, None)):
+            self._time.advance(pause_s)
+            if stage == raises_at:
+                self.hit.update(chunk.request_id for chunk in plan.chunks)
+                raise PlannedError("the device is on fire")
+            if work is not None:
+                work(plan)
+        return [self._result(chunk) for chunk in plan.chunks]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _check_adapters(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            if chunk.adapter is not None:
+                self._check_slot(chunk.adapter.slot, chunk.adapter.generation, chunk.adapter.digest)
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        pages = self._pages
+        for move in plan.swap_out:
+            content = pages[move.device_page]
+            if not isinstance(content, Keys):
+                self._fail(f"page {move.device_page} is swapped out but holds {content}")
+                continue
+            self._host[move.host_page].content = content.copy()
+        for page in plan.zero_pages:
+            self._check_writable(page, "zeroed")
+            pages[page] = Keys()
+        for move in plan.swap_in:
+            self._check_writable(move.device_page, "swapped into")
+            swapped = self._host[move.host_page].content
+            if not isinstance(swapped, Keys):
+                self._fail(f"host page {move.host_page} is swapped in but holds {swapped}")
+                continue
+            pages[move.device_page] = swapped.copy()
+        for copy in plan.copies:
+            self._check_writable(copy.target, "copied into")
+            source = pages[copy.source]
+            if not isinstance(source, Keys):
+                self._fail(f"page {copy.source} is copied but holds {source}")
+                continue
+            pages[copy.target] = source.copy()
+        self.num_moves += len(plan.swap_out) + len(plan.swap_in)
+        self.num_copies += len(plan.copies)
+
+    def _check_writable(self, page: int, verb: str) -> None:
+        """A page that is written is owned by one request; what is published, free or an adapter's never is."""
+        state = self._pool._states[page]
+        if page == 0 or state != "kv":
+            self._fail(f"page {page} is {verb} while it is {'the zero page' if page == 0 else state}")
+
+    def _write(self, plan: StepPlan) -> None:
+        writers: dict[int, str] = {}
+        page_tokens = self._geometry.page_tokens
+        for chunk in plan.chunks:
+            truth = self._truths[chunk.request_id]
+            end = chunk.start + len(chunk.token_ids)
+            if not chunk.token_ids or chunk.token_ids != truth.tokens[chunk.start : end]:
+                self._fail(f"{chunk.request_id} computes {chunk.token_ids} at {chunk.start}, which are not its tokens")
+            for block in range(chunk.start // page_tokens, (end - 1) // page_tokens + 1):
+                first = max(chunk.start, block * page_tokens)
+                last = min(end, (block + 1) * page_tokens)
+                for group, table in enumerate(chunk.block_table):
+                    page = table[block]
+                    self._check_writable(page, "written")
+                    if writers.setdefault(page, chunk.request_id) != chunk.request_id:
+                        self._fail(f"page {page} is written by {writers[page]} and {chunk.request_id} in one step")
+                    content = self._pages[page]
+                    offset = first - block * page_tokens
+                    if not isinstance(content, Keys) or content.group not in (-1, group):
+                        self._fail(f"{chunk.request_id} writes position {first} to page {page}, which holds {content}")
+                        continue
+                    if len(content.cells) < offset:
+                        self._fail(f"{chunk.request_id} leaves a hole before position {first} in page {page}")
+                    content.group = group
+                    content.cells[offset : offset + last - first] = truth.keys[first:last]
+
+    def _result(self, chunk: Chunk) -> ChunkResult:
+        truth = self._truths[chunk.request_id]
+        keys = self._read(chunk, truth)
+        if self._rng.random() < self._unsound:
+            self.unsound.add(chunk.request_id)
+            return ChunkResult(request_id=chunk.request_id, is_unsound=True)
+        sample = chunk.sample
+        token_id = None if sample is None else next_token(keys, sample.choice_index)
+        targets = chunk.prompt_targets or []
+        return ChunkResult(
+            request_id=chunk.request_id,
+            token_id=token_id,
+            prompt_logprobs=[
+                TokenLogprobs(token_id=target, logprob=-float(chunk.start + index), rank=1)
+                for index, target in enumerate(targets)
+            ],
+        )
+
+    def _read(self, chunk: Chunk, truth: Truth) -> int:
+        """What stands at the last position; notes every page that does not hold what this request must read."""
+        page_tokens = self._geometry.page_tokens
+        end = chunk.start + len(chunk.token_ids)
+        keys = truth.keys
+        if chunk.adapter is not None:
+            self._read_adapter(chunk.request_id, chunk.adapter)
+        digest = chunk.adapter.digest if chunk.adapter else None
+        wanted = truth.request.adapter.digest if truth.request.adapter else None
+        if digest != wanted:
+            self._fail(f"{chunk.request_id} runs with {digest} instead of {wanted}")
+        if len(chunk.block_table) != self._geometry.num_groups:
+            self._fail(f"{chunk.request_id} has a table of {len(chunk.block_table)} groups")
+        for group, table in enumerate(chunk.block_table):
+            for block in range(self._geometry.blocks(end)):
+                first = block * page_tokens
+                count = min(end - first, page_tokens)
+                content = self._pages[table[block]]
+                if (
+                    not isinstance(content, Keys)
+                    or content.group != group
+                    or content.cells[:count] != keys[first : first + count]
+                ):
+                    self._fail(
+                        f"{chunk.request_id} reads positions {first} to {first + count - 1} of group {group} from page "
+                        f"{table[block]} ({self._pool._states[table[block]]}), which holds {content} and not what was "
+                        "computed for it"
+                    )
+        content = self._pages[chunk.block_table[0][(end - 1) // page_tokens]]
+        offset = (end - 1) % page_tokens
+        return content.cells[offset] if isinstance(content, Keys) and offset < len(content.cells) else -1
+
+    def _read_adapter(self, request_id: str, adapter: SlotRef) -> None:
+        row = self._tables.rows.get(adapter.slot, [])
+        found = [self._pages[page] for page in row]
+        if not found or found != [Weights(adapter.digest, index) for index in range(len(found))]:
+            self._fail(f"{request_id} reads slot {adapter.slot} for {adapter.digest[:14]}, whose pages hold {found}")
+        if any(self._pool._states[page] != "adapter" for page in row):
+            self._fail(f"{request_id} reads slot {adapter.slot}, whose pages {row} are not an adapter's")

@@ -6,6 +6,7 @@ from weft.adapters.host_images import HostImage, HostImages
 from weft.adapters.layout import LoraLayout
 from weft.errors import PageAccountingError
 from weft.memory.host_slab import HostSlab
+from weft.memory.swap_space import SwapSpace
 
 
 def make_images(num_pages: int = 6) -> HostImages:
@@ -72,3 +73,61 @@ def test_check_finds_pages_that_no_image_has() -> None:
     images._images.clear()
     with pytest.raises(PageAccountingError):
         images.check()
+
+
+def test_room_for_others_is_made_whole_or_not_at_all() -> None:
+    images = make_images()
+    in_use = add(images, "a")
+    for digest in "bc":
+        images.release(add(images, digest))
+    assert not images.make_room(5)
+    assert sorted(images.page_counts()) == ["a", "b", "c"]
+    assert images.make_room(0)
+    assert images.make_room(1)
+    assert sorted(images.page_counts()) == ["a", "c"]
+    assert images.make_room(4)
+    assert sorted(images.page_counts()) == ["a"]
+    assert in_use.slab_pages
+    images.check()
+
+
+def test_dropped_images_are_told_once() -> None:
+    images = make_images()
+    for digest in "abc":
+        images.release(add(images, digest))
+    assert images.take_gone() == []
+    assert images.make_room(3)
+    assert images.take_gone() == ["a", "b"]
+    assert images.take_gone() == []
+    images.drop("c")
+    assert images.take_gone() == ["c"]
+
+
+def test_pages_that_swapped_kv_has_are_counted_beside_the_images() -> None:
+    slab = HostSlab(6, 256, pinned=False)
+    images = HostImages(slab)
+    swap = SwapSpace(slab, images.make_room, max_pages=4)
+    images.release(add(images, "a", count=4))
+    swapped = swap.take(3)
+    assert swapped is not None
+    assert images.page_counts() == {}
+    images.check(swap.num_used)
+    with pytest.raises(PageAccountingError, match="others have 0"):
+        images.check()
+    assert images.reserve(4) is None  # what is swapped out is not dropped for an image
+    swap.give_back(swapped)
+    images.check()
+
+
+def test_pages_that_another_thread_took_first_are_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = HostSlab(4, 256, pinned=False)
+    images = HostImages(slab)
+    allocate = slab.allocate
+
+    def come_second(count: int) -> list[int] | None:
+        allocate(3)
+        return allocate(count)
+
+    monkeypatch.setattr(slab, "allocate", come_second)
+    assert images.reserve(2) is None
+    images.check(num_other_used=3)

@@ -1,7 +1,8 @@
 """The heart of the project: whatever the batch, every request gets the tokens that transformers + PEFT gives it alone.
 
 The reference runs each request by itself and its outputs are first shown to differ between adapters. Then the same
-requests run alone, mixed, shuffled, in chunks, and under preemption, and must come out token by token the same.
+requests run alone, mixed, shuffled, in chunks, on cached prefixes, as forks, and under preemption of either kind, and
+must come out token by token the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from drive_core import run_all
+from drive_core import collect, run_all
 from stored_adapters import adapter_pages, store_adapter
 from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, load_reference, make_adapter, make_model
 from weft.adapters.blobs import LocalBlobs
@@ -26,8 +27,14 @@ from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, Schedu
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
+from weft.memory.page_costs import PageCosts
 
 RANKS = (1, 4, 8, 16, 24, 64)
+COSTS = {
+    "swap": PageCosts(copy_s=1e-9, load_s=1.0, token_s=1.0),
+    "recompute": PageCosts(copy_s=1.0, load_s=1.0, token_s=1e-9),
+}
+"""Costs that leave no choice."""
 NUM_REQUESTS = 14
 NUM_TOKENS = 20
 PATTERNS = ("identical", "distinct", "uniform", "zipf", "one-against-many")
@@ -95,16 +102,18 @@ class Bench:
             tokens.append(int(top.indices[0]))
         return tokens[len(prompt) :], margin
 
-    def engine(self, **scheduler: int) -> EngineParts:
-        gib = scheduler.pop("kib", 4096) / (1 << 20)
+    def engine(
+        self, *, prefix_cache: bool, kib: float = 4096, costs: PageCosts | None = None, **scheduler: int
+    ) -> EngineParts:
         return build_engine(
             Config(
                 model=ModelConfig(path=str(self.model), dtype="float32", device="cpu", threads=1),
-                memory=MemoryConfig(gib=gib, host_gib=0.01, poison=True),
+                memory=MemoryConfig(gib=kib / (1 << 20), host_gib=0.01, poison=True, prefix_cache=prefix_cache),
                 adapter=AdapterConfig(max_rank=64, slots=8),
                 scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
                 server=ServerConfig(data_dir=self.folder / "data"),
-            )
+            ),
+            costs=costs,
         )
 
     def refs(self, parts: EngineParts) -> list[AdapterRef]:
@@ -171,7 +180,15 @@ def case(request: pytest.FixtureRequest, bench: Bench) -> Case:
 
 @pytest.fixture(scope="module")
 def roomy(bench: Bench) -> Iterator[EngineParts]:
-    parts = bench.engine(max_running=16, step_tokens=512)
+    parts = bench.engine(prefix_cache=False, max_running=16, step_tokens=512)
+    yield parts
+    parts.core.check()
+    parts.core.close()
+
+
+@pytest.fixture(scope="module")
+def caching(bench: Bench) -> Iterator[EngineParts]:
+    parts = bench.engine(prefix_cache=True, max_running=16, step_tokens=64)
     yield parts
     parts.core.check()
     parts.core.close()
@@ -203,16 +220,71 @@ def test_in_shuffled_order(bench: Bench, case: Case, roomy: EngineParts) -> None
 
 
 def test_with_chunked_prefill(bench: Bench, case: Case) -> None:
-    parts = bench.engine(max_running=6, step_tokens=9)
+    parts = bench.engine(prefix_cache=True, max_running=6, step_tokens=9)
     assert run_all(parts.core, case.requests(bench.refs(parts))) == case.expected
     assert max(step.tokens for step in parts.core.status().last_steps) <= 9
     parts.core.check()
     parts.core.close()
 
 
-def test_with_preemption(bench: Bench, case: Case) -> None:
+def test_on_cached_prefixes(bench: Bench, case: Case, caching: EngineParts) -> None:
+    """The same prompts again, and then prompts that go on with what was answered."""
+    requests = case.requests(bench.refs(caching))
+    assert run_all(caching.core, requests) == case.expected
+    page_tokens = caching.ready.geometry.page_tokens
+
+    again = collect(caching.core, requests)
+    assert {name: [token for o in outputs for token in o.token_ids] for name, outputs in again.items()} == case.expected
+    for request in requests:
+        cached = (len(request.prompt_token_ids) - 1) // page_tokens * page_tokens
+        assert [output.cached_tokens for output in again[request.request_id]][:2] == [cached, 0]
+
+    longer = [
+        replace(request, prompt_token_ids=request.prompt_token_ids + case.expected[request.request_id][:12])
+        for request in requests
+    ]
+    answers = run_all(caching.core, longer)
+    assert {name: tokens[:8] for name, tokens in answers.items()} == {
+        name: tokens[12:] for name, tokens in case.expected.items()
+    }
+    status = caching.core.status()
+    assert status.prefix_hits > 0
+    assert status.pages["kv"] == status.pages["quarantine"] == 0
+
+
+def test_forks_draw_what_requests_of_their_own_draw(
+    bench: Bench, case: Case, roomy: EngineParts, caching: EngineParts
+) -> None:
+    params = SamplingParams(temperature=1.5, top_p=0.95, seed=11, max_tokens=10, ignore_eos=True)
+    choices = [
+        replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            prompt_token_ids=[index_of_case, *request.prompt_token_ids],  # a prompt that no other test has cached
+            params=params,
+            choice_index=index,
+        )
+        for index_of_case, request in enumerate(case.requests(bench.refs(roomy))[:4])
+        for index in range(3)
+    ]
+    alone = run_all(roomy.core, choices)
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(choices)
+    first_ids = [choice.request_id for choice in choices for _ in range(3) if choice.choice_index == 0]
+    forks = [
+        replace(choice, fork_of=first_id if choice.choice_index else None)
+        for choice, first_id in zip(choices, first_ids, strict=True)
+    ]
+    outputs = collect(caching.core, forks)
+    assert {name: [token for o in parts for token in o.token_ids] for name, parts in outputs.items()} == alone
+    for fork in forks:
+        if fork.choice_index:
+            assert outputs[fork.request_id][0].cached_tokens == len(fork.prompt_token_ids) - 1
+
+
+@pytest.mark.parametrize(("how", "prefix_cache"), [("swap", True), ("recompute", True), ("recompute", False)])
+def test_with_preemption(bench: Bench, case: Case, how: str, prefix_cache: bool) -> None:
     """A pool in which all can start, and which is too small for what they grow to."""
-    probe = bench.engine(max_running=16, step_tokens=512)
+    probe = bench.engine(prefix_cache=False, max_running=16, step_tokens=512, costs=COSTS[how])
     refs = bench.refs(probe)
     geometry = probe.ready.geometry
     used = sorted({*case.adapters} - {-1})
@@ -220,12 +292,19 @@ def test_with_preemption(bench: Bench, case: Case) -> None:
     probe.core.close()
     at_start = sum(geometry.pages(len(prompt)) for prompt in case.prompts)
     pages = 1 + taken + at_start + (taken + at_start) // 16 + 1
-    parts = bench.engine(max_running=16, step_tokens=512, kib=pages * geometry.page_bytes / 1024)  # type: ignore[arg-type]
+    parts = bench.engine(
+        prefix_cache=prefix_cache,
+        kib=pages * geometry.page_bytes / 1024,
+        costs=COSTS[how],
+        max_running=16,
+        step_tokens=512,
+    )
     for adapter in used:
         run_all(parts.core, [replace(case.requests(refs)[0], request_id=f"warm{adapter}", adapter=refs[adapter])])
         parts.core.pin_adapter(refs[adapter], True)
     assert run_all(parts.core, case.requests(refs)) == case.expected
-    assert sum(parts.core.status().preemptions.values()) > 0
+    preemptions = parts.core.status().preemptions
+    assert preemptions[how] == sum(preemptions.values()) > 0
     parts.core.check()
     parts.core.close()
 

@@ -149,6 +149,19 @@ def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone
     assert parts.evictor._offered[id(entry)].entry[1] < offered
 
 
+def test_an_adapter_stays_until_the_last_of_all_steps_that_read_it_is_complete(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    parts.load(ref)
+    assert parts.residency.acquire(ref.digest) is not None
+    assert parts.residency.acquire(ref.digest) is not None
+    parts.residency.release(ref.digest, last_step=7)
+    parts.residency.release(ref.digest, last_step=3)
+    parts.residency.tick(3)
+    assert parts.evict_all() == 0
+    parts.residency.tick(7)
+    assert parts.evict_all() == pages
+
+
 def test_blocks_that_a_request_holds_may_not_lose_their_adapter(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.load(ref)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 from weft.adapters.lora_step import LoraStep
+from weft.engine.plan import PageCopy, PageMove, StepPlan
 from weft.engine.sampling_params import SamplingParams
-from weft.errors import EngineError, StaleSlotError
+from weft.errors import EngineError, PageAccountingError, StaleSlotError
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -172,3 +174,95 @@ def test_prompt_scores_that_overflow_are_told(model: Path, tmp_path: Path) -> No
     (result,) = driver.runner.execute(driver.plan([chunk], request.new_pages))
 
     assert result.is_unsound
+
+
+def moves(pages: Sequence[int], host_pages: Sequence[int]) -> list[PageMove]:
+    return [PageMove(device_page=page, host_page=host) for page, host in zip(pages, host_pages, strict=True)]
+
+
+def test_tokens_do_not_depend_on_pages_that_were_swapped_out_and_in_to_others(model: Path) -> None:
+    driver = StepDriver(model)
+    expected = driver.generate([driver.request(prompt(20))], 6)[0]
+    request = driver.request(prompt(20))
+    first = driver.generate([request], 3)[0]
+    old = list(request.table.pages[0])
+    host_pages = range(len(old))
+
+    driver.runner.execute(StepPlan(step=98, chunks=[], swap_out=moves(old, host_pages)))
+    driver.arena.poison(old)
+    new = driver.pool.allocate(len(old), "kv")
+    assert new is not None
+    request.table.pages[0][:] = new
+    chunk = driver.chunk(request)
+    (result,) = driver.runner.execute(StepPlan(step=99, chunks=[chunk], swap_in=moves(new, host_pages)))
+    assert result.token_id is not None
+    request.token_ids.append(result.token_id)
+    driver.generate([request], 2)
+
+    assert first == expected[:3]
+    assert request.token_ids[20:] == expected
+
+
+def test_a_copied_page_goes_on_by_itself(model: Path) -> None:
+    driver = StepDriver(model)
+    leader = driver.request(prompt(20))
+    expected = driver.generate([leader], 6)[0]
+    fork = driver.request(prompt(20))
+    fork.table.append([leader.table.pages[0][0]])
+    copied = driver.pool.allocate(1, "kv")
+    assert copied is not None
+    fork.table.append(copied)
+    fork.num_computed = 19
+
+    chunk = driver.chunk(fork)
+    copies = [PageCopy(source=leader.table.pages[0][1], target=copied[0])]
+    before = driver.arena.bytes[leader.table.pages[0]].clone()
+    (result,) = driver.runner.execute(StepPlan(step=99, chunks=[chunk], copies=copies))
+    assert result.token_id is not None
+    fork.token_ids.append(result.token_id)
+    driver.generate([fork], 5)
+
+    assert fork.token_ids[20:] == expected
+    assert torch.equal(driver.arena.bytes[leader.table.pages[0]], before)
+
+
+def test_pages_move_in_the_order_of_the_plan(model: Path) -> None:
+    """One page is read by the swap before it is zeroed, another is zeroed before it is swapped in and copied."""
+    driver = StepDriver(model)
+    driver.arena.bytes[1].fill_(1)
+    driver.slab.pages[3].fill_(3)
+    plan = StepPlan(
+        step=1,
+        chunks=[],
+        swap_out=moves([1], [0]),
+        zero_pages=[1, 2],
+        swap_in=moves([2], [3]),
+        copies=[PageCopy(source=2, target=4)],
+    )
+
+    assert driver.runner.execute(plan) == []
+
+    assert [int(driver.slab.pages[0][0]), *(int(driver.arena.bytes[page][-1]) for page in (1, 2, 4))] == [1, 0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"zero_pages": [0]},
+        {"zero_pages": [400]},
+        {"swap_in": moves([0], [0])},
+        {"swap_in": moves([1], [8])},
+        {"swap_out": moves([1], [-1])},
+        {"copies": [PageCopy(source=400, target=1)]},
+        {"copies": [PageCopy(source=1, target=0)]},
+    ],
+)
+def test_pages_that_do_not_exist_are_refused_before_any_is_moved(model: Path, wrong: dict[str, list[Any]]) -> None:
+    driver = StepDriver(model)
+    before = driver.arena.bytes.clone()
+    fields: dict[str, Any] = {"swap_out": moves([2], [2]), "zero_pages": [3], **wrong}
+
+    with pytest.raises(PageAccountingError):
+        driver.runner.execute(StepPlan(step=1, chunks=[], **fields))
+
+    assert torch.equal(driver.arena.bytes, before)

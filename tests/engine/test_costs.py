@@ -1,0 +1,82 @@
+"""The figures of the start: positive, of one machine, and without a trace in the pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from step_driver import StepDriver
+from tiny_models import make_model
+from weft.engine.costs import MAX_TOKENS, measure_costs
+from weft.memory.copies import PageCopier
+from weft.memory.host_slab import HostSlab
+from weft.memory.page_costs import PageCosts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+class Ticking:
+    """A clock that moves by one second per look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 4])
+def test_pages_are_all_given_back(model: Path, num_host_pages: int) -> None:
+    driver = StepDriver(model)
+    slab = HostSlab(num_host_pages, driver.geometry.page_bytes, pinned=False)
+    costs = measure_costs(driver.decoder, driver.arena, driver.pool, slab, PageCopier(driver.arena), max_tokens=512)
+    assert min(costs.copy_s, costs.load_s, costs.token_s) > 0
+    assert driver.pool.num_free == driver.pool.capacity
+    assert slab.num_free == num_host_pages
+    assert not driver.arena.bytes[0].any()
+
+
+def test_a_slow_machine_is_judged_by_a_short_prompt(model: Path) -> None:
+    driver = StepDriver(model)
+    slab = HostSlab(4, driver.geometry.page_bytes, pinned=False)
+    copier = PageCopier(driver.arena)
+    costs = measure_costs(driver.decoder, driver.arena, driver.pool, slab, copier, max_tokens=512, clock=Ticking())
+    assert costs == PageCosts(copy_s=0.25, load_s=1.0, token_s=1 / 16)
+
+
+def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def measure(max_tokens: int, num_pages: int) -> int:
+        driver = StepDriver(model, num_pages=num_pages)
+        forward = driver.decoder.forward
+
+        def note(rows: object, *rest: object) -> torch.Tensor:
+            lengths.append(len(rows.tokens))  # type: ignore[attr-defined]
+            return forward(rows, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(driver.decoder, "forward", note)
+        slab = HostSlab(4, driver.geometry.page_bytes, pinned=False)
+        copier = PageCopier(driver.arena)
+        clock = iter(range(10**6))
+        measure_costs(
+            driver.decoder,
+            driver.arena,
+            driver.pool,
+            slab,
+            copier,
+            max_tokens=max_tokens,
+            clock=lambda: next(clock) * 1e-6,
+        )
+        return lengths[-1]
+
+    page_tokens = StepDriver(model).geometry.page_tokens
+    assert measure(512, 400) == MAX_TOKENS
+    assert measure(50, 400) == 50
+    assert measure(512, 3) == min(2 * page_tokens, MAX_TOKENS)

@@ -27,6 +27,7 @@ from weft.adapters.ref import AdapterRef
 from weft.adapters.residency_entry import Entry, Stage
 from weft.adapters.residency_neighbours import ImageLoader, PageWriter, SlotTables
 from weft.adapters.residency_pins import Pins
+from weft.adapters.residency_view import check_entries, residents
 from weft.adapters.resident import ResidentAdapter
 from weft.errors import EngineError, PageAccountingError, WeftError
 from weft.memory.eviction import Evictor
@@ -238,39 +239,7 @@ class Residency:
 
     def residents(self) -> list[ResidentAdapter]:
         """Adapters in memory or on their way there, those of the device first."""
-        found = []
-        for digest, entry in sorted(self._entries.items(), key=lambda item: item[1].stage is not Stage.DEVICE):
-            if entry.stage is Stage.QUEUED:
-                continue
-            on_the_way = entry.stage in (Stage.LOADING, Stage.COPYING)
-            tier: Literal["device", "host", "loading"] = "loading" if on_the_way else "host"
-            found.append(
-                ResidentAdapter(
-                    digest=digest,
-                    tier="device" if entry.stage is Stage.DEVICE else tier,
-                    pages=entry.known.num_pages or 0,
-                    running=entry.running,
-                    pinned=digest in self._pins,
-                    holds=entry.holds,
-                    uses=entry.known.num_runs + entry.running,
-                    prefix_pages=self._group_worth(digest)[1],
-                )
-            )
-        for digest, pages in self._images.page_counts().items():
-            queued = self._entries.get(digest)
-            if queued is None or queued.stage is Stage.QUEUED:
-                found.append(
-                    ResidentAdapter(
-                        digest=digest,
-                        tier="host",
-                        pages=pages,
-                        running=0,
-                        pinned=digest in self._pins,
-                        holds=0 if queued is None else queued.holds,
-                        uses=self._known.num_runs(digest),
-                    )
-                )
-        return found
+        return residents(self._entries, self._images, self._known, self._pins, self._prefixes)
 
     def check(self, num_swap_pages: int = 0) -> None:
         """Verify that pages, slots and host pages are those of the adapters.
@@ -281,21 +250,8 @@ class Residency:
         Raises:
             PageAccountingError: Pages or slots were lost or doubled.
         """
-        pages = [page for entry in self._entries.values() for page in entry.pages]
-        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["adapter"]:
-            raise PageAccountingError(f"adapters hold {len(pages)} pages, the pool says {self._pool.counts()}")
-        self._slots.check({entry.slot: digest for digest, entry in self._entries.items() if entry.slot >= 0})
+        check_entries(self._entries, self._pool, self._slots, self._evictor, self._prefixes)
         self._images.check(num_swap_pages)
-        for digest, entry in self._entries.items():
-            on_device = entry.stage is Stage.DEVICE
-            if (entry.slot >= 0) != bool(entry.pages) or (entry.running and not on_device) or entry.holds < 0:
-                raise PageAccountingError(f"adapter {digest} is {entry.stage.name} with what that does not allow")
-            if (entry in self._evictor) != (entry.is_idle and not entry.is_kept):
-                raise PageAccountingError(f"adapter {digest} is in use and can be evicted, or neither")
-        if self._prefixes is not None:
-            stray = {group for group in self._prefixes.groups() if group is not None and self.state(group) != "device"}
-            if stray:
-                raise PageAccountingError(f"adapters have cached blocks and are not on the device: {sorted(stray)}")
 
     def close(self) -> None:
         """Drop work that waits, and return when what runs is done."""

@@ -1,0 +1,86 @@
+"""What residency tells of itself: who is in memory, and whether its accounts add up. Reads, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from weft.adapters.adapter_slots import AdapterSlots
+from weft.adapters.host_images import HostImages
+from weft.adapters.known_adapters import KnownAdapters
+from weft.adapters.residency_entry import Entry, Stage
+from weft.adapters.residency_pins import Pins
+from weft.adapters.resident import ResidentAdapter
+from weft.errors import PageAccountingError
+from weft.memory.eviction import Evictor
+from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+
+
+def residents(
+    entries: Mapping[str, Entry], images: HostImages, known: KnownAdapters, pins: Pins, prefixes: PrefixCache | None
+) -> list[ResidentAdapter]:
+    """Adapters in memory or on their way there, those of the device first."""
+    found = [
+        ResidentAdapter(
+            digest=digest,
+            tier=_tier(entry.stage),
+            pages=entry.known.num_pages or 0,
+            running=entry.running,
+            pinned=digest in pins,
+            holds=entry.holds,
+            uses=entry.known.num_runs + entry.running,
+            prefix_pages=0 if prefixes is None else prefixes.group_worth(digest)[1],
+        )
+        for digest, entry in sorted(entries.items(), key=lambda item: item[1].stage is not Stage.DEVICE)
+        if entry.stage is not Stage.QUEUED
+    ]
+    for digest, pages in images.page_counts().items():
+        entry = entries.get(digest)
+        if entry is None or entry.stage is Stage.QUEUED:
+            found.append(
+                ResidentAdapter(
+                    digest=digest,
+                    tier="host",
+                    pages=pages,
+                    running=0,
+                    pinned=digest in pins,
+                    holds=0 if entry is None else entry.holds,
+                    uses=known.num_runs(digest),
+                )
+            )
+    return found
+
+
+def check_entries(
+    entries: Mapping[str, Entry],
+    pool: PagePool,
+    slots: AdapterSlots,
+    evictor: Evictor,
+    prefixes: PrefixCache | None,
+) -> None:
+    """Verify that pages, slots and what is offered to the evictor are those of the adapters.
+
+    Raises:
+        PageAccountingError: They are not.
+    """
+    pages = [page for entry in entries.values() for page in entry.pages]
+    if len(set(pages)) != len(pages) or len(pages) != pool.counts()["adapter"]:
+        raise PageAccountingError(f"adapters hold {len(pages)} pages, the pool says {pool.counts()}")
+    slots.check({entry.slot: digest for digest, entry in entries.items() if entry.slot >= 0})
+    for digest, entry in entries.items():
+        on_device = entry.stage is Stage.DEVICE
+        if (entry.slot >= 0) != bool(entry.pages) or (entry.running and not on_device) or entry.holds < 0:
+            raise PageAccountingError(f"adapter {digest} is {entry.stage.name} with what that does not allow")
+        if (entry in evictor) != (entry.is_idle and not entry.is_kept):
+            raise PageAccountingError(f"adapter {digest} is in use and can be evicted, or neither")
+    on_device_now = {digest for digest, entry in entries.items() if entry.stage is Stage.DEVICE}
+    stray = (prefixes.groups().keys() if prefixes is not None else set()) - on_device_now - {None}
+    if stray:
+        raise PageAccountingError(f"adapters have cached blocks and are not on the device: {stray}")
+
+
+def _tier(stage: Stage) -> Literal["device", "host", "loading"]:
+    if stage is Stage.DEVICE:
+        return "device"
+    return "loading" if stage in (Stage.LOADING, Stage.COPYING) else "host"

@@ -71,7 +71,7 @@ class EngineStatus:
     running: int
     waiting: int
     waiting_reasons: dict[str, int] = field(default_factory=dict)
-    """Requests that wait, by reason: LOADING, NO_ROOM, NO_PAGES, NEW."""
+    """Requests that wait, by reason: LOADING, NO_ROOM, NO_PAGES, FORK, NEW."""
     pages: dict[str, int] = field(default_factory=dict)
     """Pages by kind: free, kv, prefix, adapter, quarantine; they sum to `MemoryPlan.num_pages`."""
     residents: list[ResidentAdapter] = field(default_factory=list)

@@ -138,7 +138,7 @@ def test_figures_agree_with_what_the_server_did(server: ShopWindow, tmp_path: Pa
     assert summary["errors"] == 0
     assert summary["completion_tokens"] == 32
     assert summary["prompt_tokens"] == 8 * 64
-    assert summary["itl_ms"]["p50"] >= TOKEN_DELAY_S * 900
+    assert summary["latency_ms"]["p50"] >= TOKEN_DELAY_S * 1e3 * 4, "tokens may come late and together, not early"
     assert summary["tpot_ms"]["mean"] == pytest.approx(summary["itl_ms"]["mean"], rel=1e-6)
     assert summary["output_tokens_per_s"] == pytest.approx(32 / summary["duration_s"], rel=1e-3)
 

@@ -175,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--counts", type=int, nargs="+", default=[5, 100, 1000, 2000], help="registered adapters")
     add("--alpha", type=float, default=0.3, help="popularity; 1 uniform, smaller more skewed")
-    add("--requests", type=int, default=200, help="in each run")
+    add("--requests", type=int, default=128, help="in each run")
     add("--repeats", type=int, default=5)
     add("--lengths", type=int, nargs=2, default=(8, 512), help="prompt and output tokens, upper end excluded")
     add("--max-running", type=int, default=16)

@@ -181,11 +181,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--actives", type=int, nargs="+", default=[10, 20, 30, 40, 60], help="adapters in use")
+    add("--actives", type=int, nargs="+", default=[10, 20, 40, 60], help="adapters in use")
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--load", type=float, default=0.6, help="share of the saturated rate")
     add("--requests", type=int, default=150, help="in each run")
-    add("--repeats", type=int, default=5)
+    add("--repeats", type=int, default=4)
     add("--input-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=64)
     add("--max-running", type=int, default=16)

@@ -59,14 +59,12 @@ class Load:
     model: PoolModel
     lengths: tuple[int, int]
     """Prompt and output tokens, upper end excluded."""
-    batch: int
-    """Requests of mean size, each with an adapter of its own, that the shared pages hold."""
 
 
 LOADS = (
-    Load("S2: KV cache needs more", ATTENTION, (8, 512), 32),
-    Load("all linear, long: both the same", GROUPED, (8, 512), 24),
-    Load("all linear, short: adapters need more", GROUPED, (8, 64), 24),
+    Load("S2: KV cache needs more", ATTENTION, (8, 512)),
+    Load("all linear, long: both the same", GROUPED, (8, 512)),
+    Load("all linear, short: adapters need more", GROUPED, (8, 64)),
 )
 
 
@@ -75,15 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     loads = list(LOADS)
     if options.quick:
-        loads = [Load(LOADS[0].name, ATTENTION, (4, 48), 8)]
+        loads = [Load(LOADS[0].name, ATTENTION, (4, 48))]
         options.requests, options.repeats, options.files, options.adapters = 16, 1, 8, 8
-        options.in_flight, options.max_running = 10, 8
+        options.batch, options.in_flight, options.max_running = 8, 10, 8
     result = {
         "benchmark": "unified",
         **provenance(),
         "load": {
             "ranks": list(RANKS),
             "adapters": options.adapters,
+            "batch": options.batch,
             "requests": options.requests,
             "in_flight": options.in_flight,
             "max_running": options.max_running,
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(options: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Both engines under one load."""
     shape = make_pool_shape(options.cache, options.files, load.model)
-    num_pages = shared_pages(shape, load)
+    num_pages = shared_pages(options, shape, load)
     engines = make_engines(options, shape, num_pages)
     runs: dict[str, list[PoolRun]] = {name: [] for name in ENGINES}
     try:
@@ -127,11 +126,12 @@ def measure(options: argparse.Namespace, load: Load) -> dict[str, Any]:
     }
 
 
-def shared_pages(shape: PoolShape, load: Load) -> int:
-    """Pages for `load.batch` requests halfway through their answers, and as many adapters; an even number."""
+def shared_pages(options: argparse.Namespace, shape: PoolShape, load: Load) -> int:
+    """Pages for `batch` requests of mean length halfway through their answers, and as many adapters; an even number."""
     mean_tokens = sum(load.lengths) / 2
     kv_pages = 1.5 * mean_tokens / shape.geometry.page_tokens + 0.5
-    return 2 * round(load.batch * (kv_pages + shape.mean_pages) / 2)
+    batch: int = options.batch
+    return 2 * round(batch * (kv_pages + shape.mean_pages) / 2)
 
 
 def make_engines(options: argparse.Namespace, shape: PoolShape, num_pages: int) -> dict[str, PoolEngine]:
@@ -192,10 +192,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--adapters", type=int, default=200)
-    add("--requests", type=int, default=240, help="in each run")
-    add("--repeats", type=int, default=5)
-    add("--max-running", type=int, default=64)
-    add("--in-flight", type=int, default=96)
+    add("--batch", type=int, default=12, help="mean requests, each with an adapter of its own, that all pages hold")
+    add("--requests", type=int, default=120, help="in each run")
+    add("--repeats", type=int, default=4)
+    add("--max-running", type=int, default=32)
+    add("--in-flight", type=int, default=36)
     add("--files", type=int, default=NUM_FILES, help="files of adapter weights")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated files")
     add("--quick", action="store_true", help="a small run that shows that it works; its figures say nothing")

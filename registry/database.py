@@ -22,6 +22,8 @@ from weft.registry.migrations import upgrade
 
 BUSY_TIMEOUT_MS = 5000
 RETRY_MS = 50
+CACHE_KIB = 512
+"""Pages of the database that each connection keeps; the system keeps them for all of them anyway."""
 
 _WRITER = {"weft_writer": True}
 
@@ -150,6 +152,7 @@ def _set_up_connection(connection: DBAPIConnection, _record: object) -> None:
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
 

@@ -192,11 +192,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--adapters", type=int, default=200)
-    add("--batch", type=int, default=12, help="mean requests, each with an adapter of its own, that all pages hold")
+    add("--batch", type=int, default=8, help="mean requests, each with an adapter of its own, that all pages hold")
     add("--requests", type=int, default=120, help="in each run")
     add("--repeats", type=int, default=4)
     add("--max-running", type=int, default=32)
-    add("--in-flight", type=int, default=36)
+    add("--in-flight", type=int, default=24)
     add("--files", type=int, default=NUM_FILES, help="files of adapter weights")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated files")
     add("--quick", action="store_true", help="a small run that shows that it works; its figures say nothing")

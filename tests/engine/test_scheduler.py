@@ -480,7 +480,7 @@ def random_requests(draw: random.Random, count: int) -> list[GenerationRequest]:
     return requests
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     num_pages=st.integers(13, 40),

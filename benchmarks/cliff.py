@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts, room: int | None) -> PoolEngine:
-    """An engine with room for so many adapters of the mean size beside the KV of all that run; None holds them all."""
+    """An engine with room for so many adapters of the mean size beside the KV of all that run; None pins them all."""
     most = max(options.actives)
     adapter_pages = most * max(shape.pages(rank) for rank in RANKS) if room is None else room * shape.mean_pages
     kv_pages = options.max_running * shape.geometry.pages(options.input_tokens + options.output_tokens)
@@ -67,7 +67,11 @@ def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts,
         host_pages=2 * most * shape.mean_pages,
         max_running=options.max_running,
     )
-    return build_pool_engine(config, shape.adapters(most), costs)
+    adapters = shape.adapters(most)
+    engine = build_pool_engine(config, adapters, costs)
+    for ref in adapters if room is None else ():
+        engine.core.pin_adapter(ref, True)
+    return engine
 
 
 def make_load(options: argparse.Namespace, active: int, num_requests: int, seed: int) -> list[TimedRequest]:

@@ -17,11 +17,12 @@ device pages and no lease, so nobody waits for it but a fork (5), and what nobod
    is preempted twice without progress, and the oldest sits out only while such requests advance. That holds whether its
    KV cache comes back from the host, from the prefix cache, or is computed anew, since "where it stood" is kept.
 3. A waiting request that lacks pages is overtaken in at most `MAX_BYPASSES` steps. Then only it may be admitted, and
-   the pages of those that run come to it.
+   the pages of those that run come to it. While its adapter is still to be read, which may hang, others go on.
 4. When nothing can be computed although something wants to, only adapters can be in the way: cached prefixes that
    nobody runs with are evicted for whoever needs the pages. All holds but those of the first in line are dropped, so
-   that their adapters can be evicted too. If that changes nothing while nothing is loading and no freed page is in
-   quarantine, the first in line cannot fit beside what is pinned, and is refused.
+   that their adapters can be evicted too. If that changes nothing while nothing is being copied and no freed page is in
+   quarantine, the first in line cannot fit beside what is pinned, and is refused. First in line is who runs longest,
+   or else the first whose adapter has been read.
 5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which so stands before
    it in any order. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of
    forks go back to ever older requests, so there is no circle.
@@ -372,7 +373,7 @@ class Scheduler:
                 num_bypassed = len(blocked)
             else:
                 state.waiting_reason = reason
-                if reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._is_unread(state)):
+                if reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
                     blocked.append(state)
         for state in blocked[:num_bypassed]:
             state.num_bypasses += 1
@@ -413,10 +414,6 @@ class Scheduler:
                 return False
         return True
 
-    def _is_unread(self, state: RequestState) -> bool:
-        """Whether its adapter is in the queue of the loaders, which pages would not shorten."""
-        return state.digest is not None and self._residency.state(state.digest) == "stored"
-
     def _start(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         if state.digest is not None:
             state.lease = self._residency.acquire(state.digest)
@@ -449,8 +446,14 @@ class Scheduler:
 
     def _resolve_stall(self) -> None:
         """Nothing can be computed: make way for the first in line, or refuse it (see the module's docstring, 4)."""
-        first = self._running[0] if self._running else next(iter(self._waiting.candidates()), None)
-        is_under_way = self._pool.num_quarantined or any(a.tier == "loading" for a in self._residency.residents())
+        first = self._running[0] if self._running else None
+        if first is None:
+            first = next((state for state in self._waiting.candidates() if not self._waiting.is_unread(state)), None)
+        # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
+        is_under_way = self._pool.num_quarantined or any(
+            adapter.tier == "loading" and self._residency.state(adapter.digest) != "stored"
+            for adapter in self._residency.residents()
+        )
         if first is None or is_under_way:
             return
         self._waiting.drop_holds(keep=first.digest)

@@ -57,9 +57,10 @@ class WaitingQueue:
     def candidates(self) -> list[RequestState]:
         """Whom to look at: the one that was bypassed too often, alone, or the first in the policy's order.
 
-        Others lose their holds, so that their adapters are not in the way.
+        Others lose their holds, so that their adapters are not in the way. One whose adapter is yet to be read keeps
+        nobody else waiting: pages would not help it.
         """
-        overdue = [state for state in self if state.num_bypasses >= MAX_BYPASSES]
+        overdue = [state for state in self if state.num_bypasses >= MAX_BYPASSES and not self.is_unread(state)]
         if overdue:
             candidates = [min(overdue, key=lambda state: state.age_key)]
         else:
@@ -69,6 +70,10 @@ class WaitingQueue:
             if state.is_holding and state.request_id not in ahead:
                 self._unhold(state)
         return candidates
+
+    def is_unread(self, state: RequestState) -> bool:
+        """Whether its adapter is still to be read from the store, which pages would not shorten."""
+        return state.digest is not None and self._residency.state(state.digest) == "stored"
 
     def hold(self, state: RequestState) -> None:
         """Have the request's adapter loaded and kept for it."""

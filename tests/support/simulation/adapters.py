@@ -71,6 +71,8 @@ class SimulatedLoader:
         self._faults = faults
         self.missing: set[str] = set()
         """Adapters whose blob is gone."""
+        self.hanging: set[str] = set()
+        """Adapters whose loads take minutes, each of them."""
         self.failed: set[str] = set()
         """Adapters of which a load failed."""
 
@@ -78,7 +80,7 @@ class SimulatedLoader:
         """As the real one: read, reserve, pack."""
         size = self._sizes[ref.digest]
         seconds = self._faults.load_s * size * self._rng.uniform(0.5, 1.5)
-        if self._rng.random() < self._faults.hangs:
+        if self._rng.random() < self._faults.hangs or ref.digest in self.hanging:
             seconds += 300.0
         self._time.sleep(seconds)
         self._read(ref.digest)

@@ -26,7 +26,6 @@ from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import RequestOutput
 from weft.engine.scheduler import Scheduler
-from weft.engine.waiting import MAX_BYPASSES
 from weft.errors import AdapterUnavailableError, CapacityError, NeverFitsError, WeftError
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry
@@ -34,12 +33,13 @@ from weft.memory.pool import PagePool, PageState
 from weft.memory.prefix_cache import PrefixBlock, PrefixCache
 from weft.memory.swap_space import SwapSpace
 
-MAX_IDLE_PUMPS = 200
-"""Pumps without a step while nothing is under way outside, after which the engine is stuck."""
+MAX_IDLE_PUMPS = 60
+"""Pumps in a row without a step after which the engine is stuck: each waits longer, the last for days."""
 MAX_PUMPS = 20_000
-MAX_OVERLOOKED = 3
-"""Pumps without a step in which a request may be able to run: what is in its way is dropped first."""
+MAX_IDLE_S = 30.0
+"""How long nothing may be computed while somebody could run; a load that hangs takes ten times as long."""
 IDLE_S = 0.01
+"""From one pump that computes nothing to the next; every further one takes a third longer."""
 
 
 class SimulationError(AssertionError):
@@ -81,13 +81,16 @@ class Simulation:
         self._deleted: set[str] = set()
         self._progress: dict[str, tuple[int, int]] = {}
         """By request: where it stood when preempted last, and how often it was."""
-        self._overlooked: Counter[str] = Counter()
-        """Requests that could have run in the last pumps, in which nothing was computed."""
+        self._idle_since: dict[str, float] = {}
+        """Requests that could have run since when, while nothing was computed."""
         self._num_kept = 0
         """Adapters that pins kept on the device before the last pump."""
         self._published: dict[PrefixBlock, list[list[int]]] = {}
         """What the pages of each cached block held when it was first seen."""
         self.num_pumps = 0
+        self._num_idle = 0
+        """Pumps in a row in which nothing was computed and nothing happened outside."""
+        self._next_action_s: float | None = None
         rng = random.Random(scenario.seed + 1)
 
         self.time = VirtualTime()
@@ -195,21 +198,20 @@ class Simulation:
 
     def _play(self) -> None:
         actions = list(reversed(self.scenario.actions))
-        num_idle = 0
         while actions or self._open:
             while actions and actions[-1].at_s <= self.time.now_s:
                 self._act(actions.pop())
-            if self._pump() or actions:
-                num_idle = 0
-            elif self.time.next_event_s is None:
-                num_idle += 1
-                if num_idle > MAX_IDLE_PUMPS:
-                    self._fail(f"nothing moves: {self.core.status()}")
+                self._num_idle = 0
+            self._next_action_s = actions[-1].at_s if actions else None
+            self._pump()
+            if self._num_idle > MAX_IDLE_PUMPS:
+                self._fail(f"nothing moves: {self.core.status()}")
             if self.num_pumps > MAX_PUMPS:
                 self._fail(f"no end after {self.num_pumps} pumps: {self.core.status()}")
+        self._next_action_s = None
 
-    def _pump(self) -> bool:
-        """One pump, and time to the next event if it computed nothing; returns whether it did."""
+    def _pump(self) -> None:
+        """One pump, and some time if it computed nothing."""
         self.num_pumps += 1
         steps = self.runner.num_steps
         self._num_kept = sum(entry.is_kept for entry in self.residency._entries.values())
@@ -222,12 +224,17 @@ class Simulation:
         if self.failures:
             self._fail()
         if self.runner.num_steps > steps:
-            self._overlooked.clear()
-            return True
+            self._idle_since.clear()
+            self._num_idle = 0
+            return
         self._check_idle()
-        next_s = self.time.next_event_s
-        self.time.run_until(max(self.time.now_s, self.time.now_s + IDLE_S if next_s is None else next_s))
-        return False
+        self._num_idle += 1
+        num_events = self.time.num_events
+        next_s = self.time.now_s + IDLE_S * 1.3 ** min(self._num_idle, MAX_IDLE_PUMPS)
+        events = [when_s for when_s in (self.time.next_event_s, self._next_action_s) if when_s is not None]
+        self.time.run_until(max(self.time.now_s, min([next_s, *events])))
+        if self.time.num_events > num_events:
+            self._num_idle = 0
 
     def _describe(self) -> str:
         waiting = [
@@ -386,28 +393,25 @@ class Simulation:
     def _check_idle(self) -> None:
         """Nobody runs: nobody may be able to. A load that hangs is in the way of its own requests alone.
 
-        Only a request that was overtaken too often keeps all others waiting, for pages and copies, not for the store.
+        What only waits is dropped first, for which the engine may take its time while something else is under way.
         """
-        overdue = [state for state in self.scheduler._waiting if state.num_bypasses >= MAX_BYPASSES]
-        if self.scheduler._running or any(
-            state.digest is None or self.residency.state(state.digest) != "stored" for state in overdue
-        ):
-            self._overlooked.clear()
+        if self.scheduler._running:
+            self._idle_since.clear()
             return
-        could_run = Counter(
-            state.request_id
-            for state in self.scheduler._waiting
-            if (state.digest is None or self.residency.state(state.digest) == "device")
-            and state.waiting_reason != "FORK"
-            and self.evictor.num_available - self.geometry.pages(max(state.num_tokens, state.progress_mark))
-            >= self.pool.capacity // 8
-        )
-        self._overlooked = could_run + Counter(
-            {key: count for key, count in self._overlooked.items() if could_run[key]}
-        )
-        overlooked = [request_id for request_id, count in self._overlooked.items() if count > MAX_OVERLOOKED]
+        entries = self.residency._entries.values()
+        waiting = sum(entry.num_pages for entry in entries if entry.stage is Stage.DEVICE and entry.holds)
+        available = self.evictor.num_available + waiting - self.pool.capacity // 8
+        able: dict[str, float] = {}
+        for state in self.scheduler._waiting:
+            size = 0 if state.digest is None else self.scenario.adapters[state.digest]
+            count = self.geometry.pages(max(state.num_tokens, state.progress_mark)) + size
+            is_read = state.digest is None or self.residency.state(state.digest) != "stored"
+            if is_read and count <= available and state.waiting_reason != "FORK":
+                able[state.request_id] = self._idle_since.get(state.request_id, self.time.now_s)
+        self._idle_since = able
+        overlooked = [key for key, since_s in able.items() if self.time.now_s - since_s > MAX_IDLE_S]
         if overlooked:
-            self._fail(f"nothing is computed, but these could run: {overlooked}")
+            self._fail(f"nothing was computed for {MAX_IDLE_S} seconds, but these could run: {overlooked}")
 
     def _check_pages(self) -> None:
         """Every owned page has one owner and holds what its owner thinks; cached blocks never change."""
@@ -449,7 +453,8 @@ class Simulation:
         for action in self.scenario.actions:
             if action.verb == "pin" and action.adapter is not None:
                 self.core.pin_adapter(action.adapter, False)
-        while self.time.next_event_s is not None:
+        while (next_s := self.time.next_event_s) is not None:
+            self.time.run_until(next_s)
             self._pump()
         for _ in range(3):
             self._pump()

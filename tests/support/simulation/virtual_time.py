@@ -15,6 +15,8 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.num_events = 0
+        """How often background work went on."""
         self._tickets = 0
         self._sleeping: list[tuple[float, int, greenlet]] = []
         self._hub = getcurrent()
@@ -42,6 +44,7 @@ class VirtualTime:
         while self._sleeping and self._sleeping[0][0] <= end_s:
             when_s, _, sleeper = heapq.heappop(self._sleeping)
             self.now_s = max(self.now_s, when_s)
+            self.num_events += 1
             sleeper.switch()
         self.now_s = max(self.now_s, end_s)
 

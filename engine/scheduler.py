@@ -423,7 +423,9 @@ class Scheduler:
         count = min(state.num_tokens - beginning.num_tokens, draft.budget)
         num_tokens = max(beginning.num_tokens + count, state.tokens_to_reserve)
         if not self._kv.start(state, beginning, num_tokens, self._room_to_grow(), draft):
-            self._release_lease(state)
+            if state.lease is not None:
+                self._residency.release(state.lease.digest)  # no step has used it
+                state.lease = None
             return "NO_PAGES"
         self._waiting.remove(state)
         state.status, state.num_bypasses, state.leader = "running", 0, None

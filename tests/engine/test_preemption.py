@@ -231,3 +231,23 @@ def test_a_waiting_request_holds_no_device_page() -> None:
         assert state.pages.table.num_blocks == 0
         assert state.lease is None
     finish(simulator, requests)
+
+
+def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(num_pages=12, load_ticks=1, costs=RECOMPUTES)
+    simulator.core.submit(request("old", prompt=8, max_tokens=30))
+    simulator.core.submit(request("new", prompt=8, max_tokens=30, ref=adapter("a")))
+    release = simulator.residency.release
+    steps: list[int] = []
+
+    def note(digest: str, last_step: int = 0) -> None:
+        steps.append(last_step)
+        release(digest, last_step)
+
+    monkeypatch.setattr(simulator.residency, "release", note)
+    simulator.run()
+
+    runs = sum(simulator.scheduler.preemptions.values()) + 1
+    assert runs > 1
+    assert steps.count(0) > 0
+    assert len(steps) - steps.count(0) == runs

@@ -31,9 +31,9 @@ class UseCount:
         self.last_s = 0.0
         """Second of the last use."""
 
-    def note(self, now_s: float, weight: float = 1.0) -> None:
-        """Count a use; with a weight of 0 it was counted before, and only the time is noted."""
-        self.value = weight + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S)
+    def note(self, now_s: float, weight: float = 1.0, at_least: float = 0.0) -> None:
+        """Count a use; with a weight of 0 it was counted before, and only the time is noted. Never below `at_least`."""
+        self.value = max(weight + self.value * 0.5 ** ((now_s - self.last_s) / HALF_LIFE_S), at_least)
         self.last_s = now_s
 
     def lift(self, other: UseCount) -> None:

@@ -135,7 +135,8 @@ class PrefixCache:
         for block in blocks:
             block.refs += 1
             self._evictor.withdraw(block)
-            block.uses.note(now_s)
+            # The blocks that go on from here were scored by counts that no time has halved since: it goes after them.
+            block.uses.note(now_s, at_least=block.uses.value if block.children else 0.0)
 
     def release(self, blocks: Sequence[PrefixBlock], last_step: int) -> None:
         """Give references back; blocks that nobody holds any more can be evicted.
@@ -215,8 +216,9 @@ class PrefixCache:
         """
         if block.refs:
             raise PageAccountingError("a cached block was evicted while held")
-        for child in list(block.children):
-            self._evictor.take(child)
+        if block.children:
+            for later in reversed(_blocks_after(block)):
+                self._evictor.take(later)
         del self._blocks[block.digest]
         if block.parent is not None:
             block.parent.children.pop(block, None)
@@ -275,3 +277,11 @@ class PrefixCache:
             raise PageAccountingError("a cached block is not in its group")
         if (block.refs == 0) != (block in self._evictor):
             raise PageAccountingError(f"a cached block with {block.refs} holders is offered, or one with none is not")
+
+
+def _blocks_after(block: PrefixBlock) -> list[PrefixBlock]:
+    """All that goes on from a block, each after the one before it."""
+    blocks = list(block.children)
+    for later in blocks:
+        blocks += later.children
+    return blocks

@@ -14,12 +14,12 @@ BLOCK_TOKENS = 2
 
 
 class Parts:
-    """A cache over a pool of 30 pages; blocks of two tokens."""
+    """A cache over a pool of 30 pages, unless told otherwise; blocks of two tokens."""
 
-    def __init__(self, policy: Literal["lru", "gdsf"] = "lru", num_groups: int = 1) -> None:
+    def __init__(self, policy: Literal["lru", "gdsf"] = "lru", num_groups: int = 1, num_pages: int = 30) -> None:
         self.now_s = 0.0
         self.num_groups = num_groups
-        self.pool = PagePool(31)
+        self.pool = PagePool(num_pages + 1)
         self.evictor = Evictor(self.pool, eviction_policy(policy), clock=lambda: self.now_s)
         self.cache = PrefixCache(self.pool, self.evictor, block_s=0.5, clock=lambda: self.now_s)
 
@@ -170,6 +170,34 @@ def test_a_block_goes_with_all_that_goes_on_from_it() -> None:
     assert len(parts.cache) == 0
     assert parts.pool.num_free == 30
     assert parts.evictor.evictions == {"prefix": 3}
+    parts.cache.check([])
+
+
+def test_a_beginning_that_is_used_alone_again_goes_after_all_that_goes_on_from_it() -> None:
+    """Its own count has halved many times by then, those of the others were made before."""
+    parts = Parts("gdsf")
+    chain = parts.chain(*range(8))
+    held = parts.publish(chain)
+    parts.cache.hold(held)
+    parts.cache.release(held, 0)
+    parts.cache.release(held, 0)
+    parts.now_s += 3600.0
+    parts.cache.hold(held[:1])
+    parts.cache.release(held[:1], 0)
+    for left in (3, 2, 1, 0):
+        assert parts.evictor.make_room(30 - left)
+        assert parts.cache.find(chain, 4) == held[:left]
+
+
+def test_a_chain_of_any_length_goes_with_its_beginning() -> None:
+    num_blocks = 2000
+    parts = Parts(num_pages=num_blocks)
+    chain = parts.chain(*range(2 * num_blocks))
+    held = parts.publish(chain)
+    parts.cache.release(held, 0)
+    parts.evictor.take(held[0])
+    assert parts.pool.num_free == num_blocks
+    assert parts.evictor.evictions == {"prefix": num_blocks}
     parts.cache.check([])
 
 

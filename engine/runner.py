@@ -76,10 +76,12 @@ class ModelRunner:
         for slot, adapter in batch.adapters.items() if batch is not None else ():
             self._check_slot(slot, adapter.generation, adapter.digest)
         moved = self._mover.carry_out(plan)
-        results = self._compute(plan, batch) if batch is not None else []
-        if moved is not None:
-            moved.synchronize()
-        return results
+        try:
+            return self._compute(plan, batch) if batch is not None else []
+        finally:
+            # Also where the step fails: its host pages then go to others, who do not know of these copies.
+            if moved is not None:
+                moved.synchronize()
 
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,30 @@ def test_pages_move_in_the_order_of_the_plan(model: Path) -> None:
     assert driver.runner.execute(plan) == []
 
     assert [int(driver.slab.pages[0][0]), *(int(driver.arena.bytes[page][-1]) for page in (1, 2, 4))] == [1, 0, 3, 3]
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_step_ends_after_its_copies_to_the_host_even_when_it_fails(
+    model: Path, is_broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the host pages of a step that failed would be written by a loader while a device still copies to them."""
+    driver = StepDriver(model)
+    events: list[str] = []
+
+    class Copies:
+        def synchronize(self) -> None:
+            events.append("waited")
+
+    def forward(*_: object) -> torch.Tensor:
+        events.append("computed")
+        return torch.zeros(2, driver.spec.hidden_size) if not is_broken else torch.zeros(1 // 0)
+
+    monkeypatch.setattr(driver.runner._mover, "carry_out", lambda _plan: Copies())
+    monkeypatch.setattr(driver.decoder, "forward", forward)
+    with pytest.raises(ZeroDivisionError) if is_broken else nullcontext():
+        driver.run([driver.request(prompt(2))])
+
+    assert events == ["computed", "waited"]
 
 
 @pytest.mark.parametrize(

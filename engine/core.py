@@ -28,6 +28,8 @@ NUM_KEPT_STEPS = 256
 NUM_KEPT_TENANTS = 256
 MAX_FAILED_PLANS = 3
 """Plans in a row that may fail before the engine gives up; the supervisor starts a fresh one."""
+CHECK_SHARE = 100
+"""An engine that falls idle may verify its accounts for one in so many seconds; a request may come meanwhile."""
 
 
 class EngineCore:
@@ -72,6 +74,7 @@ class EngineCore:
         self._completed_step = 0
         self._failed_plans = 0
         self._is_checked = True
+        self._next_check_s = 0.0
         self._last_steps: deque[StepStats] = deque(maxlen=NUM_KEPT_STEPS)
         self._last_step_s: float | None = None
 
@@ -205,10 +208,13 @@ class EngineCore:
         )
 
     def _check_when_idle(self) -> None:
-        if self._is_checked or self._scheduler.has_work():
+        started_s = self._clock()
+        if self._is_checked or self._scheduler.has_work() or started_s < self._next_check_s:
             return
         self.check()
         self._is_checked = True
+        ended_s = self._clock()
+        self._next_check_s = ended_s + CHECK_SHARE * (ended_s - started_s)
 
 
 def _is_prefill(chunk: Chunk) -> bool:

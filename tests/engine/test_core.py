@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from engine_simulator import Simulator, adapter, expected_tokens, request
-from weft.engine.core import MAX_FAILED_PLANS, NUM_KEPT_STEPS
+from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS, NUM_KEPT_STEPS
 from weft.engine.plan import ChunkResult, StepPlan
 from weft.errors import EngineError, PageAccountingError
 
@@ -106,6 +107,31 @@ def test_the_accounts_are_checked_when_the_engine_falls_idle() -> None:
     simulator.pool.allocate(1, "kv")
     with pytest.raises(PageAccountingError):
         simulator.pump()
+
+
+def test_verifying_the_accounts_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many cached blocks it takes long, and an engine with little to do falls idle after every request."""
+    simulator = Simulator(checked=False)
+    check = simulator.pool.check
+    began_s: list[float] = []
+
+    def check_slowly() -> None:
+        began_s.append(simulator.now_s)
+        check()
+        simulator.now_s += 3.0
+
+    monkeypatch.setattr(simulator.pool, "check", check_slowly)
+    for index in range(500):
+        simulator.core.submit(request(f"r{index}", max_tokens=1))
+        simulator.run()
+        simulator.pump()
+    assert len(began_s) > 1
+    assert min(late - early for early, late in pairwise(began_s)) >= 3.0 * CHECK_SHARE
+
+    count = len(began_s)
+    for _ in range(4 * CHECK_SHARE):  # it is put off, not left out
+        simulator.pump()
+    assert len(began_s) == count + 1
 
 
 def test_status_tells_what_the_last_steps_did() -> None:

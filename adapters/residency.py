@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 HOLD_SHARE = 4
 """Adapters that only wait for their requests may have one in so many pages of the pool; one adapter always may."""
 MAX_UNDER_WAY = 16
-"""Adapters that are being loaded or have an image and no pages yet; it bounds the host memory that this takes."""
+"""Adapters from the store that are being loaded or have an image and no pages yet, and as many from host memory: it
+bounds the host memory that this takes. They are counted apart, for a copy need not wait behind loads."""
 MAX_KNOWN = 1 << 16
 """Adapters whose size and use is remembered after they left memory."""
 
@@ -138,7 +139,7 @@ class Residency:
         entry.holds += 1
         entry.is_forgotten = False
         self._evictor.withdraw(entry)
-        if entry.stage is Stage.QUEUED and self._num_under_way() < MAX_UNDER_WAY:
+        if entry.stage is Stage.QUEUED and self._num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
             self._start(entry)
 
     def unwant(self, digest: str) -> None:
@@ -270,14 +271,22 @@ class Residency:
         self._entries[ref.digest] = entry
         return entry
 
-    def _num_under_way(self) -> int:
-        return sum(entry.stage in (Stage.LOADING, Stage.PLACING) for entry in self._entries.values())
+    def _origin(self, digest: str) -> Literal["stored", "host"]:
+        return "host" if digest in self._images else "stored"
+
+    def _num_under_way(self) -> Counter[str]:
+        """Adapters that are loaded or wait for pages, by where they come from."""
+        under_way = (Stage.LOADING, Stage.PLACING)
+        return Counter(entry.origin for entry in self._entries.values() if entry.stage in under_way)
 
     def _start_queued(self) -> None:
-        room = MAX_UNDER_WAY - self._num_under_way()
         queued = [entry for entry in self._entries.values() if entry.stage is Stage.QUEUED]
-        for entry in queued[: max(room, 0)]:
-            self._start(entry)
+        num_under_way = self._num_under_way() if queued else Counter()
+        for entry in queued:
+            origin = self._origin(entry.ref.digest)
+            if num_under_way[origin] < MAX_UNDER_WAY:
+                num_under_way[origin] += 1
+                self._start(entry)
 
     def _start(self, entry: Entry) -> None:
         ref = entry.ref

@@ -309,6 +309,42 @@ def test_only_so_many_loads_are_under_way_and_the_rest_follow(tmp_path: Path) ->
     assert all(parts.residency.state(ref.digest) == "device" for ref in refs)
 
 
+def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) -> None:
+    """However many there are, and though they may hang."""
+    parts = make_residency(tmp_path, num_pages=200, slots=32)
+    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 2)]
+    cached, *others = store(parts, tmp_path, loras)
+    parts.load(cached)
+    parts.evict_all()
+    for ref in others:
+        parts.residency.want(ref)
+    parts.residency.want(cached)
+    assert (len(parts.loads.pending), len(parts.copies.pending)) == (MAX_UNDER_WAY, 1)
+    parts.copies.run_one()
+    parts.residency.tick(0)
+    assert parts.residency.state(cached.digest) == "device"
+
+
+def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path: Path) -> None:
+    parts = make_residency(tmp_path, num_pages=8, slab_pages=100, slots=32)
+    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 3)]
+    refs = store(parts, tmp_path, loras)
+    for ref in refs:
+        parts.load(ref)
+    parts.evict_all()
+    kv = parts.pool.allocate(parts.pool.num_free, "kv")
+    assert kv is not None
+    for ref in refs:
+        parts.residency.want(ref)
+    assert sum(image.users for image in parts.images._images.values()) == MAX_UNDER_WAY
+    parts.pool.free(kv, 0)
+    for ref in refs:
+        parts.settle()
+        assert parts.residency.acquire(ref.digest) is not None
+        parts.residency.release(ref.digest)
+        parts.residency.unwant(ref.digest)
+
+
 def test_a_copy_does_not_wait_behind_loads(tmp_path: Path) -> None:
     parts, refs, _ = prepare(tmp_path, count=3, num_pages=100)
     for ref in refs:

@@ -97,8 +97,9 @@ class AdapterFit:
     @property
     def message(self) -> str:
         """The answer in words."""
+        adapters = f"{_count(self.slots_needed, 'adapter')} need{'s' if self.slots_needed == 1 else ''}"
         numbers = (
-            f"{_count(self.slots_needed, 'adapter')} need {self.pages_needed:,} of {self.room.pages:,} pages "
+            f"{adapters} {self.pages_needed:,} of {self.room.pages:,} pages "
             f"and {self.slots_needed:,} of {self.room.slots:,} slots"
         )
         if self.fits:

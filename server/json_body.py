@@ -83,7 +83,9 @@ def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParamet
         return UnsupportedParameterError(f"{param} is not a parameter of this route.", param=param)
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
-    return InvalidRequestError(f"{param}: {first['msg']}.", param=param or None)
+    # pydantic's own words for it name our class
+    message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+    return InvalidRequestError(f"{param}: {message}.", param=param or None)
 
 
 def _invalid(message: str) -> InvalidRequestError:

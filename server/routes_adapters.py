@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from weft.engine.status import EngineReady
-from weft.errors import AdapterUnavailableError, InvalidRequestError
+from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.records import AdapterUsage
 from weft.server.access import Caller, TenantReader, TenantWriter, UploadCaller
 from weft.server.adapter_fit import FitItem, Room, find_fit, planned_item, waste
@@ -126,7 +126,10 @@ async def delete_adapter(
 
 
 async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> FitItem:
-    model = await resolve_model(services.registry, caller, services.served_name, selector, None)
+    try:
+        model = await resolve_model(services.registry, caller, services.served_name, selector, None)
+    except NotFoundError as error:
+        raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter, version = model.adapter, model.version
     if adapter is None or version is None:
         raise InvalidRequestError(f"`{selector}` is the base model, which is always there.", param="adapters")

@@ -23,6 +23,8 @@ MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
 MAX_MESSAGES = 4096
 ALL_LINEAR = "all-linear"
+MAX_PLANNED = 1 << 20
+"""Most adapters to come of one kind, in one question whether they fit."""
 MODULE_NAMES = tuple(path.rsplit(".", 1)[-1] for path in MODULE_PATHS)
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Scope = Literal["infer", "adapters", "usage"]
@@ -356,7 +358,7 @@ class PlannedAdapters(Body):
         default_factory=list
     )
     """`all-linear`, or names of modules."""
-    count: int = Field(1, ge=1, le=1 << 20)
+    count: int = Field(1, ge=1, le=MAX_PLANNED)
 
 
 class AdapterFitBody(Body):

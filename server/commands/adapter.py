@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from weft.adapters.base_shape import BaseShape
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-COLUMNS = ("name", "tenant", "version", "rank", "target_modules", "parameters", "pages", "residency", "aliases")
+COLUMNS = (
+    "name",
+    "tenant",
+    "version",
+    "rank",
+    "target_modules",
+    "parameters",
+    "pages",
+    "residency",
+    "pinned",
+    "aliases",
+)
 Folder = Annotated[Path, typer.Argument(help=f"Folder with {CONFIG} and {WEIGHTS}.", show_default=False)]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
@@ -137,6 +148,8 @@ def unpin(name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = N
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
     """Config and weights of an adapter; ends the command where one is missing."""
+    if not folder.is_dir():
+        fail(f"there is no folder {folder}.", 2)
     config, weights = folder / CONFIG, folder / WEIGHTS
     for path in (config, weights):
         if not path.is_file():
@@ -153,4 +166,7 @@ def _base(folder: Path) -> BaseShape:
 def _quoted(name: str) -> str:
     from urllib.parse import quote
 
+    if "/" in name:
+        tenant, _, own = name.partition("/")
+        fail(f"expected an adapter's own name, got {name!r}. For another tenant's: {own} --tenant {tenant}", 2)
     return quote(name, safe="")

@@ -79,6 +79,8 @@ def show(body: Any, as_json: bool, columns: Sequence[str]) -> None:  # noqa: ANN
 def _cell(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return " ".join(f"{name}={inner}" for name, inner in value.items()) or "-"
     if isinstance(value, list):
@@ -99,9 +101,11 @@ def _body(answer: httpx.Response, url: str) -> dict[str, Any]:
 def _reason(answer: httpx.Response, key: str | None) -> str:
     try:
         error = answer.json()["error"]
-        reason = f"{error['message']} ({error['code']})"
+        reason, param = f"{error['message']} ({error['code']})", error.get("param")
     except (ValueError, KeyError, TypeError):
-        reason = f"the server answered {answer.status_code}; is it Weft? Set --url or WEFT_URL."
+        reason, param = f"the server answered {answer.status_code}; is it Weft? Set --url or WEFT_URL.", None
     if answer.status_code == 401 and not key:
         reason += " Set --key or WEFT_KEY."
+    if answer.status_code in BAD_INPUT and param == "tenant":
+        reason += " Here that is --tenant."
     return reason

@@ -37,7 +37,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
         str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")
     ] = None,
     ranks: Annotated[list[int] | None, typer.Option("--rank", help="Rank of adapters to come; repeatable.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="How many adapters of each --rank.")] = 1,
+    count: Annotated[int, typer.Option(help="How many adapters of each --rank.")] = 1,
     targets: Annotated[str, typer.Option(help="Their modules: all, or some of q,k,v,o,gate,up,down.")] = "all",
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
@@ -62,6 +62,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     if not adapters and not ranks:
         fail("name folders of adapters, or give --rank for adapters to come.", USAGE_ERROR)
     modules = _modules(targets)
+    _check_count(count)
     options: dict[str, dict[str, object]] = {
         "model": {"path": model, "device": device, "dtype": dtype, "max_model_len": max_model_len},
         "memory": {"gib": memory_gib},
@@ -92,6 +93,13 @@ def _modules(targets: str) -> list[str]:
     return names
 
 
+def _check_count(count: int) -> None:
+    from weft.server.schemas import MAX_PLANNED
+
+    if not 1 <= count <= MAX_PLANNED:
+        fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.", USAGE_ERROR)
+
+
 def _on_disk(path: Path, planned: PlannedRoom) -> FitItem:
     from weft.errors import WeftError
     from weft.server.adapter_files import item_of_files
@@ -106,11 +114,13 @@ def _on_disk(path: Path, planned: PlannedRoom) -> FitItem:
 
 
 def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) -> FitItem:
+    from weft.config import MAX_RANK_LIMIT
     from weft.server.adapter_fit import planned_item
 
     max_rank = planned.config.adapter.max_rank
     if not 1 <= rank <= max_rank:
-        fail(f"--rank must be 1 to {max_rank}, got {rank}. Raise --max-rank for larger ones.", USAGE_ERROR)
+        advice = " Raise --max-rank for larger ones." if max_rank < rank <= MAX_RANK_LIMIT else ""
+        fail(f"--rank must be 1 to {max_rank}, got {rank}.{advice}", USAGE_ERROR)
     return planned_item(rank, modules, count, planned.base, planned.room)
 
 

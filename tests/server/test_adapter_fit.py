@@ -102,7 +102,7 @@ async def test_the_answer_comes_from_the_plan(api: Api) -> None:
 async def test_unknown_and_foreign_adapters_are_the_same_404(api: Api) -> None:
     await upload(await api.tenant("rival"), "secret")
     errors = [await ask(api, status=404, adapters=[name]) for name in ("nothing", "rival/secret", "secret")]
-    assert {error["code"] for error in errors} == {"model_not_found"}
+    assert {(error["code"], error["param"]) for error in errors} == {("model_not_found", "adapters")}
     assert (await ask(api, status=404, adapters=["pirate@2"]))["code"] == "model_not_found"
 
 
@@ -131,6 +131,7 @@ async def test_the_key_needs_the_scope_adapters(api: Api) -> None:
         ({"adapters": [BASE]}, "adapters"),
         ({"adapters": ["x"] * 1001}, "adapters"),
         ({"ranks": [{}]}, "ranks.0.rank"),
+        ({"ranks": [8]}, "ranks.0"),
         ({"ranks": [{"rank": 0}]}, "ranks.0.rank"),
         ({"ranks": [{"rank": "8"}]}, "ranks.0.rank"),
         ({"ranks": [{"rank": 65}]}, "ranks"),
@@ -146,6 +147,7 @@ async def test_the_key_needs_the_scope_adapters(api: Api) -> None:
 async def test_a_wrong_body_is_a_400_that_names_the_field(api: Api, body: dict[str, Any], param: str) -> None:
     answer = await (await api.tenant("acme")).post(FIT, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert "PlannedAdapters" not in answer.text
 
 
 async def test_weights_that_cannot_be_read_are_503(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +173,8 @@ def test_a_set_fits_as_long_as_one_block_of_kv_cache_does() -> None:
     assert not find_fit([item(10)], room(10)).fits
     assert find_fit([item(10)], room(11)).fits
     assert just.least_pages == 11
+    assert "All fit at once: 3 adapters need 9 of" in just.message
+    assert "All fit at once: 1 adapter needs 3 of" in find_fit([item(3)], room(10)).message
     assert find_fit([item(1, count=8)], room(100)).fits
     assert not find_fit([item(1, count=9)], room(100)).fits
 

@@ -146,6 +146,27 @@ def test_pin_and_unpin_send_what_they_say(recorder: Recorder) -> None:
         assert json.loads(recorder.calls[-1][3]) == {"pinned": pinned}
 
 
+def test_a_name_with_its_tenant_is_refused_with_the_way_to_say_it(recorder: Recorder) -> None:
+    for command in ("show", "rm", "pin", "unpin"):
+        done = run("adapter", command, "acme/support", "--url", recorder.url)
+        assert (done.exit_code, "support --tenant acme" in done.output) == (2, True), done.output
+    assert not recorder.calls
+
+
+def test_an_admin_who_names_no_tenant_is_told_the_option(recorder: Recorder) -> None:
+    recorder.status = 400
+    recorder.body = {"error": {"message": "Name it.", "type": "t", "param": "tenant", "code": "invalid_value"}}
+    done = run("adapter", "ls", "--url", recorder.url, "--key", "admin")
+    assert (done.exit_code, "--tenant" in done.output) == (2, True), done.output
+
+
+def test_pinned_adapters_are_listed_as_such(recorder: Recorder) -> None:
+    recorder.body = {"object": "list", "data": [{"name": "a", "pinned": True}, {"name": "b", "pinned": False}]}
+    header, *rows = run("adapter", "ls", "--url", recorder.url).output.splitlines()
+    column = header.split().index("PINNED")
+    assert [row.split()[column] for row in rows] == ["yes", "no"]
+
+
 def test_a_refusal_is_one_line_with_the_reason(recorder: Recorder) -> None:
     recorder.body = {"error": {"message": "There is none.", "type": "t", "param": None, "code": "not_found"}}
     for status, code in ((404, 1), (400, 2), (422, 2), (401, 1)):

@@ -116,7 +116,7 @@ def test_the_answer_is_a_table_and_a_sentence() -> None:
     assert planned.split()[2:5] == ["16", "q,k,v,o,gate,up,down", "10"]
     assert re.search(r"\d+\.\d%$", planned)
     assert blank == ""
-    assert "All fit at once: 11 adapters" in rest[-1]
+    assert "All fit at once: 11 adapters need " in rest[-1]
     assert "requests of 1,024 tokens" in rest[-1]
 
 
@@ -181,9 +181,11 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
     ("arguments", "reason"),
     [
         ((), "--rank"),
-        (("--rank", "0"), "1 to 64"),
+        (("--rank", "0"), "1 to 64, got 0.\n"),
         (("--rank", "65"), "--max-rank"),
-        (("--rank", "8", "--count", "0"), "count"),
+        (("--rank", "257"), "1 to 64, got 257.\n"),
+        (("--rank", "8", "--count", "0"), "--count must be 1 to 1048576"),
+        (("--rank", "8", "--count", "9" * 400), "--count must be 1 to 1048576"),
         (("--rank", "8", "--targets", "lm_head"), "--targets"),
         (("--rank", "8", "--targets", ""), "--targets"),
         (("--rank", "8", "--max-rank", "12"), "adapter.max_rank"),
@@ -192,7 +194,8 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
         (("--rank", "8", "--free-gib", "nan"), "--free-gib"),
         (("--rank", "8", "--free-gib", "0.0001"), "free"),
         (("--rank", "8", "--set", "memory.gb=1"), "memory.gib"),
-        (("/nowhere",), "adapter_config.json"),
+        (("/nowhere",), "no folder /nowhere"),
+        (("/",), "adapter_config.json"),
     ],
 )
 def test_wrong_use_exits_with_2_and_the_reason(arguments: tuple[str, ...], reason: str) -> None:

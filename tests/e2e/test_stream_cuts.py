@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from idleness import held_by_requests, seconds_until_idle
 from stream_client import Cut, Manner, Seen, stream
 from usage_events import Billed, usage_events
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, weft_server
@@ -83,22 +83,6 @@ async def run(server: WeftServer, key: str, visits: list[Visit]) -> list[Seen]:
     return await asyncio.gather(*(one(visit) for visit in visits))
 
 
-def held_by_requests(state: dict[str, Any]) -> dict[str, int]:
-    """What is not idle; adapters and cached prefixes may stay, since whoever needs their pages gets them."""
-    pages = {f"pages:{kind}": number for kind, number in state["pages"].items()}
-    kept = {"pages:free", "pages:adapter", "pages:prefix"}
-    counts = {"running": state["running"], "waiting": state["waiting"], "http": state["http_requests"], **pages}
-    return {name: count for name, count in counts.items() if count and name not in kept}
-
-
-def seconds_until_idle(server: WeftServer, patience_s: float) -> float:
-    started = time.monotonic()
-    while held := held_by_requests(server.engine()):
-        assert time.monotonic() - started < patience_s, f"still held: {held}"
-        time.sleep(0.02)
-    return time.monotonic() - started
-
-
 @pytest.fixture(scope="module")
 def visited(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The server after the thousand, the visits with what they saw, and how long until it was idle."""
@@ -110,7 +94,7 @@ def visited(tmp_path_factory: pytest.TempPathFactory) -> Any:
         rng = random.Random(3)
         visits = [draw(rng, number) for number in range(NUM_STREAMS)]
         seen = asyncio.run(run(server, server.tenants["acme"], visits))
-        idle_after_s = seconds_until_idle(server, patience_s=60)
+        idle_after_s = seconds_until_idle(server)
         yield server, list(zip(visits, seen, strict=True)), idle_after_s
 
 

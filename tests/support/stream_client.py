@@ -1,8 +1,11 @@
-"""A streaming client that leaves in the middle, on a bare socket, so that it knows what was sent and what it read."""
+"""A client on a bare socket: it can leave in the middle of a stream, knows what was sent and what it read, and is cheap
+enough for thousands of requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -50,7 +53,8 @@ async def stream(url: str, key: str, request_id: str, body: dict[str, Any], cut:
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     seen = Seen()
     try:
-        writer.write(_request(str(address.netloc), key, request_id, body))
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        writer.write(_request(address.netloc, key, "POST /v1/completions", asked, f"X-Request-Id: {request_id}"))
         await writer.drain()
         try:
             async with asyncio.timeout(cut.after_s):
@@ -60,8 +64,27 @@ async def stream(url: str, key: str, request_id: str, body: dict[str, Any], cut:
         if not seen.is_done:
             await _leave(reader, writer, seen, cut.manner)
     finally:
-        writer.transport.abort() if cut.manner == "reset" else writer.close()
+        await _close(writer)
     return seen
+
+
+async def exchange(url: str, key: str, method_and_path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    """One request on a connection of its own; status and body of the answer."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        writer.write(_request(address.netloc, key, method_and_path, body, "Connection: close"))
+        await writer.drain()
+        head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        await _close(writer)
+    return int(head.split()[1]), answer
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 async def _leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Seen, manner: Manner) -> None:
@@ -100,11 +123,14 @@ def _note(seen: Seen, event: dict[str, Any]) -> None:
         seen.prompt_tokens = event["usage"]["prompt_tokens"]
 
 
-def _request(host: str, key: str, request_id: str, body: dict[str, Any]) -> bytes:
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    content = json.dumps(asked).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nX-Request-Id: {request_id}\r\n\r\n"
-    )
-    return head.encode() + content
+def _request(host: str, key: str, method_and_path: str, body: dict[str, Any] | None, *headers: str) -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
+    lines = [
+        f"{method_and_path} HTTP/1.1",
+        f"Host: {host}",
+        f"Authorization: Bearer {key}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        *headers,
+    ]
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode() + content

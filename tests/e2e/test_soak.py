@@ -1,0 +1,179 @@
+"""Ten thousand requests of every kind: pages, threads, open files and memory stay where they were."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from endurance import Sample, growth, sample
+from stream_client import Cut, exchange, stream
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, upload_bytes, weft_server
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(1800)]
+
+NUM_REQUESTS = 10_000
+NUM_REQUESTS_WITH_LEAK = 3_000
+ROUND = 250
+CLIENTS = 6
+MAX_BYTES_PER_REQUEST = 1024
+PAGES = 90
+PAGE_BYTES = 32 * 1024
+SETTINGS = {
+    "memory.gib": PAGES * PAGE_BYTES / (1 << 30),
+    "memory.host_gib": PAGES * PAGE_BYTES / (1 << 30),
+    "scheduler.max_running": 8,
+    "scheduler.step_tokens": 16,
+    "model.threads": 1,
+}
+BASE = DEMO_MODEL.name
+ADAPTERS = ("pirate",)
+LEAKING = (sys.executable, "-P", str(Path(__file__).parents[1] / "support" / "leaking_server.py"))
+INVALID: list[dict[str, Any]] = [
+    {"temperature": -1},
+    {"model": "no-such-adapter"},
+    {"prompt": [99_999_999]},
+    {"prompt": [5] * 5000},
+    {"no_such_field": 1},
+]
+KINDS = {"whole": 40, "streamed": 24, "cut": 12, "two choices": 8, "invalid": 10, "looked up": 4, "passing": 2}
+"""How often each kind of request comes; one that is passing uploads an adapter, asks it and deletes it."""
+
+
+@dataclass
+class Crowd:
+    """Clients that send a seeded mix of requests."""
+
+    server: WeftServer
+    key: str
+    rng: random.Random
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Kind of request and status of its answer; 0 where it left before."""
+    num_passing: int = 0
+
+    async def round(self, count: int) -> None:
+        """Send so many requests, a few at a time."""
+        kinds = iter(self.rng.choices(list(KINDS), list(KINDS.values()), k=count))
+        # One adapter passes at a time, so that all sets of adapters that may meet have met when the warm-up is over:
+        # oneDNN keeps kernels for each.
+        passing = asyncio.Lock()
+
+        async def client() -> None:
+            for kind in kinds:
+                async with passing if kind == "passing" else contextlib.nullcontext():
+                    self.statuses[kind, await self.send(kind)] += 1
+
+        await asyncio.gather(*(client() for _ in range(CLIENTS)))
+
+    async def send(self, kind: str) -> int:
+        body = {
+            "model": self.rng.choice([BASE, *ADAPTERS]),
+            "prompt": [self.rng.randrange(6, 600) for _ in range(self.rng.choice([1, 8, 40]))],
+            "max_tokens": self.rng.randint(1, 4),
+            "temperature": self.rng.choice([0, 1]),
+            "ignore_eos": True,
+        }
+        match kind:
+            case "whole":
+                return await self.complete(body)
+            case "two choices":
+                return await self.complete({**body, "n": 2})
+            case "invalid":
+                return await self.complete({**body, **self.rng.choice(INVALID)})
+            case "streamed":
+                seen = await stream(self.server.url, self.key, "soak", body, Cut())
+                assert seen.tokens == body["max_tokens"]
+                return seen.status or 0
+            case "cut":
+                cut = Cut(
+                    manner=self.rng.choice(["close", "reset", "half"]),
+                    after_s=self.rng.choice([None, 0, 0.01]),
+                    tokens=self.rng.randint(0, 4),
+                )
+                return (await stream(self.server.url, self.key, "soak", {**body, "max_tokens": 60}, cut)).status or 0
+            case "looked up":
+                path = self.rng.choice(
+                    ["/v1/models", "/v1/adapters", "/v1/adapters/pirate", "/v1/usage", "/v1/nothing"]
+                )
+                return (await exchange(self.server.url, self.key, f"GET {path}"))[0]
+            case _:
+                return await self.upload_ask_delete(body)
+
+    async def complete(self, body: dict[str, Any]) -> int:
+        return (await exchange(self.server.url, self.key, "POST /v1/completions", body))[0]
+
+    async def upload_ask_delete(self, body: dict[str, Any]) -> int:
+        self.num_passing += 1
+        name = f"passing-{self.num_passing % 5}"
+        config = json.loads((DEMO_ADAPTERS / "pirate" / "adapter_config.json").read_text())
+        config["lora_alpha"] += self.num_passing  # so that each has its own digest
+        weights = (DEMO_ADAPTERS / "pirate" / "adapter_model.safetensors").read_bytes()
+        client = self.server.tenant("acme")
+        uploaded = await asyncio.to_thread(upload_bytes, client, name, json.dumps(config).encode(), weights)
+        assert uploaded.status_code == 201, uploaded.text
+        asked = await self.complete({**body, "model": name})
+        await exchange(self.server.url, self.key, f"DELETE /v1/adapters/{name}")
+        return asked
+
+
+def soak(server: WeftServer, num_requests: int) -> tuple[list[Sample], Crowd]:
+    """Send the requests in rounds, with a sample after each."""
+    for name in ADAPTERS:
+        assert server.upload(server.tenant("acme"), name, DEMO_ADAPTERS / name).status_code == 201
+    crowd = Crowd(server, server.tenants["acme"], random.Random(11))
+    samples = []
+    for done in range(ROUND, num_requests + 1, ROUND):
+        asyncio.run(crowd.round(ROUND))
+        samples.append(sample(server, done))
+    return samples, crowd
+
+
+def settings() -> list[str]:
+    return [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+
+
+def test_nothing_grows_in_ten_thousand_requests(tmp_path: Path) -> None:
+    with weft_server(tmp_path, "--dtype", "float32", *settings()) as server:
+        samples, crowd = soak(server, NUM_REQUESTS)
+        log = server.log.read_text()
+    good = sum(count for (kind, status), count in crowd.statuses.items() if status == 200)
+    refused = sum(count for (kind, status), count in crowd.statuses.items() if kind == "invalid" and status >= 400)
+    assert good > 0.7 * NUM_REQUESTS
+    assert refused == sum(count for (kind, _), count in crowd.statuses.items() if kind == "invalid")
+    assert all(status < 500 for _, status in crowd.statuses), crowd.statuses
+    assert growth(samples, max_bytes_per_request=MAX_BYTES_PER_REQUEST) == {}, samples
+    assert "Traceback" not in log
+
+
+def test_a_planted_leak_is_noticed(tmp_path: Path) -> None:
+    with weft_server(tmp_path, "--dtype", "float32", *settings(), program=LEAKING) as server:
+        samples, _ = soak(server, NUM_REQUESTS_WITH_LEAK)
+    assert "rss" in growth(samples, max_bytes_per_request=MAX_BYTES_PER_REQUEST), samples
+
+
+STILL = {"processes": 2, "threads": 17, "fds": 50, "rss_bytes": 900_000_000, "pages": 89}
+
+
+@pytest.mark.parametrize(
+    ("lost", "noticed"),
+    [({}, None), ({"rss_bytes": 900 * ROUND}, None), ({"rss_bytes": 1100 * ROUND}, "rss"), ({"threads": 1}, "threads")]
+    + [({name: 1}, name) for name in ("processes", "fds", "pages")],
+)
+def test_what_is_lost_in_each_round_is_noticed_and_what_only_wavers_is_not(
+    lost: dict[str, int], noticed: str | None
+) -> None:
+    samples = []
+    for number in range(1, 41):
+        counts = {name: at + lost.get(name, 0) * number for name, at in STILL.items()}
+        counts["threads"] += number % 3 == 0
+        counts["rss_bytes"] += 20_000_000 * (number > 30)
+        samples.append(Sample(requests=ROUND * number, **counts))
+    assert list(growth(samples, max_bytes_per_request=MAX_BYTES_PER_REQUEST)) == ([noticed] if noticed else [])

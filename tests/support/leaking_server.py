@@ -1,0 +1,24 @@
+"""`weft`, but each generation leaves a page of memory behind: what the endurance test must notice."""
+
+from __future__ import annotations
+
+import os
+
+from starlette.types import Receive, Scope, Send
+
+from weft.cli import main
+from weft.server.generation_response import GenerationResponse
+
+LEAKED_BYTES = 4096
+_kept: list[bytes] = []
+_answer = GenerationResponse.__call__
+
+
+async def _answer_and_leak(self: GenerationResponse, scope: Scope, receive: Receive, send: Send) -> None:
+    _kept.append(os.urandom(LEAKED_BYTES))
+    await _answer(self, scope, receive, send)
+
+
+if __name__ == "__main__":
+    GenerationResponse.__call__ = _answer_and_leak  # type: ignore[method-assign]
+    main()

@@ -185,9 +185,8 @@ def _allocate(
 ) -> _Memory:
     num_pages = plan.num_pages + 1  # and the zero page
     arena = Arena(geometry, num_pages, device, dtype)
-    if config.memory.poison:
-        arena.poison(range(1, num_pages))
-    pool = PagePool(num_pages, arena.poison if config.memory.poison else None)
+    poison = arena.poison if config.memory.poison else None
+    pool = PagePool(num_pages, poison, on_first_use=poison)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     return _Memory(
         arena=arena,

@@ -26,6 +26,8 @@ class PagePool:
     Args:
         num_pages: Pages of the arena, the zero page included; at least 2.
         on_release: Called with pages at the moment they become free (debugging fills them with a poison).
+        on_first_use: Called with pages that are handed out for the first time, before they are: memory that nobody uses
+            need never be touched.
         first_page: The first page to hand out; those before belong to somebody else.
 
     Raises:
@@ -33,7 +35,12 @@ class PagePool:
     """
 
     def __init__(
-        self, num_pages: int, on_release: Callable[[Sequence[int]], None] | None = None, *, first_page: int = 1
+        self,
+        num_pages: int,
+        on_release: Callable[[Sequence[int]], None] | None = None,
+        *,
+        on_first_use: Callable[[Sequence[int]], None] | None = None,
+        first_page: int = 1,
     ) -> None:
         if not 1 <= first_page < num_pages:
             raise ValueError(
@@ -43,6 +50,9 @@ class PagePool:
         self.num_pages = num_pages
         self.first_page = first_page
         self._on_release = on_release
+        self._on_first_use = on_first_use
+        self._first_unused = first_page
+        """This page and those behind it were never handed out: they lie at the bottom of the free list."""
         self._free = list(range(num_pages - 1, first_page - 1, -1))
         self._states: list[PageState] = ["free"] * num_pages
         self._counts: dict[str, int] = {"free": self.capacity, **dict.fromkeys(PAGE_KINDS, 0), "quarantine": 0}
@@ -89,6 +99,9 @@ class PagePool:
         split = len(self._free) - count
         pages = self._free[split:][::-1]
         del self._free[split:]
+        if self._on_first_use is not None and (unused := [page for page in pages if page >= self._first_unused]):
+            self._first_unused = unused[-1] + 1
+            self._on_first_use(unused)
         for page in pages:
             self._states[page] = kind
         self._counts["free"] -= count

@@ -34,6 +34,25 @@ def test_pages_wait_for_the_last_step_that_may_read_them() -> None:
     assert (pool.num_free, pool.num_quarantined, sorted(released)) == (3, 0, sorted(pages))
 
 
+def test_a_page_is_handed_out_for_the_first_time_once() -> None:
+    first: list[int] = []
+    pool = PagePool(10, on_first_use=first.extend, first_page=3)
+    assert first == []
+    early = pool.allocate(2, "kv")
+    assert early is not None
+    assert sorted(first) == sorted(early)
+    pool.free(early[:1], last_step=0)
+    pool.free(early[1:], last_step=1)
+    assert pool.allocate(9, "kv") is None
+    late = pool.allocate(5, "adapter")
+    assert late is not None
+    assert sorted(first) == sorted({*early, *late})
+    pool.complete(1)
+    pool.free(late, last_step=0)
+    assert pool.allocate(7, "kv") is not None
+    assert sorted(first) == list(range(3, 10))
+
+
 def test_pages_of_a_completed_step_are_free_at_once() -> None:
     pool = PagePool(4)
     pool.complete(5)

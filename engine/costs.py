@@ -104,7 +104,7 @@ def _load_s(source: torch.Tensor, clock: Callable[[], float]) -> float:
 
 @torch.inference_mode()
 def _token_s(decoder: Decoder, arena: Arena, pool: PagePool, max_tokens: int, clock: Callable[[], float]) -> float:
-    """The base model over a chunk of a prompt; the first run pays for what is set up once and sizes the next."""
+    """The base model over a chunk of a prompt; a length's first run pays for what is set up for it."""
     geometry = arena.geometry
     longest = min(max_tokens, pool.num_free // geometry.num_groups * geometry.page_tokens)
     table = BlockTable(geometry)
@@ -126,6 +126,6 @@ def _token_s(decoder: Decoder, arena: Arena, pool: PagePool, max_tokens: int, cl
         compute(min(WARM_UP_TOKENS, longest))
         first_s = compute(min(WARM_UP_TOKENS, longest)) / min(WARM_UP_TOKENS, longest)
         count = min(longest, int(TOKENS_BUDGET_S / max(first_s, 1e-9)))
-        return first_s if count <= WARM_UP_TOKENS else max(compute(count) / count, 1e-9)
+        return first_s if count <= WARM_UP_TOKENS else max(min(compute(count), compute(count)) / count, 1e-9)
     finally:
         pool.free(pages, 0)

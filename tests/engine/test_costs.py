@@ -50,6 +50,29 @@ def test_a_slow_machine_is_judged_by_a_short_prompt(model: Path) -> None:
     assert costs == PageCosts(copy_s=0.25, load_s=1.0, token_s=1 / 16)
 
 
+def test_what_is_set_up_for_a_length_is_no_part_of_its_cost(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a kernel may be compiled anew for the first longer prompt, which takes seconds."""
+    driver = StepDriver(model)
+    forward = driver.decoder.forward
+    now_s = [0.0]
+    lengths: set[int] = set()
+
+    def compute(rows: object, *rest: object) -> torch.Tensor:
+        count = len(rows.tokens)  # type: ignore[attr-defined]
+        now_s[0] += 0.001 * count + (0.0 if count in lengths else 5.0)
+        lengths.add(count)
+        return forward(rows, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(driver.decoder, "forward", compute)
+    slab = HostSlab(4, driver.geometry.page_bytes, pinned=False)
+    copier = PageCopier(driver.arena)
+    costs = measure_costs(
+        driver.decoder, driver.arena, driver.pool, slab, copier, max_tokens=512, clock=lambda: now_s[0]
+    )
+    assert costs.token_s == pytest.approx(0.001)
+    assert len(lengths) == 2
+
+
 def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
 

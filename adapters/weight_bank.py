@@ -1,7 +1,7 @@
 """LoRA weights of several adapters side by side, so that one matrix product serves the rows of all of them.
 
 A bank has columns per module, and each adapter in it has a range of them. A site's shrink weight is the A rows of all
-columns of its slices stacked; each slice has its own expand weight, B^T times the scaling. A column that an adapter
+columns of its slices stacked, times the scaling; each slice has its own expand weight, B^T. A column that an adapter
 does not fill in some layer is zero there. Knows neither rows nor steps.
 """
 
@@ -131,8 +131,8 @@ class WeightBank:
             copy_rows(self._arena, offsets[0], a[:rank])
             copy_rows(self._arena, offsets[1], bt[columns][:rank])
             scaling = float(self._tables.host_scalings[key.slot, layer, module])
-            if scaling != 1.0:
-                bt[columns][:rank].mul_(scaling)
+            if scaling != 1.0:  # into A, for rows of others meet B^T, as zeros, and that may overflow in float16
+                a[:rank].mul_(scaling)
             a[rank:].zero_()
             bt[columns][rank:].zero_()
             first += self.capacity[module]

@@ -197,6 +197,22 @@ def test_an_adapter_that_overflows_does_not_reach_the_rows_of_others(packed: boo
     assert torch.isfinite(y[2:]).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_beyond_the_number_format_do_not_reach_the_rows_of_others(packed: bool) -> None:
+    """The other rows meet them as zeros, but zero times infinity is not a number."""
+    wild = random_lora(BASE, 8, seed=1, alpha=8 * 64.0)
+    wild = replace(wild, lora_b={key: 5000 * b.sign() for key, b in wild.lora_b.items()})
+    lora_arena = fill(torch.float16, [wild, random_lora(BASE, 8, seed=2)])
+    batch_weights = make(lora_arena, packed=packed)
+    row_slots = [0, 1]
+    alone = lora_arena.run(make(lora_arena, 0), row_slots)
+    settle(lora_arena, batch_weights, row_slots)
+    together = lora_arena.run(batch_weights, row_slots)
+    assert len(batch_weights._banks) == 1
+    for site, y in together.items():
+        assert_close(y[1:], alone[site][1:])
+
+
 def test_no_step_copies_packs_or_frees_more_than_its_share() -> None:
     lora_arena = fill()
     batch_weights = make(lora_arena)

@@ -33,13 +33,14 @@ from weft.memory.pool import PagePool, PageState
 from weft.memory.prefix_cache import PrefixBlock, PrefixCache
 from weft.memory.swap_space import SwapSpace
 
-MAX_IDLE_PUMPS = 60
-"""Pumps in a row without a step after which the engine is stuck: each waits longer, the last for days."""
+MAX_IDLE_PUMPS = 1_500
+"""Pumps in a row in which nothing happens, after which the engine is stuck: more time than a load that hangs takes."""
 MAX_PUMPS = 20_000
 MAX_IDLE_S = 30.0
 """How long nothing may be computed while somebody could run; a load that hangs takes ten times as long."""
 IDLE_S = 0.01
-"""From one pump that computes nothing to the next; every further one takes a third longer."""
+"""From one pump that computes nothing to the next; every further one takes a third longer, up to `LONGEST_IDLE_S`."""
+LONGEST_IDLE_S = 0.5
 
 
 class SimulationError(AssertionError):
@@ -230,10 +231,10 @@ class Simulation:
         self._check_idle()
         self._num_idle += 1
         num_events = self.time.num_events
-        next_s = self.time.now_s + IDLE_S * 1.3 ** min(self._num_idle, MAX_IDLE_PUMPS)
+        next_s = self.time.now_s + min(IDLE_S * 1.3 ** min(self._num_idle, 20), LONGEST_IDLE_S)
         events = [when_s for when_s in (self.time.next_event_s, self._next_action_s) if when_s is not None]
         self.time.run_until(max(self.time.now_s, min([next_s, *events])))
-        if self.time.num_events > num_events:
+        if outputs or self.time.num_events > num_events:
             self._num_idle = 0
 
     def _describe(self) -> str:

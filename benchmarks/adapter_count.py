@@ -16,21 +16,17 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from weft.benchmarks.pool_options import pool_parser
 from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
-from weft.benchmarks.pool_shape import DEFAULT_CACHE, NUM_FILES, RANKS, PoolShape, make_pool_shape
+from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
 from weft.benchmarks.report import provenance, spread, without_nan, write_result
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 from weft.memory.page_costs import PageCosts
-
-FLAT_FROM = 100
-"""Adapters from which throughput may fall by `MAX_FALL` at most."""
-MAX_FALL = 0.10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,25 +163,14 @@ def _rotated(counts: Sequence[int], by: int) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -P -m weft.benchmarks.adapter_count",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = pool_parser("adapter_count", __doc__, requests=128, repeats=5, max_running=16)
     add = parser.add_argument
     add("--counts", type=int, nargs="+", default=[5, 100, 1000, 2000], help="registered adapters")
     add("--alpha", type=float, default=0.3, help="popularity; 1 uniform, smaller more skewed")
-    add("--requests", type=int, default=128, help="in each run")
-    add("--repeats", type=int, default=5)
     add("--lengths", type=int, nargs=2, default=(8, 512), help="prompt and output tokens, upper end excluded")
-    add("--max-running", type=int, default=16)
     add("--in-flight", type=int, default=32)
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--host-room", type=int, default=200, help="adapters of the mean size that fit the host slab")
-    add("--files", type=int, default=NUM_FILES, help="files of adapter weights")
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated files")
-    add("--quick", action="store_true", help="a small run that shows that it works; its figures say nothing")
-    add("--json", type=Path, default=None, help="write the result here")
     return parser
 
 

@@ -15,15 +15,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from weft.benchmarks.metrics import distribution, percentile
+from weft.benchmarks.pool_options import pool_parser
 from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
-from weft.benchmarks.pool_shape import DEFAULT_CACHE, NUM_FILES, RANKS, PoolShape, make_pool_shape
+from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
 from weft.benchmarks.report import provenance, spread, without_nan, write_result
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 from weft.memory.page_costs import PageCosts
@@ -179,24 +179,13 @@ def _median_ttft(run: PoolRun) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -P -m weft.benchmarks.cliff",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = pool_parser("cliff", __doc__, requests=150, repeats=4, max_running=16)
     add = parser.add_argument
     add("--actives", type=int, nargs="+", default=[10, 20, 40, 60], help="adapters in use")
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--load", type=float, default=0.6, help="share of the saturated rate")
-    add("--requests", type=int, default=150, help="in each run")
-    add("--repeats", type=int, default=4)
     add("--input-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=64)
-    add("--max-running", type=int, default=16)
-    add("--files", type=int, default=NUM_FILES, help="files of adapter weights")
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated files")
-    add("--quick", action="store_true", help="a small run that shows that it works; its figures say nothing")
-    add("--json", type=Path, default=None, help="write the result here")
     return parser
 
 

@@ -18,12 +18,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from weft.benchmarks.pool_options import pool_parser
 from weft.benchmarks.pool_run import (
     PoolEngine,
     PoolRun,
@@ -34,9 +34,7 @@ from weft.benchmarks.pool_run import (
 )
 from weft.benchmarks.pool_shape import (
     ATTENTION,
-    DEFAULT_CACHE,
     GROUPED,
-    NUM_FILES,
     RANKS,
     PoolModel,
     PoolShape,
@@ -46,8 +44,6 @@ from weft.benchmarks.report import provenance, spread, without_nan, write_result
 from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 
-MIN_GAIN = 0.15
-"""Least gain of throughput on the first load."""
 ENGINES = ("unified", "split")
 
 
@@ -185,22 +181,11 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -P -m weft.benchmarks.unified",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = pool_parser("unified", __doc__, requests=120, repeats=4, max_running=32)
     add = parser.add_argument
     add("--adapters", type=int, default=200)
     add("--batch", type=int, default=8, help="mean requests, each with an adapter of its own, that all pages hold")
-    add("--requests", type=int, default=120, help="in each run")
-    add("--repeats", type=int, default=4)
-    add("--max-running", type=int, default=32)
     add("--in-flight", type=int, default=24)
-    add("--files", type=int, default=NUM_FILES, help="files of adapter weights")
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated files")
-    add("--quick", action="store_true", help="a small run that shows that it works; its figures say nothing")
-    add("--json", type=Path, default=None, help="write the result here")
     return parser
 
 

@@ -42,7 +42,3 @@ class BlockTable:
             raise ValueError(f"a block is {num_groups} pages, got {len(pages)} pages")
         for group, table in enumerate(self.pages):
             table.extend(pages[group::num_groups])
-
-    def all_pages(self) -> list[int]:
-        """Every page, in no order that matters, for giving them back."""
-        return [page for table in self.pages for page in table]

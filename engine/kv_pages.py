@@ -30,6 +30,8 @@ from weft.memory.token_chain import TokenChain
 
 Preemption = Literal["swap", "recompute"]
 PREEMPTIONS: tuple[Preemption, ...] = ("swap", "recompute")
+MAX_NAMED_TOKENS = 32_768
+"""Tokens whose blocks are named in one plan for requests that wait, some 20 ms; one request may have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,17 @@ class KvPages:
         self._prefix_seed = prefix_seed
         self._leaving_host: list[tuple[int, list[int]]] = []
         """(step, host pages): free when that step is complete."""
+        self._num_named = 0
+        """Tokens named in this plan."""
+
+    def begin_plan(self) -> None:
+        """Note that a plan is begun."""
+        self._num_named = 0
+        self.note_complete()
+
+    def may_look_up(self, state: RequestState) -> bool:
+        """Whether a waiting request can be looked up without keeping those that run waiting for names of blocks."""
+        return not self._num_named or self._num_named + self._num_unnamed(state) <= MAX_NAMED_TOKENS
 
     @property
     def num_available(self) -> int:
@@ -269,8 +282,16 @@ class KvPages:
         max_blocks = (state.num_tokens - 1) // self._geometry.page_tokens
         if self._prefixes is None or state.keeps_prompt_logprobs or not max_blocks:
             return []
+        self._num_named += self._num_unnamed(state)
         pages.found = self._prefixes.find(self._chain(state, max_blocks), max_blocks, pages.found)
         return pages.found
+
+    def _num_unnamed(self, state: RequestState) -> int:
+        """Tokens of a waiting request that a lookup has to name."""
+        if self._prefixes is None or state.keeps_prompt_logprobs:
+            return 0
+        page_tokens, chain = self._geometry.page_tokens, state.pages.chain
+        return (state.num_tokens - 1) // page_tokens * page_tokens - (chain.num_tokens if chain is not None else 0)
 
     def _chain(self, state: RequestState, num_blocks: int) -> TokenChain:
         """Names of a request's first `num_blocks` blocks, at least."""

@@ -193,7 +193,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """What to compute next; None when nothing can be computed now."""
-        self._kv.note_complete()
+        self._kv.begin_plan()
         num_decoding = sum(state.num_left == 1 for state in self._running)
         draft = Draft(step=self._step + 1, budget=self._config.step_tokens - num_decoding)
         self._plan_running(draft)
@@ -390,7 +390,7 @@ class Scheduler:
                 return self._residency.waiting_reason(adapter.digest) if state.is_holding else "NO_ROOM"
         if self._waits_for_leader(state):
             return "FORK"
-        if draft.budget <= 0 or len(self._running) >= self._config.max_running:
+        if draft.budget <= 0 or len(self._running) >= self._config.max_running or not self._kv.may_look_up(state):
             return "NEW"
         return self._start(state, draft)
 

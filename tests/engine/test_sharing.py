@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
+from weft.engine import kv_pages
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduler import GROWTH_SHARE
+from weft.memory.token_chain import TokenChain
 
 PROMPT = list(range(100, 114))
 """Three full blocks and two tokens."""
@@ -165,6 +167,42 @@ def test_an_admission_that_does_not_fit_evicts_nothing() -> None:
         simulator.pump()
     assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
     assert simulator.evictor.evictions == {}
+
+
+def test_a_plan_names_the_blocks_of_few_long_prompts_and_those_behind_come_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_pages, "MAX_NAMED_TOKENS", 30)
+    simulator = Simulator(num_pages=20)
+    simulator.core.submit(request("first", 70, 10))  # leaves too few pages for those that follow
+    while not simulator.outputs.get("first"):
+        simulator.pump()
+    waiting = [request(str(number), 30, 20) for number in range(4)]
+    named = count_named_tokens(monkeypatch)
+    for each in waiting:
+        simulator.core.submit(each)
+    per_plan = []
+    for _ in waiting:
+        named.clear()
+        simulator.pump()
+        per_plan.append(named.count(28))
+    assert per_plan == [1, 1, 1, 1]
+    simulator.run()
+    check_tokens(simulator, waiting)
+
+
+def count_named_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each extension of a chain from now on."""
+    named: list[int] = []
+    extend = TokenChain.extend
+
+    def counting(chain: TokenChain, token_ids: Sequence[int]) -> None:
+        before = chain.num_tokens
+        extend(chain, token_ids)
+        named.append(chain.num_tokens - before)
+
+    monkeypatch.setattr(TokenChain, "extend", counting)
+    return named
 
 
 def test_what_a_waiting_request_could_share_is_not_evicted_for_it() -> None:

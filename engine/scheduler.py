@@ -8,10 +8,10 @@ Why everything that waits moves on. Entitlement to pages goes by age (lane, then
 device pages and no lease, so nobody waits for it but a fork (5), and what nobody runs with can be evicted.
 
 1. Among running requests the oldest goes first. For a page it evicts idle adapters and cached prefixes, then drops the
-   holds of waiting requests, then preempts the newest. One that finds nothing keeps its pages and sits the step out.
-   Pages that are swapped out are free only after the step that copies them: they are promised to those who made others
-   give them up, who sit out this one step, in which nobody is admitted. Such a step may compute nothing at all; each
-   has a preemption, so (2) bounds them.
+   holds of waiting requests, the newest first, then preempts the newest that runs. One that finds nothing keeps its
+   pages and sits the step out. Pages that are swapped out are free only after the step that copies them: they are
+   promised to those who made others give them up, who sit out this one step, in which nobody is admitted. Such a step
+   may compute nothing at all; each has a preemption, so (2) bounds them.
 2. A preempted request returns with pages for one page of progress beyond where it stood, and cannot be preempted before
    it has made it. Meanwhile it needs no pages, so it advances in every step in which it gets tokens; hence no request
    is preempted twice without progress, and the oldest sits out only while such requests advance. That holds whether its
@@ -327,7 +327,7 @@ class Scheduler:
         if count == 0:
             return True
         while self._kv.num_available < count + draft.promised:
-            if self._waiting.drop_holds(keep=None):
+            if self._waiting.yield_hold():
                 self._no_holds_until = self._step + HOLD_PAUSE_STEPS
             elif (victim := self._newest_to_preempt(state)) is not None:
                 self._preempt(victim, draft)

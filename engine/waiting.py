@@ -27,6 +27,8 @@ class WaitingQueue:
         self._residency = residency
         self._look_ahead = look_ahead
         self._states: dict[str, RequestState] = {}
+        self._holders: dict[str, RequestState] = {}
+        """Those with a hold."""
         self.has_changed = False
         """Whether a request came or went; the reader resets it."""
 
@@ -66,8 +68,8 @@ class WaitingQueue:
         else:
             candidates = self._order.order(self, self._look_ahead)
         ahead = {state.request_id for state in candidates}
-        for state in self:
-            if state.is_holding and state.request_id not in ahead:
+        for state in list(self._holders.values()):
+            if state.request_id not in ahead:
                 self._unhold(state)
         return candidates
 
@@ -80,13 +82,30 @@ class WaitingQueue:
         if not state.is_holding and state.request.adapter is not None:
             self._residency.want(state.request.adapter)
             state.is_holding = True
+            self._holders[state.request_id] = state
+
+    def yield_hold(self) -> bool:
+        """Drop the newest hold on an adapter that has pages, for a running request that lacks some.
+
+        Without such a hold all others go, so that their adapters take no pages. Returns whether there was a hold.
+        """
+        with_pages = [
+            state
+            for state in self._holders.values()
+            if state.digest is not None and self._residency.state(state.digest) == "device"
+        ]
+        if not with_pages:
+            return self.drop_holds(keep=None)
+        self._unhold(max(with_pages, key=lambda state: state.age_key))
+        return True
 
     def drop_holds(self, keep: str | None) -> bool:
         """Drop all holds but those on one adapter; returns whether there were any."""
-        dropped = [state for state in self if state.is_holding and state.digest != keep]
+        dropped = [state for state in self._holders.values() if state.digest != keep]
         self._residency.drop_holds(keep)
         for state in dropped:
             state.is_holding = False
+            del self._holders[state.request_id]
         return bool(dropped)
 
     def reasons(self) -> dict[str, int]:
@@ -96,4 +115,5 @@ class WaitingQueue:
     def _unhold(self, state: RequestState) -> None:
         if state.is_holding and state.digest is not None:
             state.is_holding = False
+            del self._holders[state.request_id]
             self._residency.unwant(state.digest)

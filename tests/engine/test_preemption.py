@@ -251,3 +251,19 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
     assert runs > 1
     assert steps.count(0) > 0
     assert len(steps) - steps.count(0) == runs
+
+
+def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
+    simulator = Simulator(num_pages=14, max_running=1, load_ticks=1, adapter_pages=2)
+    simulator.core.submit(request("old", prompt=8, max_tokens=49))  # 14 pages in the end
+    names = ("a", "b", "c")
+    for name in names:
+        simulator.core.submit(request(name, prompt=4, max_tokens=2, ref=adapter(name)))
+    resident = []
+    while not simulator.outputs.get("old") or simulator.last("old").finish_reason is None:
+        simulator.pump()
+        resident.append([name for name in names if simulator.residency.state(adapter(name).digest) == "device"])
+    order = [there for index, there in enumerate(resident) if index == 0 or there != resident[index - 1]]
+    assert order[-4:] == [["a", "b", "c"], ["a", "b"], ["a"], []]
+    assert simulator.num_preemptions == 0
+    simulator.run()

@@ -115,3 +115,16 @@ def test_steps_that_were_seen_too_seldom_are_not_drawn(folder: Path) -> None:
     plots = script("plot_results")
     picture = plots.draw("adapter-count-cpu", folder).read_text()
     assert "90" not in re.findall(r">(\d+)</text>", picture), "the axis would reach it"
+
+
+def committed(name: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()))
+
+
+def test_committed_results_keep_what_the_pool_promises() -> None:
+    counts = committed("adapter-count-cpu")
+    assert counts["load"]["alpha"] == 0.3
+    assert counts["ratios"]["2000 / 100"]["median"] >= 0.9
+    cliff = committed("cliff-cpu")
+    assert cliff["load"]["room"] == 20
+    assert cliff["adapters"]["40"]["share_of_limit"]["median"] <= 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -90,20 +90,25 @@ def read_checkpoint(
     return checkpoint
 
 
-def check_weights(spec: LoraSpec, content: bytes | memoryview, base: BaseShape) -> Checkpoint:
+def check_weights(
+    spec: LoraSpec, content: bytes | memoryview, base: BaseShape, pause: Callable[[], None] = lambda: None
+) -> Checkpoint:
     """Check the tensors of a file that was accepted once and is in memory; its values are not looked at again.
 
     Args:
         spec: The config, as it was read then.
         content: The whole weights file.
         base: Shape of the base model.
+        pause: Called between pieces of a few milliseconds.
 
     Raises:
         AdapterFormatError: Not what PEFT writes; codes `config.*` and `weights.*`.
         AdapterIncompatibleError: Sound, but not for this base; codes `weights.*`.
     """
     head = io.BytesIO(memoryview(content)[: MAX_HEADER_BYTES + 8])
-    return _check_tensors(spec, read_header(head, len(content)), base)
+    tensors = read_header(head, len(content))
+    pause()
+    return _check_tensors(spec, tensors, base)
 
 
 def _open_plain(path: Path) -> BufferedReader:

@@ -8,9 +8,12 @@ the base's shape and the page size alone. Page images in the host cache depend o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from weft.adapters.base_shape import BaseShape
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
@@ -46,6 +49,12 @@ class LoraLayout:
     num_pages: int
     groups: tuple[RowGroup, ...]
     """Ordered by layer, module, part, group."""
+    columns: npt.NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    """The groups' fields as arrays, int64 [6, groups]; made with the plan, in a loader thread, for the engine's."""
+
+    def __post_init__(self) -> None:
+        columns = np.array(self.groups, dtype=np.int64).reshape(-1, len(RowGroup._fields)).T
+        object.__setattr__(self, "columns", np.ascontiguousarray(columns))
 
 
 def plan_layout(ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry: PageGeometry) -> LoraLayout:

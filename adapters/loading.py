@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,8 +20,8 @@ from weft.memory.geometry import PageGeometry
 class BlobReader(Protocol):
     """Where weights come from."""
 
-    def open_verified(self, sha256: str, /) -> bytes | memoryview:
-        """The blob's bytes, hashed; raises AdapterUnavailableError when it is missing or corrupt."""
+    def open_verified(self, sha256: str, pause: Callable[[], None], /) -> bytes | memoryview:
+        """The blob's bytes, hashed, with pauses between; raises AdapterUnavailableError when it is missing or corrupt."""
 
 
 class AdapterLoader:
@@ -34,6 +35,7 @@ class AdapterLoader:
         dtype: Element type of the arena.
         max_rank: Largest rank that the tables hold.
         max_pages: Most pages an adapter may have.
+        pause: Called between pieces of a load.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class AdapterLoader:
         dtype: torch.dtype,
         max_rank: int,
         max_pages: int,
+        pause: Callable[[], None] = lambda: None,
     ) -> None:
         self._blobs = blobs
         self._images = images
@@ -53,6 +56,7 @@ class AdapterLoader:
         self._dtype = dtype
         self._max_rank = max_rank
         self._max_pages = max_pages
+        self._pause = pause
 
     def load(self, ref: AdapterRef) -> HostImage:
         """Read and pack one adapter; the caller adds the image to the host images.
@@ -63,8 +67,9 @@ class AdapterLoader:
             AdapterIncompatibleError: The adapter is not for this base, or its rank exceeds the setting.
             NeverFitsError: It needs more pages than it may have.
         """
-        content = self._blobs.open_verified(ref.weights_sha256)
-        checkpoint = check_weights(ref.config, content, self._base)
+        content = self._blobs.open_verified(ref.weights_sha256, self._pause)
+        checkpoint = check_weights(ref.config, content, self._base, self._pause)
+        self._pause()
         layout = self._plan(checkpoint)
         slab_pages = self._images.reserve(layout.num_pages)
         try:
@@ -72,7 +77,7 @@ class AdapterLoader:
                 pages = list(torch.empty((layout.num_pages, self._geometry.page_bytes), dtype=torch.uint8))
             else:
                 pages = self._images.slab_views(slab_pages)
-            pack(checkpoint, content, layout, self._base, self._geometry, self._dtype, pages)
+            pack(checkpoint, content, layout, self._base, self._geometry, self._dtype, pages, self._pause)
         except BaseException:
             self._images.cancel(slab_pages or [])
             raise

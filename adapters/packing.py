@@ -7,7 +7,7 @@ nothing that `checkpoint` has checked already.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ def pack(
     geometry: PageGeometry,
     dtype: torch.dtype,
     out_pages: torch.Tensor | Sequence[torch.Tensor],
+    pause: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the page images of an adapter.
 
@@ -44,8 +45,12 @@ def pack(
         geometry: Sizes of a page.
         dtype: Element type of the arena.
         out_pages: uint8 [page_bytes] each, `layout.num_pages` of them; overwritten in full.
+        pause: Called after each piece of about a millisecond.
     """
-    pages = [out_pages[index].zero_().view(dtype) for index in range(layout.num_pages)]
+    pages = []
+    for index in range(layout.num_pages):
+        pages.append(out_pages[index].zero_().view(dtype))
+        pause()
     runs = _runs(layout, base, geometry)
     for tensor in checkpoint.tensors:
         part, rows = _rank_rows(tensor, weights, dtype)
@@ -56,6 +61,7 @@ def pack(
             source = rows[run.first_row : run.first_row + run.num_rows]
             start = run.offset_units * (PITCH_BYTES // geometry.dtype_bytes)
             pages[run.page][start:].as_strided((len(source), features), (pitch, 1)).copy_(source)
+        pause()
 
 
 class _Run(NamedTuple):

@@ -85,7 +85,7 @@ class AdapterTables:
             self.host_ranks[slot, layer, module] = -(-rank // GROUP_ROWS) * GROUP_ROWS
             self.host_scalings[slot, layer, module] = scalings[layer, module]
         if layout.groups:
-            layer_column, module_column, part, group, page, units = np.array(layout.groups, dtype=np.int64).T
+            layer_column, module_column, part, group, page, units = layout.columns
             starts = np.asarray(pages, dtype=np.int64)[page] * (self.geometry.page_bytes // PITCH_BYTES) + units
             if starts.max() > MAX_OFFSET:
                 raise ValueError(f"offset {starts.max()} exceeds int32: the arena is larger than 512 GiB")

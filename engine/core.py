@@ -44,6 +44,7 @@ class EngineCore:
         prefixes: KV pages of earlier requests; None is without.
         swap: Host memory of preempted requests; None is without.
         boot_id: Names this life of the engine.
+        set_stepping: Told whether steps are running, so that loads give way to them and go on in full otherwise.
         clock: Monotonic seconds.
     """
 
@@ -58,6 +59,7 @@ class EngineCore:
         prefixes: PrefixCache | None,
         swap: SwapSpace | None,
         boot_id: str,
+        set_stepping: Callable[[bool], None] = lambda is_stepping: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -68,6 +70,7 @@ class EngineCore:
         self._prefixes = prefixes
         self._swap = swap
         self._boot_id = boot_id
+        self._set_stepping = set_stepping
         self._clock = clock
         self._status_seq = 0
         self._num_steps = 0
@@ -117,6 +120,7 @@ class EngineCore:
         for failure in self._residency.tick(self._completed_step):
             self._scheduler.fail_adapter(failure.digest, failure.error)
         plan = self._plan()
+        self._set_stepping(plan is not None)
         if plan is None:
             outputs = self._scheduler.take_outputs()
             self._check_when_idle()
@@ -162,6 +166,7 @@ class EngineCore:
 
     def close(self) -> None:
         """End background loads and give the memory back; requests that still live are dropped."""
+        self._set_stepping(False)
         self._residency.close()
         self._runner.close()
 

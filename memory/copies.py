@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,10 +14,12 @@ class PageCopier:
 
     Args:
         arena: Where to.
+        pause: Called after each page on a CPU; elsewhere copies take no core.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, pause: Callable[[], None] = lambda: None) -> None:
         self._arena = arena
+        self._pause = pause
         self._stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def fence(self) -> torch.cuda.Event | None:
@@ -39,6 +41,7 @@ class PageCopier:
         if self._stream is None:
             for source, page in zip(sources, pages, strict=True):
                 self._arena.bytes[page].copy_(source)
+                self._pause()
             return
         with torch.cuda.stream(self._stream):
             if fence is not None:

@@ -107,6 +107,8 @@ class AdapterConfig:
     """Most adapters resident on the device at once (rows of the tables; pages are the true limit)."""
     load_threads: int = 1
     """Threads that read, check and pack adapters."""
+    load_share: float = 0.15
+    """What loading and copying adapters may take of one core while steps run on a CPU, 0.01 to 1; 1 does not hold it up."""
 
     def __post_init__(self) -> None:
         _require(
@@ -117,6 +119,7 @@ class AdapterConfig:
         )
         _require(1 <= self.slots <= 65536, "adapter.slots", "1 to 65536", self.slots)
         _require(1 <= self.load_threads <= 64, "adapter.load_threads", "1 to 64", self.load_threads)
+        _require(0.01 <= self.load_share <= 1, "adapter.load_share", "from 0.01 to 1", self.load_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

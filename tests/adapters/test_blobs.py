@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs import READ_WINDOW_BYTES, LocalBlobs
 from weft.errors import AdapterUnavailableError, CapacityError
 
 CONTENT = b"some weights " * 1000
@@ -54,6 +54,14 @@ def test_a_blob_lies_under_its_digest_and_reads_back(blobs: LocalBlobs) -> None:
     assert bytes(view) == CONTENT
     assert view.readonly
     assert list(blobs.digests()) == [DIGEST]
+
+
+def test_a_long_blob_is_read_in_pieces_with_a_pause_after_each(blobs: LocalBlobs) -> None:
+    content = os.urandom(2 * READ_WINDOW_BYTES + 1)
+    digest = store(blobs, content)
+    pauses: list[None] = []
+    assert bytes(blobs.open_verified(digest, lambda: pauses.append(None))) == content
+    assert len(pauses) == 3
 
 
 def test_nobody_else_may_look_in(blobs: LocalBlobs) -> None:

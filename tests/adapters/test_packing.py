@@ -55,6 +55,26 @@ def test_the_same_adapter_packs_to_the_same_bytes(tmp_path: Path) -> None:
     assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
+def test_packing_pauses_after_each_page_and_each_matrix(tmp_path: Path) -> None:
+    path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
+    checkpoint = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 256)
+    geometry = tiny_geometry(BASE, torch.float32)
+    layout = plan_layout(checkpoint.ranks, BASE, geometry)
+    images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8)
+    pauses: list[None] = []
+    pack(
+        checkpoint,
+        path.read_bytes(),
+        layout,
+        BASE,
+        geometry,
+        torch.float32,
+        images,
+        lambda: pauses.append(None),
+    )
+    assert len(pauses) >= layout.num_pages + len(checkpoint.tensors)
+
+
 def test_weights_in_memory_are_checked_like_those_in_a_file(tmp_path: Path) -> None:
     path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
     from_file = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from drive_core import run_all
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
 from weft.adapters.blobs import LocalBlobs
+from weft.adapters.load_pace import LoadPace
 from weft.adapters.ref import AdapterRef
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine
@@ -116,3 +119,44 @@ def test_a_longer_limit_than_the_model_has_is_refused(model: Path, tmp_path: Pat
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         build_engine(settings(tmp_path / "nowhere", tmp_path))
+
+
+def test_loads_and_copies_pause_beside_steps_and_not_without_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepping: list[bool] = []
+    pauses: Counter[str] = Counter()
+
+    class WatchedPace(LoadPace):
+        def __init__(self, share: float) -> None:
+            assert share == config.adapter.load_share < 1
+            super().__init__(share)
+
+        def set_stepping(self, is_stepping: bool) -> None:
+            stepping.append(is_stepping)
+            super().set_stepping(is_stepping)
+
+        def pause(self) -> None:
+            pauses[threading.current_thread().name.rsplit("_", 1)[0]] += 1
+            super().pause()
+
+    monkeypatch.setattr("weft.engine.build.LoadPace", WatchedPace)
+    config = settings(model, tmp_path)
+    parts = build_engine(config)
+    try:
+        pauses.clear()  # of the measurements at the start
+        folder = make_adapter(model, tmp_path / "adapter", rank=8, targets=ALL_LINEAR)
+        ref = store_adapter(LocalBlobs(config.blob_dir), folder, parts.ready.base)
+        parts.core.pump()
+        assert stepping == [False]
+        run_all(parts.core, [request("one", prompt(4, 1), ref)])
+        assert stepping[-1] is True
+        parts.core.pump()
+        assert stepping[-1] is False
+        # Each matrix is a piece of a load, and each page one of a copy.
+        pages = parts.residency.pages_needed(ref)
+        assert pages is not None
+        assert pauses["adapter-loader"] > 2 * parts.ready.base.num_layers * len(parts.ready.base.modules)
+        assert pauses["adapter-copier"] == pages
+    finally:
+        parts.core.close()

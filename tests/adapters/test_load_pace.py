@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from weft.adapters.load_pace import PIECE_S, LoadPace
+
+PATIENCE_S = 30.0
+
+
+def compute(seconds: float) -> None:
+    """Keep a core busy, by the time that this thread has computed."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def work(pace: LoadPace, pieces: int) -> float:
+    """Work in pieces, and return the seconds that were computed."""
+    pace.pause()
+    started_s = time.thread_time()
+    for _ in range(pieces):
+        compute(PIECE_S)
+        pace.pause()
+    return time.thread_time() - started_s
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_all_threads_together_keep_to_their_share_while_steps_run(threads: int) -> None:
+    pace = LoadPace(0.1)
+    pace.set_stepping(True)
+    started_s = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        computed_s = sum(pool.map(lambda _: work(pace, 12 // threads), range(threads)))
+    assert computed_s >= 12 * PIECE_S
+    assert computed_s <= 0.11 * (time.perf_counter() - started_s)
+
+
+def test_work_much_smaller_than_a_piece_is_added_up() -> None:
+    pace = LoadPace(0.1)
+    pace.set_stepping(True)
+    pace.pause()
+    started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+    while time.thread_time() - started_cpu_s < 8 * PIECE_S:
+        compute(PIECE_S / 20)
+        pace.pause()
+    # The last piece may still be unpaid.
+    assert time.perf_counter() - started_s >= 7 * PIECE_S / 0.1
+
+
+def test_nobody_pauses_without_steps() -> None:
+    pace = LoadPace(0.01)
+    waited = _CountingEvent(pace)
+    work(pace, 5)
+    pace.set_stepping(True)
+    pace.set_stepping(False)
+    work(pace, 5)
+    assert waited.count == 0
+
+
+def test_a_share_of_one_never_pauses() -> None:
+    pace = LoadPace(1)
+    waited = _CountingEvent(pace)
+    pace.set_stepping(True)
+    work(pace, 5)
+    assert waited.count == 0
+
+
+def test_a_pause_ends_with_the_last_step() -> None:
+    pace = LoadPace(0.01)
+    waited = _CountingEvent(pace)
+    pace.set_stepping(True)
+    with ThreadPoolExecutor(1) as pool:
+        # By its share this would take more than the patience.
+        done = pool.submit(work, pace, int(0.02 * PATIENCE_S / PIECE_S))
+        assert waited.entered.wait(PATIENCE_S)
+        pace.set_stepping(False)
+        done.result(PATIENCE_S)
+
+
+def test_time_without_steps_is_not_saved_up_and_not_paid_for() -> None:
+    now = 0.0
+    computed = 0.0
+    pace = LoadPace(0.1, clock=lambda: now, thread_clock=lambda: computed)
+    waited = _CountingEvent(pace)
+    pace.pause()
+    computed = 5.0  # without steps
+    pace.pause()
+    now = 1000.0
+    pace.set_stepping(True)
+    computed += 0.002
+    now += 0.002
+    pace.pause()
+    assert waited.timeouts == [pytest.approx(0.018)]
+
+
+class _CountingEvent:
+    """Notes the pauses of a pace."""
+
+    def __init__(self, pace: LoadPace) -> None:
+        self.timeouts: list[float | None] = []
+        self.entered = threading.Event()
+        self._wait = pace._idle.wait
+        pace._idle.wait = self._note  # type: ignore[method-assign]
+
+    @property
+    def count(self) -> int:
+        return len(self.timeouts)
+
+    def _note(self, timeout: float | None = None) -> bool:
+        self.timeouts.append(timeout)
+        self.entered.set()
+        return self._wait(timeout if timeout is None or timeout < PATIENCE_S else 0)

@@ -150,9 +150,9 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
         parts.core.pump()
         assert stepping == [False]
         run_all(parts.core, [request("one", prompt(4, 1), ref)])
-        assert stepping[-1] is True
+        assert stepping.pop() is True
         parts.core.pump()
-        assert stepping[-1] is False
+        assert stepping.pop() is False
         # Each matrix is a piece of a load, and each page one of a copy.
         pages = parts.residency.pages_needed(ref)
         assert pages is not None

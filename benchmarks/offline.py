@@ -31,9 +31,8 @@ from transformers.utils.logging import disable_progress_bar
 from weft import LLM, SamplingParams
 from weft.benchmarks.floor import LinearPass
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import provenance, without_nan, write_result
+from weft.benchmarks.report import DEFAULT_CACHE, provenance, without_nan, write_result
 
-DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, Sequence[int] | None], list[list[int]]]
 """Token ids of each answer, from prompts and the adapter index of each (None is the base)."""

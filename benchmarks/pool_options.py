@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weft.benchmarks.pool_shape import DEFAULT_CACHE, NUM_FILES
+from weft.benchmarks.pool_shape import NUM_FILES
+from weft.benchmarks.report import DEFAULT_CACHE
 
 
 def pool_parser(

@@ -25,7 +25,6 @@ from weft.adapters.ref import AdapterRef, LoraSpec, content_digest
 from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
 from weft.memory.geometry import PageGeometry, page_geometry
 
-DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
 VOCAB_SIZE = 512
 RANKS = (64, 32, 16, 8)
 """Adapter i has rank `RANKS[i % 4]`; S-LoRA calls this mix S2."""

@@ -1,4 +1,4 @@
-"""What every result carries: command, commit, hardware and versions; and how results are written."""
+"""What benchmarks share: where generated files go, what every result carries, and how results are written."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Any
 
 from weft.errors import WeftError
 
+DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
+"""Where benchmarks keep what they generate."""
 _PACKAGES = ("weft", "torch", "transformers", "peft", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
 

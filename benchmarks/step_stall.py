@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,17 +33,14 @@ from rich.console import Console
 from rich.table import Table
 
 import weft.demo
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import read_checkpoint
-from weft.adapters.ref import AdapterRef, content_digest
-from weft.benchmarks.offline import DEFAULT_CACHE
+from weft.adapters.ref import AdapterRef
 from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import provenance, without_nan, write_result
+from weft.benchmarks.report import DEFAULT_CACHE, provenance, without_nan, write_result
+from weft.benchmarks.stored import store_adapters
 from weft.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.status import EngineReady
 from weft.errors import EngineError
 
 PHASES = ("quiet", "swaps", "joins")
@@ -132,7 +129,7 @@ class StallBench:
         )
         self._parts = build_engine(config, notify=self._loaded.set)
         self._core, self._residency = self._parts.core, self._parts.residency
-        refs = _store(self._parts.ready, config.blob_dir, shape.adapters, 2 * adapters)
+        refs = store_adapters(self._parts.ready, config.blob_dir, shape.adapters, 2 * adapters)
         self._steady = [refs[index % adapters] for index in range(requests)]
         self._others = itertools.cycle(refs[adapters:])
         self._joining: dict[str, str] = {}
@@ -296,33 +293,6 @@ def percentile(times: Sequence[float], percent: float) -> float:
 def _milliseconds(times: Sequence[float]) -> dict[str, float]:
     figures = {f"p{percent}": percentile(times, percent) * 1e3 for percent in (50, 90, 99)}
     return {"count": len(times), **figures, "max": max(times) * 1e3}
-
-
-def _store(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], count: int) -> list[AdapterRef]:
-    """Adapters of the given checkpoints in turn, told apart by their alpha."""
-    blobs = LocalBlobs(blob_dir)
-    refs = []
-    for index in range(count):
-        folder = folders[index % len(folders)]
-        weights = folder / "adapter_model.safetensors"
-        checkpoint = read_checkpoint(
-            (folder / "adapter_config.json").read_bytes(), weights, ready.base, ready.max_rank, scan_values=False
-        )
-        with blobs.create() as writer:
-            writer.write(weights.read_bytes())
-            sha256 = writer.commit()
-        spec = replace(checkpoint.spec, alpha=checkpoint.spec.alpha + index)
-        refs.append(
-            AdapterRef(
-                tenant_id="benchmark",
-                adapter_id=f"{folder.name}-{index}",
-                version=1,
-                digest=content_digest(spec, sha256),
-                weights_sha256=sha256,
-                config=spec,
-            )
-        )
-    return refs
 
 
 def _shape(options: argparse.Namespace) -> Shape:

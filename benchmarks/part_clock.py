@@ -1,0 +1,117 @@
+"""Where the time of a step goes: while `timed_parts` is open, engines are built with a clock around each part.
+
+For the CPU, where an operation is done when its call returns. A part's time is without that of the parts it calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
+from unittest.mock import patch
+
+import torch
+
+from weft.adapters.batch_weights import BatchWeights
+from weft.adapters.lora_step import LoraStep
+from weft.engine import build, runner
+from weft.engine.batch import build_batch
+from weft.engine.core import EngineCore
+from weft.engine.model import weights
+from weft.engine.model.decoder import Decoder
+from weft.engine.model.linear import Linear, make_linear
+from weft.engine.sampler import Sampler
+from weft.kernels.dispatch import Kernels, kernels_for
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PARTS = (
+    "linear layers",
+    "LoRA",
+    "LoRA preparation",
+    "attention",
+    "KV write",
+    "rope",
+    "norms",
+    "rest of the decoder",
+    "sampling",
+    "batch",
+    "scheduling",
+)
+"""In the order in which they are told. The rest of the decoder is activations, splits and Python."""
+
+
+class PartClock:
+    """Seconds by part, of everything that it was put around."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since_s = 0.0
+
+    def around(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
+        """The same function, whose time counts for `part`."""
+
+        def run(*arguments: P.args, **keywords: P.kwargs) -> R:
+            self._charge()
+            self._open.append(part)
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self._charge()
+                self._open.pop()
+
+        return run
+
+    def _charge(self) -> None:
+        now_s = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now_s - self._since_s
+        self._since_s = now_s
+
+
+@contextmanager
+def timed_parts() -> Generator[PartClock]:
+    """Put a clock around the parts of all engines that are built, and all that run, until the context is left."""
+    clock = PartClock()
+
+    def timed_kernels(device: torch.device) -> Kernels:
+        kernels = kernels_for(device)
+        return replace(
+            kernels,
+            rms_norm=clock.around("norms", kernels.rms_norm),
+            fused_add_rms_norm=clock.around("norms", kernels.fused_add_rms_norm),
+            rope=clock.around("rope", kernels.rope),
+            kv_write=clock.around("KV write", kernels.kv_write),
+            paged_attention=clock.around("attention", kernels.paged_attention),
+        )
+
+    def timed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return clock.around("linear layers", make_linear(weight, bias))
+
+    class TimedLora:
+        def __init__(self, step: LoraStep) -> None:
+            self.apply = clock.around("LoRA", step.apply)
+
+    class TimedBatchWeights(BatchWeights):
+        def prepare(self, row_slots: Sequence[int], generations: Mapping[int, int], /) -> LoraStep | None:
+            step = clock.around("LoRA preparation", super().prepare)(row_slots, generations)
+            return None if step is None else TimedLora(step)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(weights, "kernels_for", timed_kernels))
+        stack.enter_context(patch.object(weights, "make_linear", timed_linear))
+        stack.enter_context(patch.object(build, "BatchWeights", TimedBatchWeights))
+        stack.enter_context(patch.object(runner, "build_batch", clock.around("batch", build_batch)))
+        for part, owner, name in (
+            ("rest of the decoder", Decoder, "forward"),
+            ("rest of the decoder", Decoder, "logits"),
+            ("sampling", Sampler, "sample"),
+            ("scheduling", EngineCore, "pump"),
+        ):
+            stack.enter_context(patch.object(owner, name, clock.around(part, getattr(owner, name))))
+        yield clock

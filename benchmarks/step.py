@@ -1,0 +1,272 @@
+"""How far is a step from the least it could take, and where does its time go?
+
+    python -P -m weft.benchmarks.step [--rows 1,8,32] [--prefill 2040] [--json benchmarks/results/step-cpu.json]
+
+Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
+bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is one pass through all linear
+layers with packed weights and as many rows, measured in turns with the steps. Prints a table of steps, a table of their
+parts, and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.adapters.ref import AdapterRef
+from weft.benchmarks.floor import LinearPass
+from weft.benchmarks.part_clock import PARTS, PartClock, timed_parts
+from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, make_checkpoints
+from weft.benchmarks.report import DEFAULT_CACHE, provenance, without_nan, write_result
+from weft.benchmarks.stored import store_adapters
+from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from weft.engine.build import build_engine
+from weft.engine.request import GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+
+PROMPT_TOKENS = 64
+WARM_UP_STEPS = 120
+"""Steps of a case that are not timed, until the adapters' weights lie as they will stay."""
+FIRST_STEPS = 4
+"""Decode steps of fresh requests that are not timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests of one step."""
+
+    name: str
+    rows: int
+    adapters: Sequence[AdapterRef | None]
+    """In turn."""
+    prompt_tokens: int = PROMPT_TOKENS
+    is_prefill: bool = False
+    """Whether the step over the prompts is timed, instead of those that follow."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """One case, in seconds."""
+
+    step_s: list[float]
+    floor_s: list[float]
+    part_s: dict[str, float]
+    """Mean of a step."""
+
+
+class StepBench:
+    """An engine in this process, with a clock around its parts.
+
+    Args:
+        base: Folder of the model.
+        adapters: Folders of adapters, of ranks 8, 16, 32, 64 and again.
+        clock: Around the parts of the engine.
+        threads: Intra-op threads; 0 lets the engine choose.
+        folder: Where blobs go.
+    """
+
+    def __init__(self, base: Path, adapters: Sequence[Path], clock: PartClock, threads: int, folder: Path) -> None:
+        config = Config(
+            model=ModelConfig(path=str(base), device="cpu", dtype="bfloat16", threads=threads),
+            memory=MemoryConfig(gib=1.0, host_gib=0.75, prefix_cache=False),
+            scheduler=SchedulerConfig(max_running=64, step_tokens=2048),
+            registry=RegistryConfig(blob_url=str(folder)),
+        )
+        self._parts = build_engine(config)
+        self._core = self._parts.core
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._draw = random.Random(0)
+        self._floor = LinearPass()
+        blobs = config.blob_dir
+        self.mixed = store_adapters(self._parts.ready, blobs, adapters, len(adapters))
+        smallest = [folder for folder, rank in zip(adapters, RANKS, strict=True) if rank == min(RANKS)]
+        self.small = store_adapters(self._parts.ready, blobs, smallest, len(adapters))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._core.close()
+
+    def measure(self, case: Case, steps: int, repeats: int) -> Measured:
+        """Time so many steps in each repeat, with a pass of the floor after it.
+
+        Args:
+            case: What to compute.
+            steps: Of each repeat; a prefill is one step.
+            repeats: At least one.
+        """
+        if not case.is_prefill:
+            self._decode(case, WARM_UP_STEPS if any(case.adapters) else FIRST_STEPS)
+        floor_rows = case.rows * case.prompt_tokens if case.is_prefill else case.rows
+        found = Measured([], [], dict.fromkeys(PARTS, 0.0))
+        for _ in range(repeats):
+            found.step_s += self._prefill(case, found) if case.is_prefill else self._decode(case, steps, found)
+            found.floor_s.append(self._floor.seconds(floor_rows, head_rows=case.rows))
+        return found
+
+    def _prefill(self, case: Case, found: Measured) -> list[float]:
+        """The step over the prompts, after one that is not timed."""
+        seconds = []
+        for into in (None, found):
+            requests = self._submit(case)
+            seconds = [self._timed(into)]
+            self._end(requests)
+        return seconds
+
+    def _decode(self, case: Case, steps: int, found: Measured | None = None) -> list[float]:
+        requests = self._submit(case)
+        while self._core.status().running < case.rows:
+            self._core.pump()
+        for _ in range(FIRST_STEPS):
+            self._core.pump()
+        seconds = [self._timed(found) for _ in range(steps)]
+        self._end(requests)
+        return seconds
+
+    def _timed(self, found: Measured | None) -> float:
+        self._clock.seconds.clear()
+        started_s = time.perf_counter()
+        outputs = self._core.pump()
+        seconds = time.perf_counter() - started_s
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"a request of the benchmark failed: {output.error.message}")
+        if found is not None:
+            for part in PARTS:
+                found.part_s[part] += self._clock.seconds[part]
+        return seconds
+
+    def _submit(self, case: Case) -> list[str]:
+        requests = []
+        for _, adapter in zip(range(case.rows), itertools.cycle(case.adapters), strict=False):
+            request_id = str(next(self._ids))
+            requests.append(request_id)
+            self._core.submit(
+                GenerationRequest(
+                    request_id=request_id,
+                    prompt_token_ids=[self._draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)],
+                    params=SamplingParams(
+                        max_tokens=self._parts.ready.max_model_len - case.prompt_tokens, temperature=0, ignore_eos=True
+                    ),
+                    adapter=adapter,
+                )
+            )
+        return requests
+
+    def _end(self, requests: Sequence[str]) -> None:
+        for request_id in requests:
+            self._core.abort(request_id)
+        self._core.pump()
+
+
+def make_cases(bench: StepBench, rows: Sequence[int], prefill: int) -> list[Case]:
+    """Decode steps of so many rows for the base and, from 8 rows on, for 8 adapters; then a prompt."""
+    cases = [Case(f"decode, {count} base", count, [None]) for count in rows]
+    for count in rows:
+        if count >= len(bench.mixed):
+            cases.append(Case(f"decode, {count} of 8 adapters of rank 8", count, bench.small))
+            cases.append(Case(f"decode, {count} of 8 mixed adapters", count, bench.mixed))
+    if prefill:
+        cases.append(Case(f"prompt of {prefill:,} tokens, base", 1, [None], prefill, is_prefill=True))
+        cases.append(Case(f"prompt of {prefill:,} tokens, rank 64", 1, bench.mixed[3:4], prefill, is_prefill=True))
+    return cases
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line."""
+    options = _parser().parse_args(arguments)
+    base, adapters = make_checkpoints(options.cache)
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder, timed_parts() as clock:
+        bench = StepBench(base, adapters, clock, options.threads, Path(folder))
+        try:
+            cases = make_cases(bench, [int(count) for count in options.rows.split(",") if count], options.prefill)
+            measured = {}
+            for case in cases:
+                measured[case.name] = bench.measure(case, options.steps, options.repeats)
+                print(f"measured: {case.name}", file=sys.stderr, flush=True)
+        finally:
+            bench.close()
+    result = make_result(options, measured)
+    if options.json:
+        write_result(options.json, result)
+    print_result(result)
+    return 0
+
+
+def make_result(options: argparse.Namespace, measured: dict[str, Measured]) -> dict[str, Any]:
+    """Medians, ratios to the floor and parts, with where they come from."""
+    return {
+        "benchmark": "step",
+        **provenance(),
+        "load": {
+            "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
+            "prompt_tokens": PROMPT_TOKENS,
+            "steps": options.steps,
+            "repeats": options.repeats,
+        },
+        "cases": {name: _figures(found) for name, found in measured.items()},
+    }
+
+
+def _figures(found: Measured) -> dict[str, Any]:
+    step_s, floor_s = statistics.median(found.step_s), statistics.median(found.floor_s)
+    measured_s = sum(found.part_s.values())
+    return {
+        "step_ms": step_s * 1e3,
+        "floor_ms": floor_s * 1e3,
+        "step / floor": step_s / floor_s,
+        "part_ms": {part: 1e3 * seconds / len(found.step_s) for part, seconds in found.part_s.items()},
+        "part_share": {part: seconds / measured_s for part, seconds in found.part_s.items()},
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Tables for people, then one JSON line for machines."""
+    console = Console()
+    steps = Table(title="steps, medians in ms", title_justify="left")
+    for column in ("case", "step", "floor", "step / floor"):
+        steps.add_column(column, justify="left" if column == "case" else "right")
+    parts = Table(title="parts, means in ms", title_justify="left")
+    parts.add_column("case")
+    for part in PARTS:
+        parts.add_column(part, justify="right")
+    for name, case in result["cases"].items():
+        steps.add_row(name, *(f"{case[key]:.2f}" for key in ("step_ms", "floor_ms", "step / floor")))
+        parts.add_row(name, *(f"{case['part_ms'][part]:.2f}" for part in PARTS))
+    console.print(steps)
+    console.print(parts)
+    print(json.dumps(without_nan(result)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -P -m weft.benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rows", default="1,8,32", help="requests of a decode step")
+    add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
+    add("--steps", type=int, default=24, help="timed decode steps of each repeat")
+    add("--repeats", type=int, default=4)
+    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
+    add("--json", type=Path, default=None, help="write the result here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

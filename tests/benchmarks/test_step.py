@@ -1,0 +1,88 @@
+"""What the step benchmark makes of its timings; how fast steps are is for the benchmark to say."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from drive_core import run_all
+from stored_adapters import store_adapter
+from tiny_models import ALL_LINEAR, make_adapter, make_model
+from weft.adapters.blobs import LocalBlobs
+from weft.benchmarks import step
+from weft.benchmarks.part_clock import PARTS, PartClock, timed_parts
+from weft.config import Config, MemoryConfig, ModelConfig, ServerConfig
+from weft.engine.build import build_engine
+from weft.engine.request import GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+
+
+def test_a_part_is_charged_without_the_parts_that_it_calls() -> None:
+    clock = PartClock()
+    inner = clock.around("inner", lambda: time.sleep(0.05))
+
+    def outer() -> None:
+        time.sleep(0.01)
+        inner()
+
+    started_s = time.perf_counter()
+    clock.around("outer", outer)()
+    total_s = time.perf_counter() - started_s
+    assert clock.seconds["inner"] >= 0.05
+    assert 0.01 <= clock.seconds["outer"] <= total_s - clock.seconds["inner"]
+
+
+def test_a_part_that_fails_is_charged_too_and_leaves_the_clock_sound() -> None:
+    clock = PartClock()
+
+    def fail() -> None:
+        time.sleep(0.01)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        clock.around("inner", fail)()
+    clock.around("outer", lambda: None)()
+    assert clock.seconds["inner"] >= 0.01 > clock.seconds["outer"]
+
+
+def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2")
+    folder = make_adapter(model, tmp_path / "adapter", targets=ALL_LINEAR)
+    config = Config(
+        model=ModelConfig(path=str(model), dtype="float32", threads=1),
+        memory=MemoryConfig(gib=0.02, host_gib=0.01),
+        server=ServerConfig(data_dir=tmp_path),
+    )
+
+    def answer() -> dict[str, list[int]]:
+        parts = build_engine(config)
+        try:
+            ref = store_adapter(LocalBlobs(config.blob_dir), folder, parts.ready.base)
+            params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+            request = GenerationRequest(request_id="a", prompt_token_ids=[5, 6, 7], params=params, adapter=ref)
+            return run_all(parts.core, [request])
+        finally:
+            parts.core.close()
+
+    expected = answer()
+    with timed_parts() as clock:
+        assert answer() == expected
+    assert all(clock.seconds[part] > 0 for part in PARTS)
+    assert set(clock.seconds) == set(PARTS)
+    clock.seconds.clear()
+    assert answer() == expected
+    assert not clock.seconds, "the clock was taken away again"
+
+
+def test_figures_are_medians_over_the_floor_and_means_of_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = dict.fromkeys(PARTS, 0.0) | {"attention": 0.012, "linear layers": 0.036}
+    measured = {"decode": step.Measured([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], seconds)}
+    result = step.make_result(step._parser().parse_args([]), measured)
+    case = result["cases"]["decode"]
+    assert case["step / floor"] == pytest.approx(0.015 / 0.011)
+    assert case["part_ms"]["attention"] == pytest.approx(3.0)
+    assert case["part_share"]["linear layers"] == pytest.approx(0.75)
+    step.print_result(result)
+    assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "step"')

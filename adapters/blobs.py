@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import mmap
 import os
 import re
 import secrets
@@ -22,7 +21,7 @@ from types import TracebackType
 
 from weft.errors import AdapterUnavailableError, CapacityError
 
-READ_WINDOW_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 """Read and hashed in one go: about a millisecond."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -108,6 +107,54 @@ class BlobWriter:
         self.discard()
 
 
+class BlobReader:
+    """One blob on its way out, in pieces that are hashed as they are read.
+
+    What was read can be trusted once `verify` has returned, and not before. Nothing is held of the blob, so reading
+    needs no memory of its size. Not thread-safe.
+    """
+
+    def __init__(self, fd: int, sha256: str, pause: Callable[[], None]) -> None:
+        self._fd = fd
+        self._sha256 = sha256
+        self._pause = pause
+        self._hash = hashlib.sha256()
+        self.size = os.fstat(fd).st_size
+        """Bytes in all."""
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill `buffer` with the bytes that follow, and return how many that was: all of it.
+
+        Raises:
+            AdapterUnavailableError: The blob ends before (adapter_blob_corrupt).
+        """
+        filled = 0
+        while filled < len(buffer):
+            got = self._read_piece(buffer[filled : filled + PIECE_BYTES])
+            if got == 0:
+                raise _corrupt(self._sha256)
+            filled += got
+        return filled
+
+    def verify(self) -> None:
+        """Read what is left and check the digest of everything.
+
+        Raises:
+            AdapterUnavailableError: The bytes no longer have this digest (adapter_blob_corrupt).
+        """
+        rest = memoryview(bytearray(PIECE_BYTES))
+        while self._read_piece(rest):
+            pass
+        if self._hash.hexdigest() != self._sha256:
+            raise _corrupt(self._sha256)
+
+    def _read_piece(self, buffer: memoryview) -> int:
+        got = os.readv(self._fd, [buffer])
+        self._hash.update(buffer[:got])
+        self._pause()
+        return got
+
+
 class LocalBlobs:
     """A folder of blobs. Thread-safe and safe among processes: all state is in the file system.
 
@@ -137,38 +184,19 @@ class LocalBlobs:
         """Where a blob lies or would lie."""
         return self.root.joinpath(*_parents(sha256), sha256)
 
-    def open_verified(self, sha256: str, pause: Callable[[], None] = lambda: None) -> memoryview:
-        """Read a whole blob and check its digest.
+    @contextlib.contextmanager
+    def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader]:
+        """Open a blob for reading it once, from its beginning.
 
         Args:
             sha256: Its name.
             pause: Called after each piece of about a millisecond.
 
-        Returns:
-            The bytes, read-only.
-
         Raises:
-            AdapterUnavailableError: Missing (adapter_blob_missing), or its bytes no longer have this digest
-                (adapter_blob_corrupt).
+            AdapterUnavailableError: Missing (adapter_blob_missing), or not even a file (adapter_blob_corrupt).
         """
-        digest = hashlib.sha256()
         with self._open(sha256) as fd:
-            size = os.fstat(fd).st_size
-            # Memory whose pages come as they are read into: a bytearray is zeroed first, under the interpreter's lock,
-            # which stops an engine's step for as long.
-            content = memoryview(mmap.mmap(-1, max(size, 1)))[:size]
-            filled = 0
-            while filled < len(content):
-                got = os.readv(fd, [content[filled : filled + READ_WINDOW_BYTES]])
-                if got == 0:
-                    break
-                digest.update(content[filled : filled + got])
-                filled += got
-                pause()
-            grown = os.read(fd, 1)
-        if filled < len(content) or grown or digest.hexdigest() != sha256:
-            raise _corrupt(sha256)
-        return content.toreadonly()
+            yield BlobReader(fd, sha256, pause)
 
     def delete(self, sha256: str) -> bool:
         """Remove a blob for good. Returns whether it was there."""

@@ -18,7 +18,7 @@ from typing import NoReturn
 from weft.adapters.adapter_config import check_scaling, read_config
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape
 from weft.adapters.ref import LoraSpec
-from weft.adapters.safetensors_header import MAX_HEADER_BYTES, TensorEntry, read_header
+from weft.adapters.safetensors_header import TensorEntry, read_header
 from weft.adapters.tensor_names import Part, TensorNames, TensorPlace
 from weft.adapters.value_scan import scan_values as scan
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
@@ -91,13 +91,14 @@ def read_checkpoint(
 
 
 def check_weights(
-    spec: LoraSpec, content: bytes | memoryview, base: BaseShape, pause: Callable[[], None] = lambda: None
+    spec: LoraSpec, header: bytes, file_size: int, base: BaseShape, pause: Callable[[], None] = lambda: None
 ) -> Checkpoint:
-    """Check the tensors of a file that was accepted once and is in memory; its values are not looked at again.
+    """Check the tensors of a weights file that was accepted once, by its header; values are not looked at again.
 
     Args:
         spec: The config, as it was read then.
-        content: The whole weights file.
+        header: The file's beginning, up to its first tensor.
+        file_size: Bytes of the whole file.
         base: Shape of the base model.
         pause: Called between pieces of a few milliseconds.
 
@@ -105,8 +106,7 @@ def check_weights(
         AdapterFormatError: Not what PEFT writes; codes `config.*` and `weights.*`.
         AdapterIncompatibleError: Sound, but not for this base; codes `weights.*`.
     """
-    head = io.BytesIO(memoryview(content)[: MAX_HEADER_BYTES + 8])
-    tensors = read_header(head, len(content))
+    tensors = read_header(io.BytesIO(header), file_size)
     pause()
     return _check_tensors(spec, tensors, base)
 

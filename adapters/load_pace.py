@@ -1,7 +1,7 @@
 """Lets loads run beside steps without stalling them: in short pieces, with pauses between them.
 
 A step of a CPU uses every core and waits for the slowest of them, so what a loader takes of one core is what the step
-takes longer. Niceness (`load_threads`) bounds that share over a long time only: in one step a loader may run for several
+takes longer. Niceness (`load_threads`) bounds that share over a long time only: in one step a loader may run for some
 milliseconds, and a copier beside it. Here they share one budget, and work on in full as soon as no step runs. Both are
 needed: of 16 decoding requests the slowest steps in a hundred took 1.45 times as long beside loads with niceness alone,
 1.28 times with pauses alone, and 1.08 times with both. Knows nothing of the work.

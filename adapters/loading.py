@@ -1,8 +1,9 @@
-"""From a stored blob to a page image: read, hash, check, pack. Runs in loader threads and owns nothing."""
+"""From a stored blob to a page image: read, hash, check and pack in one pass. Runs in loader threads, owns nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -13,15 +14,30 @@ from weft.adapters.host_images import HostImage, HostImages
 from weft.adapters.layout import LoraLayout, plan_layout
 from weft.adapters.packing import pack
 from weft.adapters.ref import AdapterRef
-from weft.errors import AdapterIncompatibleError, NeverFitsError
+from weft.adapters.safetensors_header import LENGTH_BYTES, header_bytes
+from weft.errors import AdapterFormatError, AdapterIncompatibleError, NeverFitsError
 from weft.memory.geometry import PageGeometry
 
 
 class BlobReader(Protocol):
+    """A blob that is read once, from its beginning."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Fill `buffer` with the bytes that follow."""
+
+    def verify(self) -> None:
+        """Read the rest; raises AdapterUnavailableError unless everything has the blob's digest."""
+
+
+class Blobs(Protocol):
     """Where weights come from."""
 
-    def open_verified(self, sha256: str, pause: Callable[[], None], /) -> bytes | memoryview:
-        """The blob's bytes, hashed, with pauses between; raises AdapterUnavailableError when it is missing or corrupt."""
+    def open(self, sha256: str, pause: Callable[[], None], /) -> AbstractContextManager[BlobReader]:
+        """Open a blob; raises AdapterUnavailableError when it is missing. `pause` is called between pieces."""
 
 
 class AdapterLoader:
@@ -38,9 +54,9 @@ class AdapterLoader:
         pause: Called between pieces of a load.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one more than usual, each of its own kind
         self,
-        blobs: BlobReader,
+        blobs: Blobs,
         images: HostImages,
         base: BaseShape,
         geometry: PageGeometry,
@@ -67,20 +83,19 @@ class AdapterLoader:
             AdapterIncompatibleError: The adapter is not for this base, or its rank exceeds the setting.
             NeverFitsError: It needs more pages than it may have.
         """
-        content = self._blobs.open_verified(ref.weights_sha256, self._pause)
-        checkpoint = check_weights(ref.config, content, self._base, self._pause)
-        self._pause()
-        layout = self._plan(checkpoint)
-        slab_pages = self._images.reserve(layout.num_pages)
-        try:
-            if slab_pages is None:
-                pages = list(torch.empty((layout.num_pages, self._geometry.page_bytes), dtype=torch.uint8))
-            else:
-                pages = self._images.slab_views(slab_pages)
-            pack(checkpoint, content, layout, self._base, self._geometry, self._dtype, pages, self._pause)
-        except BaseException:
-            self._images.cancel(slab_pages or [])
-            raise
+        with self._blobs.open(ref.weights_sha256, self._pause) as blob:
+            try:
+                checkpoint = self._check(ref, blob)
+                layout = self._plan(checkpoint)
+            except (AdapterFormatError, AdapterIncompatibleError):
+                blob.verify()  # what was accepted once is refused only where it has changed
+                raise
+            slab_pages = self._images.reserve(layout.num_pages)
+            try:
+                pages = self._pack(checkpoint, blob, layout, slab_pages)
+            except BaseException:
+                self._images.cancel(slab_pages or [])
+                raise
         return HostImage(
             digest=ref.digest,
             layout=layout,
@@ -89,6 +104,25 @@ class AdapterLoader:
             pages=pages,
             slab_pages=slab_pages or (),
         )
+
+    def _check(self, ref: AdapterRef, blob: BlobReader) -> Checkpoint:
+        header = bytearray(min(LENGTH_BYTES, blob.size))
+        blob.readinto(memoryview(header))
+        rest = bytearray(header_bytes(header, blob.size) - len(header))
+        blob.readinto(memoryview(rest))
+        return check_weights(ref.config, bytes(header + rest), blob.size, self._base, self._pause)
+
+    def _pack(
+        self, checkpoint: Checkpoint, blob: BlobReader, layout: LoraLayout, slab_pages: Sequence[int] | None
+    ) -> list[torch.Tensor]:
+        if slab_pages is None:
+            pages = list(torch.empty((layout.num_pages, self._geometry.page_bytes), dtype=torch.uint8))
+        else:
+            pages = self._images.slab_views(slab_pages)
+        elements = [page.view(self._dtype) for page in pages]
+        pack(checkpoint, blob, layout, self._base, self._geometry, elements, self._pause)
+        blob.verify()
+        return pages
 
     def _plan(self, checkpoint: Checkpoint) -> LoraLayout:
         if checkpoint.largest_rank > self._max_rank:

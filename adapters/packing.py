@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from weft.adapters.base_shape import BaseShape
@@ -22,45 +21,53 @@ from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitc
 _SOURCE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class TensorBytes(Protocol):
+    """The bytes of a safetensors file from its first tensor on."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Fill `buffer` with the bytes that follow."""
+
+
 def pack(
     checkpoint: Checkpoint,
-    weights: bytes | memoryview,
+    weights: TensorBytes,
     layout: LoraLayout,
     base: BaseShape,
     geometry: PageGeometry,
-    dtype: torch.dtype,
     out_pages: torch.Tensor | Sequence[torch.Tensor],
     pause: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the page images of an adapter.
 
-    Rows of A, and rows of B transposed, are cast to `dtype` and put at the places of `layout`; all else (rank padding,
-    row padding, unused space) becomes zero, so that nothing of the pages' earlier content remains.
+    Rows of A, and rows of B transposed, are cast to the pages' dtype and put at the places of `layout`; all else (rank
+    padding, row padding, unused space) becomes zero, so that nothing of the pages' earlier content remains.
 
     Args:
-        checkpoint: Which tensors stand where in `weights`.
-        weights: The whole safetensors file.
+        checkpoint: Which tensors stand where in the file.
+        weights: Read tensor by tensor.
         layout: The plan for the checkpoint's ranks.
         base: Shape of the base model.
         geometry: Sizes of a page.
-        dtype: Element type of the arena.
-        out_pages: uint8 [page_bytes] each, `layout.num_pages` of them; overwritten in full.
+        out_pages: `layout.num_pages` of the page's elements in the arena's dtype; overwritten in full.
         pause: Called after each piece of about a millisecond.
     """
-    pages = []
     for index in range(layout.num_pages):
-        pages.append(out_pages[index].zero_().view(dtype))
+        out_pages[index].zero_()
         pause()
     runs = _runs(layout, base, geometry)
-    for tensor in checkpoint.tensors:
-        part, rows = _rank_rows(tensor, weights, dtype)
+    # One tensor after the other is read into the same room: new memory costs more than what is done with it.
+    room = torch.empty(max(tensor.end - tensor.start for tensor in checkpoint.tensors), dtype=torch.uint8)
+    for tensor in sorted(checkpoint.tensors, key=lambda tensor: tensor.start):
+        raw = room[: tensor.end - tensor.start]
+        weights.readinto(raw.numpy().data)
+        part, rows = _rank_rows(tensor, raw, out_pages[0].dtype)
         module = base.modules[tensor.module]
         features = module.in_features if part == PART_A else module.out_features
         pitch = row_pitch_bytes(features, geometry.dtype_bytes) // geometry.dtype_bytes
         for run in runs[tensor.layer, tensor.module, part]:
             source = rows[run.first_row : run.first_row + run.num_rows]
             start = run.offset_units * (PITCH_BYTES // geometry.dtype_bytes)
-            pages[run.page][start:].as_strided((len(source), features), (pitch, 1)).copy_(source)
+            out_pages[run.page][start:].as_strided((len(source), features), (pitch, 1)).copy_(source)
         pause()
 
 
@@ -92,10 +99,8 @@ def _runs(layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> Mappin
     return runs
 
 
-def _rank_rows(tensor: LoraTensor, weights: bytes | memoryview, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-    """The part a tensor belongs to, and its values as [rank, features] in `dtype`."""
-    # A copy of the bytes, because tensors in a file are neither aligned nor writable.
-    raw = torch.from_numpy(np.frombuffer(weights, np.uint8, tensor.end - tensor.start, tensor.start).copy())
+def _rank_rows(tensor: LoraTensor, raw: torch.Tensor, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    """The part a tensor belongs to, and its values as [rank, features] in `dtype`; `raw` are its bytes."""
     stored = raw.view(_SOURCE_DTYPES[tensor.dtype]).view(tuple(tensor.shape))
     values = stored.to(dtype)
     return (PART_A, values) if tensor.part == "a" else (PART_B, values.t())

@@ -13,6 +13,8 @@ from typing import BinaryIO, NoReturn
 from weft.adapters.strict_json import MAX_INT, JsonRefusedError, parse, shown
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
 
+LENGTH_BYTES = 8
+"""What a file begins with: the length of the header that follows."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 8192
 MAX_NAME_LENGTH = 256
@@ -20,7 +22,6 @@ MAX_DIMENSIONS = 8
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that are read."""
 
-_LENGTH_BYTES = 8
 _MAX_DEPTH = 4
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _MAGIC_BYTES = 512
@@ -75,11 +76,11 @@ def read_header(file: BinaryIO, file_size: int) -> tuple[TensorEntry, ...]:
     """
     file.seek(0)
     length = _header_length(file.read(_MAGIC_BYTES), file_size)
-    file.seek(_LENGTH_BYTES)
+    file.seek(LENGTH_BYTES)
     raw = file.read(length)
     if len(raw) != length:
         _refuse("header_truncated", f"The header is to have {length} bytes, the file ends after {len(raw)} of them.")
-    data_start = _LENGTH_BYTES + length
+    data_start = LENGTH_BYTES + length
     tensors = [_entry(name, fields) for name, fields in _parse_tensors(raw).items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     _check_contiguous(tensors, file_size - data_start)
@@ -91,15 +92,21 @@ def read_header(file: BinaryIO, file_size: int) -> tuple[TensorEntry, ...]:
     )
 
 
+def header_bytes(first: bytes | bytearray, file_size: int) -> int:
+    """How far the header of a file reaches, by its first 8 bytes: never beyond what `read_header` would read."""
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    return min(LENGTH_BYTES + min(length, MAX_HEADER_BYTES), file_size)
+
+
 def _header_length(head: bytes, file_size: int) -> int:
-    if file_size < _LENGTH_BYTES or len(head) < _LENGTH_BYTES:
+    if file_size < LENGTH_BYTES or len(head) < LENGTH_BYTES:
         _refuse("header_truncated", f"The file has {file_size} bytes; a safetensors file starts with 8.")
-    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES or head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES or head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         _refuse_other_formats(head)
     if length > MAX_HEADER_BYTES:
         _refuse("header_too_large", f"The header is to have {length} bytes; at most {MAX_HEADER_BYTES} are read.")
-    if length > file_size - _LENGTH_BYTES:
+    if length > file_size - LENGTH_BYTES:
         _refuse("header_truncated", f"The header is to have {length} bytes, the whole file has {file_size}.")
     return length
 

@@ -59,7 +59,7 @@ class EngineCore:
         prefixes: PrefixCache | None,
         swap: SwapSpace | None,
         boot_id: str,
-        set_stepping: Callable[[bool], None] = lambda is_stepping: None,
+        set_stepping: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler

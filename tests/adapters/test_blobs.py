@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weft.adapters.blobs import READ_WINDOW_BYTES, LocalBlobs
+from weft.adapters.blobs import PIECE_BYTES, LocalBlobs
 from weft.errors import AdapterUnavailableError, CapacityError
 
 CONTENT = b"some weights " * 1000
@@ -40,9 +40,17 @@ def files(blobs: LocalBlobs) -> list[str]:
     return sorted(str(path.relative_to(blobs.root)) for path in blobs.root.rglob("*") if not path.is_dir())
 
 
+def read(blobs: LocalBlobs, sha256: str = DIGEST) -> bytes:
+    with blobs.open(sha256) as blob:
+        content = bytearray(blob.size)
+        blob.readinto(memoryview(content))
+        blob.verify()
+    return bytes(content)
+
+
 def read_error(blobs: LocalBlobs) -> str:
     with pytest.raises(AdapterUnavailableError) as caught:
-        blobs.open_verified(DIGEST)
+        read(blobs, DIGEST)
     return caught.value.code
 
 
@@ -50,18 +58,44 @@ def test_a_blob_lies_under_its_digest_and_reads_back(blobs: LocalBlobs) -> None:
     assert store(blobs) == DIGEST
     assert files(blobs) == [f"sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}"]
     assert blobs.path(DIGEST) == blobs.root / files(blobs)[0]
-    view = blobs.open_verified(DIGEST)
-    assert bytes(view) == CONTENT
-    assert view.readonly
+    assert read(blobs) == CONTENT
     assert list(blobs.digests()) == [DIGEST]
 
 
 def test_a_long_blob_is_read_in_pieces_with_a_pause_after_each(blobs: LocalBlobs) -> None:
-    content = os.urandom(2 * READ_WINDOW_BYTES + 1)
+    content = os.urandom(2 * PIECE_BYTES + 1)
     digest = store(blobs, content)
     pauses: list[None] = []
-    assert bytes(blobs.open_verified(digest, lambda: pauses.append(None))) == content
-    assert len(pauses) == 3
+    read_back = bytearray(len(content))
+    with blobs.open(digest, lambda: pauses.append(None)) as blob:
+        assert blob.readinto(memoryview(read_back)) == blob.size == len(content)
+        assert len(pauses) == 3
+        blob.verify()
+    assert read_back == content
+
+
+def test_a_blob_can_be_verified_without_all_of_it_having_been_asked_for(blobs: LocalBlobs) -> None:
+    store(blobs)
+    with blobs.open(DIGEST) as blob:
+        blob.readinto(memoryview(bytearray(10)))
+        blob.verify()
+
+
+def test_reading_beyond_the_end_is_told_as_a_corrupt_blob(blobs: LocalBlobs) -> None:
+    store(blobs)
+    with blobs.open(DIGEST) as blob, pytest.raises(AdapterUnavailableError) as caught:
+        blob.readinto(memoryview(bytearray(len(CONTENT) + 1)))
+    assert caught.value.code == "adapter_blob_corrupt"
+
+
+def test_what_is_appended_to_a_blob_is_found(blobs: LocalBlobs) -> None:
+    store(blobs)
+    with blobs.open(DIGEST) as blob:
+        with blobs.path(DIGEST).open("ab") as file:
+            file.write(b"more")
+        blob.readinto(memoryview(bytearray(len(CONTENT))))
+        with pytest.raises(AdapterUnavailableError):
+            blob.verify()
 
 
 def test_nobody_else_may_look_in(blobs: LocalBlobs) -> None:
@@ -82,7 +116,7 @@ def test_the_writer_shows_size_digest_and_bytes_before_the_commit(blobs: LocalBl
 
 
 def test_an_empty_blob_is_a_blob(blobs: LocalBlobs) -> None:
-    assert bytes(blobs.open_verified(store(blobs, b""))) == b""
+    assert read(blobs, store(blobs, b"")) == b""
 
 
 def test_leaving_the_writer_without_commit_leaves_nothing(blobs: LocalBlobs) -> None:
@@ -101,13 +135,13 @@ def test_committing_again_mends_a_corrupt_blob(blobs: LocalBlobs) -> None:
     store(blobs)
     blobs.path(DIGEST).write_bytes(b"rot")
     store(blobs)
-    assert bytes(blobs.open_verified(DIGEST)) == CONTENT
+    assert read(blobs, DIGEST) == CONTENT
 
 
 @pytest.mark.parametrize("position", [0, 1, len(CONTENT) // 2, len(CONTENT) - 1])
 def test_a_flipped_bit_is_found_on_every_read(blobs: LocalBlobs, position: int) -> None:
     store(blobs)
-    assert bytes(blobs.open_verified(DIGEST)) == CONTENT
+    assert read(blobs, DIGEST) == CONTENT
     spoilt = bytearray(CONTENT)
     spoilt[position] ^= 1
     blobs.path(DIGEST).write_bytes(spoilt)
@@ -170,9 +204,12 @@ def test_delete_is_for_good_and_once(blobs: LocalBlobs) -> None:
 
 def test_a_read_in_progress_survives_a_delete(blobs: LocalBlobs) -> None:
     store(blobs)
-    view = blobs.open_verified(DIGEST)
-    blobs.delete(DIGEST)
-    assert bytes(view) == CONTENT
+    content = bytearray(len(CONTENT))
+    with blobs.open(DIGEST) as blob:
+        blobs.delete(DIGEST)
+        blob.readinto(memoryview(content))
+        blob.verify()
+    assert content == CONTENT
 
 
 def test_a_real_full_disk_is_a_capacity_error_and_leaves_nothing(blobs: LocalBlobs) -> None:
@@ -251,7 +288,7 @@ def test_leftovers_of_a_killed_process_are_swept_once_they_are_old(blobs: LocalB
     store(blobs)
     assert blobs.sweep(3600, now=written + 3599) == 0
     assert blobs.sweep(3600, now=written + 3601) == 1
-    assert bytes(blobs.open_verified(DIGEST)) == CONTENT
+    assert read(blobs, DIGEST) == CONTENT
     assert blobs.sweep(0) == 0
 
 
@@ -287,7 +324,7 @@ def test_identical_commits_at_once_in_threads_leave_one_sound_blob(blobs: LocalB
         thread.join()
     assert digests == [DIGEST] * 8
     assert len(files(blobs)) == 1
-    assert bytes(blobs.open_verified(DIGEST)) == CONTENT
+    assert read(blobs, DIGEST) == CONTENT
 
 
 def commit_many(root: Path) -> None:
@@ -307,12 +344,12 @@ def test_identical_commits_at_once_in_processes_leave_sound_blobs(blobs: LocalBl
     digests = list(blobs.digests())
     assert len(digests) == 20 == len(files(blobs))
     for digest in digests:
-        blobs.open_verified(digest)
+        read(blobs, digest)
 
 
 def test_a_second_store_on_the_same_folder_sees_the_same_blobs(blobs: LocalBlobs) -> None:
     store(blobs)
-    assert bytes(LocalBlobs(blobs.root).open_verified(DIGEST)) == CONTENT
+    assert read(LocalBlobs(blobs.root)) == CONTENT
 
 
 NEARLY_DIGESTS = st.one_of(st.text(), st.text("09af/.\n\0"), st.text("09afABFg", min_size=64, max_size=64))
@@ -333,7 +370,7 @@ def test_whatever_is_no_digest_is_refused_before_any_path_is_made(
 ) -> None:
     blobs = LocalBlobs(tmp_path_factory.getbasetemp() / "fuzzed")
     before = files(blobs)
-    for method in (blobs.path, blobs.open_verified, blobs.delete, blobs.make_folders):
+    for method in (blobs.path, lambda name: read(blobs, name), blobs.delete, blobs.make_folders):
         with pytest.raises(ValueError, match="64 lower-case hex digits"):
             method(digest)
     assert files(blobs) == before
@@ -351,5 +388,5 @@ def test_what_is_written_in_any_pieces_reads_back(
         digest = writer.commit()
     whole = b"".join(chunks)
     assert digest == hashlib.sha256(whole).hexdigest()
-    assert bytes(blobs.open_verified(digest)) == whole
+    assert read(blobs, digest) == whole
     assert blobs.path(digest).resolve().is_relative_to(blobs.root.resolve())

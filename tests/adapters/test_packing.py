@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters_factory import RandomLora, random_lora, tiny_base
+from adapters_factory import RandomLora, random_lora, tensor_bytes, tiny_base
 from residency_parts import tiny_geometry
 from weft.adapters.checkpoint import check_weights, read_checkpoint
 from weft.adapters.layout import LoraLayout, plan_layout
 from weft.adapters.packing import _runs, pack
+from weft.adapters.safetensors_header import header_bytes
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 BASE = tiny_base()
@@ -24,7 +25,7 @@ def pack_lora(
     geometry = tiny_geometry(BASE, dtype)
     layout = plan_layout(checkpoint.ranks, BASE, geometry)
     images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-    pack(checkpoint, path.read_bytes(), layout, BASE, geometry, dtype, images)
+    pack(checkpoint, tensor_bytes(path.read_bytes(), checkpoint), layout, BASE, geometry, images.view(dtype))
     return layout, images.view(dtype)
 
 
@@ -60,25 +61,19 @@ def test_packing_pauses_after_each_page_and_each_matrix(tmp_path: Path) -> None:
     checkpoint = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 256)
     geometry = tiny_geometry(BASE, torch.float32)
     layout = plan_layout(checkpoint.ranks, BASE, geometry)
-    images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8)
+    images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8).view(torch.float32)
     pauses: list[None] = []
-    pack(
-        checkpoint,
-        path.read_bytes(),
-        layout,
-        BASE,
-        geometry,
-        torch.float32,
-        images,
-        lambda: pauses.append(None),
-    )
+    weights = tensor_bytes(path.read_bytes(), checkpoint)
+    pack(checkpoint, weights, layout, BASE, geometry, images, lambda: pauses.append(None))
     assert len(pauses) >= layout.num_pages + len(checkpoint.tensors)
 
 
-def test_weights_in_memory_are_checked_like_those_in_a_file(tmp_path: Path) -> None:
+def test_weights_are_checked_by_their_header_as_by_the_whole_file(tmp_path: Path) -> None:
     path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
     from_file = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 64)
-    assert check_weights(from_file.spec, path.read_bytes(), BASE) == from_file
+    content = path.read_bytes()
+    header = content[: header_bytes(content[:8], len(content))]
+    assert check_weights(from_file.spec, header, len(content), BASE) == from_file
 
 
 def test_groups_that_lie_one_behind_the_other_are_copied_as_one(tmp_path: Path) -> None:

@@ -175,6 +175,34 @@ def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_p
     assert parts.residency.loads == {"stored>device:failed": 2, "stored>device:ok": 1}
 
 
+@pytest.mark.parametrize("where", [0, 7, 8, 9, 200, -1])
+def test_a_changed_byte_anywhere_is_told_as_such_and_nothing_is_kept(tmp_path: Path, where: int) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    path = parts.blobs.path(ref.weights_sha256)
+    content = bytearray(path.read_bytes())
+    content[where] ^= 0x20
+    path.write_bytes(content)
+    parts.residency.want(ref)
+    parts.loads.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert failure.error.code == "adapter_blob_corrupt"
+    assert parts.slab.num_free == parts.slab.num_pages
+    parts.residency.check()
+
+
+@pytest.mark.parametrize("length", [0, 5, 100, -1])
+def test_a_shortened_blob_is_told_as_such_and_nothing_is_kept(tmp_path: Path, length: int) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    path = parts.blobs.path(ref.weights_sha256)
+    path.write_bytes(path.read_bytes()[:length])
+    parts.residency.want(ref)
+    parts.loads.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert failure.error.code == "adapter_blob_corrupt"
+    assert parts.slab.num_free == parts.slab.num_pages
+    parts.residency.check()
+
+
 def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(tmp_path: Path) -> None:
     parts, refs, pages = prepare(tmp_path, rank=64, num_pages=12, slab_pages=0)
     assert pages > 11
@@ -199,10 +227,10 @@ def test_a_fault_in_a_loader_thread_fails_the_adapter_and_not_the_engine(
 ) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
 
-    def raise_fault(_: str) -> bytes:
+    def raise_fault(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(parts.blobs, "open_verified", raise_fault)
+    monkeypatch.setattr(parts.blobs, "open", raise_fault)
     parts.residency.want(ref)
     parts.loads.run_all()
     (failure,) = parts.residency.tick(0)

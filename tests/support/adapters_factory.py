@@ -6,6 +6,7 @@ Small and quick, for tests that need many adapters of odd ranks; where PEFT itse
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.adapters.base_shape import MODULE_PATHS, SITES, BaseShape, ModuleShape
+from weft.adapters.checkpoint import Checkpoint
 
 ALL_MODULES = tuple(range(len(MODULE_PATHS)))
 Q_AND_V = (0, 2)
@@ -29,6 +31,11 @@ def tiny_base(num_layers: int = 2, hidden: int = 48, kv: int = 16, intermediate:
         num_layers=num_layers,
         modules=tuple(ModuleShape(path, *sizes) for path, sizes in zip(MODULE_PATHS, widths + mlp, strict=True)),
     )
+
+
+def tensor_bytes(content: bytes, checkpoint: Checkpoint) -> io.BytesIO:
+    """The content of a weights file from its first tensor on, as a packer reads it."""
+    return io.BytesIO(content[min(tensor.start for tensor in checkpoint.tensors) :])
 
 
 @dataclass(frozen=True)

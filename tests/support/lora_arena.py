@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from adapters_factory import Q_AND_V, RandomLora, random_lora, tiny_base
+from adapters_factory import Q_AND_V, RandomLora, random_lora, tensor_bytes, tiny_base
 from numerics import assert_close
 from residency_parts import tiny_geometry
 from weft.adapters.base_shape import SITES, BaseShape
@@ -58,11 +58,11 @@ class LoraArena:
             path = lora.save(Path(folder)) / "adapter_model.safetensors"
             config = (path.parent / "adapter_config.json").read_bytes()
             checkpoint = read_checkpoint(config, path, self.base, MAX_RANK)
-            weights = path.read_bytes()
-        geometry, dtype = self.arena.geometry, self.arena.dtype
+            weights = tensor_bytes(path.read_bytes(), checkpoint)
+        geometry = self.arena.geometry
         layout = plan_layout(checkpoint.ranks, self.base, geometry)
         images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-        pack(checkpoint, weights, layout, self.base, geometry, dtype, images)
+        pack(checkpoint, weights, layout, self.base, geometry, images.view(self.arena.dtype))
         pages = [self._free.pop(0) for _ in range(layout.num_pages)]
         self.arena.bytes[pages] = images
         self._free += old

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from adapters_factory import tensor_bytes
 from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.layout import plan_layout
@@ -106,8 +107,8 @@ class StepDriver:
         )
         layout = plan_layout(checkpoint.ranks, self.base, self.geometry)
         images = torch.zeros((layout.num_pages, self.geometry.page_bytes), dtype=torch.uint8)
-        weights = (folder / "adapter_model.safetensors").read_bytes()
-        pack(checkpoint, weights, layout, self.base, self.geometry, self.arena.dtype, images)
+        weights = tensor_bytes((folder / "adapter_model.safetensors").read_bytes(), checkpoint)
+        pack(checkpoint, weights, layout, self.base, self.geometry, images.view(self.arena.dtype))
         pages = self._pages(layout.num_pages, "adapter")
         self.arena.bytes[pages] = images
         slot = SlotRef(slot=len(self.slots), generation=1, digest=str(folder))

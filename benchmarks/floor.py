@@ -14,11 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config
-from weft.benchmarks.report import provenance, without_nan
+from weft.benchmarks.report import provenance, without_nan, write_result
 from weft.engine.model.linear import Linear, make_linear
 
 NUM_PASSES = 5
@@ -64,18 +65,22 @@ class LinearPass:
         return prefill + (output_tokens - 1) * self.seconds(requests)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -P -m weft.benchmarks.floor", description=__doc__)
     parser.add_argument("--rows", default="1,8,32,64")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    options = parser.parse_args()
+    parser.add_argument("--json", type=Path, default=None, help="write the result here")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     linear_pass = LinearPass()
     floors = {rows: linear_pass.seconds(int(rows)) * 1e3 for rows in options.rows.split(",")}
     for rows, milliseconds in floors.items():
         print(f"{rows:>5} rows {milliseconds:8.1f} ms")
-    print(json.dumps(without_nan({"benchmark": "floor", **provenance(), "milliseconds": floors})))
+    result = {"benchmark": "floor", **provenance(), "milliseconds": floors}
+    if options.json:
+        write_result(options.json, result)
+    print(json.dumps(without_nan(result)))
     return 0
 
 

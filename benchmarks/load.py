@@ -25,7 +25,7 @@ from rich.table import Table
 from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, RequestRecord, summarise
-from weft.benchmarks.report import provenance, without_nan, write_result
+from weft.benchmarks.report import provenance, shown_options, without_key, without_nan, write_result
 from weft.benchmarks.workloads import (
     PATTERNS,
     SloraSettings,
@@ -43,15 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        result = asyncio.run(measure(options))
-        if options.json:
-            write_result(options.json, result)
+        return run(options)
     except ConfigError as error:
         print(f"load: {error}", file=sys.stderr)
         return 2
     except WeftError as error:
         print(f"load: {error}", file=sys.stderr)
         return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out and show; returns the exit status.
+
+    Raises:
+        ConfigError: The options contradict each other.
+        WeftError: The result cannot be written.
+    """
+    result = asyncio.run(measure(options))
+    if options.json:
+        write_result(options.json, result)
     print_result(result)
     return 1 if result["summary"]["errors"] else 0
 
@@ -70,12 +80,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.warmup:
             await run_load(client, _warm_up(plan, options.warmup), settings)
         records = await run_load(client, plan, settings)
-    shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    shown.pop("key")
     return {
         "benchmark": "load",
-        **_without_key(provenance(), options.key),
-        "options": shown,
+        **without_key(provenance(), options.key),
+        "options": shown_options(options),
         "adapters": dict(Counter(request.model for request in plan).most_common()),
         "errors": _count_errors(records),
         "summary": summarise(records, objective),
@@ -148,6 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--url", required=True, help="base URL with /v1")
     add("--key", default="", help="API key")
     add("--models", required=True, help="comma-separated names; the first is the most popular")
+    add_load_options(parser)
+    return parser
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which requests are sent, and how."""
+    add = parser.add_argument
     add("--api", choices=("completions", "chat"), default="completions")
     add("--requests", type=_positive, default=64)
     add("--concurrency", type=_positive, default=32, help="requests in flight (closed loop)")
@@ -169,7 +184,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=float, default=600.0)
     add("--seed", type=int, default=0)
     add("--json", type=Path, default=None, help="write the result here")
-    return parser
 
 
 def _positive(text: str) -> int:
@@ -233,10 +247,6 @@ def _warm_up(plan: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]
 
 def _count_errors(records: Sequence[RequestRecord]) -> dict[str, int]:
     return dict(Counter(record.error for record in records if record.error).most_common())
-
-
-def _without_key(facts: dict[str, Any], key: str) -> dict[str, Any]:
-    return {**facts, "command": facts["command"].replace(key, "KEY")} if key else facts
 
 
 def _figure(value: float | None) -> str:

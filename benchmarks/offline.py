@@ -64,9 +64,9 @@ class Contender:
         self.seconds.setdefault(case.name, []).append(time.perf_counter() - start)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
-    options = _parser().parse_args()
+    options = _parser().parse_args(arguments)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import math
@@ -26,7 +27,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 def provenance() -> dict[str, Any]:
     """Where and how this process measures."""
     return {
-        "command": " ".join(["python -P -m", _module_name(), *sys.argv[1:]]),
+        "command": " ".join([*_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {
@@ -52,6 +53,18 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
         raise WeftError(f"cannot write the result to {path}: {error.strerror}") from error
 
 
+def shown_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Options as JSON, without keys."""
+    values = {name: value for name, value in vars(options).items() if name != "key" and not name.endswith("_key")}
+    shown: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return shown
+
+
+def without_key(facts: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The same provenance with no key in its command."""
+    return {**facts, "command": facts["command"].replace(key, "KEY")} if key else dict(facts)
+
+
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, smallest and largest of repeats, and all of them in order."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": list(values)}
@@ -68,9 +81,9 @@ def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
     return value
 
 
-def _module_name() -> str:
+def _program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec else Path(sys.argv[0]).name
+    return ["python -P -m", spec.name] if spec else [Path(sys.argv[0]).name]
 
 
 def _commit() -> str | None:

@@ -9,10 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from weft import demo
 from weft.errors import WeftError
-from weft.server.demo_round import play
-from weft.server.demo_server import demo_server
+from weft.server.demo_round import BASE_NAME, play
 from weft.server.demo_show import show_answers, show_how_to_go_on
+from weft.server.server_process import server_process
+
+SERVE_OPTIONS = (
+    *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.25"),
+    *("--set", "memory.host_gib=0.25", "--set", "model.threads=1"),  # the model is too small to share among threads
+)
 
 
 def run_demo(*, once: bool, port: int | None, data_dir: Path) -> int:
@@ -28,7 +34,7 @@ def run_demo(*, once: bool, port: int | None, data_dir: Path) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, signal.default_int_handler)
     try:
-        with demo_server(port, data_dir) as server:
+        with server_process(port, data_dir, SERVE_OPTIONS) as server:
             with console.status("Starting the server with the demo model ..."):
                 server.wait_ready()
             with console.status("Uploading five adapters and asking all at once ..."):

@@ -18,6 +18,7 @@ FIRST = ("serve", "demo", "doctor", "adapter", "fit", "ps", "tenant", "key", "us
 
 def make_app() -> typer.Typer:
     """All commands."""
+    from weft.benchmarks import command as bench
     from weft.server import commands
 
     app = typer.Typer(
@@ -33,6 +34,7 @@ def make_app() -> typer.Typer:
         register = getattr(importlib.import_module(f"{commands.__name__}.{name}"), "register", None)
         if register is not None:
             register(app)
+    bench.register(app)
     return app
 
 

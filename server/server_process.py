@@ -1,4 +1,4 @@
-"""The server of `weft demo`: a plain `weft serve` on the shipped model, in a process of its own."""
+"""A plain `weft serve` in a process of its own, for commands that need a server for a while."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 
-from weft import demo
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
-from weft.server.demo_round import BASE_NAME
 
 HOST = "127.0.0.1"
 USUAL_PORT = 8000
-MEMORY_GIB = 0.25
 READY_WITHIN_S = 120.0
 POLL_S = 0.05
 STOP_WITHIN_S = 60.0
 LOG_TAIL_LINES = 15
 
 
-class DemoServer:
+class ServerProcess:
     """A running server.
 
     Args:
         port: Port to bind, free a moment ago.
         data_dir: Folder of the server's data; its output goes to serve.log there.
+        options: Further options of `weft serve`, `--model` among them.
     """
 
-    def __init__(self, port: int, data_dir: Path) -> None:
+    def __init__(self, port: int, data_dir: Path, options: Sequence[str]) -> None:
         self.url = f"http://{HOST}:{port}"
         self._data_dir = data_dir
         self._log = data_dir / "serve.log"
-        command = [sys.executable, "-P", "-m", "weft.cli", "serve", *_serve_options(port, data_dir)]
+        own = ("--host", HOST, "--port", str(port), "--data-dir", str(data_dir))
+        command = [sys.executable, "-P", "-m", "weft.cli", "serve", *own, *options]
         self._log.touch(mode=0o600)  # a first start writes the admin key there
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
@@ -101,14 +100,14 @@ class DemoServer:
 
 
 @contextlib.contextmanager
-def demo_server(port: int | None, data_dir: Path) -> Iterator[DemoServer]:
-    """Start the server on `port` (None takes 8000 or, if that is in use, any free one) and end it with the block.
+def server_process(port: int | None, data_dir: Path, options: Sequence[str]) -> Iterator[ServerProcess]:
+    """Start a server on `port` (None takes 8000 or, if that is in use, any free one) and end it with the block.
 
     Raises:
         ConfigError: The port is in use, or the folder cannot be written.
     """
     prepare_folder(data_dir)
-    server = DemoServer(choose_port(port), data_dir)
+    server = ServerProcess(choose_port(port), data_dir, options)
     try:
         yield server
     finally:
@@ -148,11 +147,3 @@ def prepare_folder(folder: Path) -> None:
         raise ConfigError(
             f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir.", param="data_dir"
         ) from error
-
-
-def _serve_options(port: int, data_dir: Path) -> list[str]:
-    return [
-        *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32"),
-        *("--host", HOST, "--port", str(port), "--data-dir", str(data_dir), "--memory-gib", str(MEMORY_GIB)),
-        *("--set", "memory.host_gib=0.25", "--set", "model.threads=1"),  # the model is too small to share among threads
-    ]

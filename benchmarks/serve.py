@@ -1,0 +1,90 @@
+"""How fast does Weft answer over HTTP? Starts a server, uploads adapters, sends a load and ends the server.
+
+    weft bench serve [--model M] [--adapter DIR ...] [--concurrency 32] [--json result.json]
+    weft bench serve --url http://127.0.0.1:8000/v1 --key KEY --models base,pirate   (a server that runs already)
+
+Without --model it serves the 0.5B shape with random weights and 8 adapters of ranks 8 to 64. Closed loop by default
+(--concurrency requests in flight); --rate makes it an open loop. Prints a table and, last, one JSON line. Exit status 1
+if any request failed or was answered wrongly, 2 if the arguments make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from weft.benchmarks import load
+from weft.benchmarks.own_server import own_server
+from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
+from weft.benchmarks.report import DEFAULT_CACHE
+from weft.errors import ConfigError, WeftError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        with target(options):
+            return load.run(options)
+    except ConfigError as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+    except WeftError as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 1
+
+
+@contextlib.contextmanager
+def target(options: argparse.Namespace) -> Iterator[None]:
+    """Have a server, and `url`, `key` and `models` of the options say where it is.
+
+    Raises:
+        ConfigError: The options contradict each other.
+        WeftError: The server does not start.
+    """
+    if options.url is not None:
+        if not options.models:
+            raise ConfigError("--url needs --models: the names to ask for", param="models")
+        if options.model or options.adapter or options.set:
+            raise ConfigError("--url takes a server as it is: leave out --model, --adapter and --set", param="url")
+        yield
+        return
+    if options.models or options.key:
+        raise ConfigError("--models and --key are for a server that runs already: give its --url", param="models")
+    model, adapters = options.model, options.adapter
+    if model is None:
+        if adapters:
+            raise ConfigError("--adapter needs --model: the base of the adapters", param="model")
+        model, adapters = make_checkpoints(options.cache)
+        options.vocab_size = VOCAB_SIZE
+    with own_server(str(model), adapters, options.set) as served:
+        options.url, options.key, options.models = served.url, served.key, ",".join(served.models)
+        yield
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which server is asked."""
+    add = parser.add_argument
+    add("--model", default=None, help="folder or hub id of the base to serve")
+    add("--adapter", type=Path, action="append", default=[], help="folder of an adapter to upload; may be repeated")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
+    add("--url", default=None, help="base URL with /v1 of a server that runs already")
+    add("--key", default="", help="its API key")
+    add("--models", default="", help="names to ask for there, comma-separated; the first is the most popular")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_server_options(parser)
+    load.add_load_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 BENCHMARKS = {
+    "kernels": ("kernels", "Time each operation against what the machine can do."),
     "step": ("step", "Time decode steps and prompts against their floor, part by part."),
     "serve": ("serve", "Start a server and load it over HTTP."),
     "compare": ("compare", "Load Weft and another OpenAI-compatible server in turns."),

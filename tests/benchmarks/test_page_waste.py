@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from weft.adapters.base_shape import MODULE_PATHS
+from weft.benchmarks.model_shapes import MODELS, ModelShape
 from weft.benchmarks.page_waste import (
     ALL_LINEAR,
     KINDS,
     MAX_SMALL_WASTE,
     MAX_WASTE,
-    MODELS,
     QUERY_AND_VALUE,
     Kind,
-    ModelShape,
     main,
     waste_of,
 )

@@ -1,0 +1,309 @@
+"""How near is each operation to what the machine can do?
+
+    weft bench kernels [--device cuda] [--model Llama-3-8B] [--rows 1,32] [--json benchmarks/results/kernels-cpu.json]
+
+Times the operations of a step as the engine calls them, on random data in the shapes of a model: LoRA at each site for
+several mixes of adapters, attention at decode and over a prompt, norms, rope, KV writes and sampling. Each call takes
+another layer's weights and pages, so that they come from memory and not from a cache. The floor of an operation is the
+time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of a large product, both
+measured in the same run; on a GPU at least the time of an empty launch. Prints a table and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from weft.adapters.base_shape import SITES
+from weft.adapters.batch_weights import BatchWeights
+from weft.adapters.layout import plan_layout
+from weft.adapters.lora_step import LoraBatcher, LoraStep
+from weft.adapters.paged_lora import PagedLora
+from weft.adapters.tables import AdapterTables
+from weft.benchmarks.model_shapes import MODELS, ModelShape
+from weft.benchmarks.report import provenance, without_nan, write_result
+from weft.engine.model.device import choose_device
+from weft.engine.model.linear import make_linear
+from weft.errors import ConfigError
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.dispatch import kernels_for
+from weft.kernels.kv_slots import KvSlots
+from weft.kernels.sampling import SamplingTensors
+from weft.memory.arena import Arena
+
+DTYPE = torch.bfloat16
+VOCAB_SIZE = 32_000
+MIXES = {
+    "1 of rank 16": (16,),
+    "8 of rank 8": (8,) * 8,
+    "8 of ranks 8 to 64": (8, 16, 32, 64, 8, 16, 32, 64),
+    "32 of rank 16": (16,) * 32,
+}
+"""Ranks of the adapters of a batch, on all linear layers."""
+CONTEXT_TOKENS = (128, 1024)
+PROMPT_TOKENS = 512
+WARM_UP_STEPS = 400
+"""Preparations of a CPU's adapters, until their weights lie as they will stay."""
+CALLS = 30
+GPU_LAUNCH_S = 3e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operation, and the least that it must move and compute."""
+
+    name: str
+    run: Callable[[int], object]
+    """Takes the number of the call."""
+    num_bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the device does at best."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    launch_s: float
+
+    def floor_s(self, work: Work) -> float:
+        """The least time of an operation."""
+        return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s, self.launch_s)
+
+
+class KernelBench:
+    """Operands in the shapes of a model.
+
+    Args:
+        model: Its sizes.
+        device: Where to compute.
+        num_layers: Layers that the calls take in turn.
+        arena_pages: Pages for KV cache and adapters.
+    """
+
+    def __init__(self, model: ModelShape, device: torch.device, num_layers: int, arena_pages: int) -> None:
+        self.model, self.device, self.num_layers = model, device, num_layers
+        self.base, self.geometry = model.base(), model.geometry()
+        self.kernels = kernels_for(device)
+        self.arena = Arena(self.geometry, arena_pages, device, DTYPE)
+        self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
+        self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
+        self._next_page = 1
+
+    def lora(self, ranks: Sequence[int], rows: int) -> list[Work]:
+        """LoRA at each site for a batch whose rows are shared out among adapters of these ranks."""
+        first_page = self._next_page
+        num_bytes = dict.fromkeys(range(len(SITES)), 0.0)
+        for slot, rank in enumerate(ranks):
+            of_modules = {(i, m): rank for i in range(self.base.num_layers) for m in range(len(self.base.modules))}
+            layout = plan_layout(of_modules, self.base, self.geometry)
+            pages = list(range(self._next_page, self._next_page + layout.num_pages))
+            self._next_page += layout.num_pages
+            if self._next_page > self.arena.num_pages:
+                raise ConfigError("the adapters do not fit: give more --pages", param="pages")
+            self.tables.write(slot, layout, pages, of_modules, dict.fromkeys(of_modules, 0.5))
+            for index, site in enumerate(SITES):
+                modules = [self.base.modules[m] for m in site.modules]
+                num_bytes[index] += rank * sum(m.in_features + m.out_features for m in modules) * DTYPE.itemsize
+        self._next_page = first_page  # the next mix takes the same pages
+        row_slots = sorted(index % len(ranks) for index in range(rows))
+        step = self._prepare(row_slots)
+        works = []
+        for index, site in enumerate(SITES):
+            x = self._random(rows, self.base.modules[site.modules[0]].in_features)
+            y = self._random(rows, sum(self.base.site_widths(index)))
+            moved = num_bytes[index] * len(set(row_slots)) / len(ranks) + x.nbytes + 2 * y.nbytes
+            works.append(Work(f"LoRA {site.name}", self._applied(step, index, x, y), moved))
+        return works
+
+    def attention(self, rows: int, context: int) -> Work:
+        """Decode attention of so many requests."""
+        model = self.model
+        batch = self._batch([1] * rows, [context] * rows)
+        q = self._random(rows, model.num_heads * model.head_dim).view(rows, model.num_heads, model.head_dim)
+        kv_bytes = 2 * rows * context * model.num_kv_heads * model.head_dim * DTYPE.itemsize
+        return Work(f"attention, context {context}", self._attend(q, batch), kv_bytes + 2 * q.nbytes)
+
+    def prompt_attention(self, tokens: int) -> Work:
+        """Attention over a prompt from its beginning."""
+        model = self.model
+        batch = self._batch([tokens], [tokens])
+        q = self._random(tokens, model.num_heads * model.head_dim).view(tokens, model.num_heads, model.head_dim)
+        flops = 4 * tokens * tokens / 2 * model.num_heads * model.head_dim
+        kv_bytes = 2 * tokens * model.num_kv_heads * model.head_dim * DTYPE.itemsize
+        return Work(f"attention, prompt of {tokens}", self._attend(q, batch), kv_bytes + 2 * q.nbytes, flops)
+
+    def small(self, rows: int) -> list[Work]:
+        """Operations that only pass over activations."""
+        model, kernels, geometry = self.model, self.kernels, self.geometry
+        x, residual = self._random(rows, model.hidden), self._random(rows, model.hidden)
+        weight = torch.ones(model.hidden, dtype=DTYPE, device=self.device)
+        kv_width = model.num_kv_heads * model.head_dim
+        fused = self._random(rows, model.num_heads * model.head_dim + 2 * kv_width)
+        heads = fused.view(rows, -1, model.head_dim)
+        q, k, v = torch.split(heads, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
+        cos, sin = (torch.rand(rows, model.head_dim // 2, device=self.device) for _ in range(2))
+        slots = KvSlots.build(
+            [geometry.page_tokens * (1 + row) for row in range(rows)], geometry.page_tokens, self.device
+        )
+        logits = torch.randn(rows, VOCAB_SIZE, device=self.device)
+        greedy = SamplingTensors.build([0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0.5] * rows, self.device)
+        return [
+            Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
+            Work("rope", lambda _: kernels.rope(q, k, cos, sin), 2 * (q.nbytes + k.nbytes)),
+            Work(
+                "KV write",
+                lambda call: kernels.kv_write(k, v, *self.arena.kv(call % self.num_layers), slots),
+                2 * (k.nbytes + v.nbytes),
+            ),
+            Work("greedy sampling", lambda _: kernels.sample(logits, greedy), logits.nbytes),
+        ]
+
+    def _prepare(self, row_slots: Sequence[int]) -> LoraStep:
+        on_cpu = self.device.type == "cpu"
+        batcher: LoraBatcher = (
+            BatchWeights(self.arena, self.tables, self.base, 4 << 30, make_linear)
+            if on_cpu
+            else PagedLora(self.arena, self.tables, self.base)
+        )
+        generations = dict.fromkeys(row_slots, 1)
+        for _ in range(WARM_UP_STEPS if on_cpu else 1):
+            step = batcher.prepare(row_slots, generations)
+        if step is None:
+            raise AssertionError("adapters of a rank above 0 change something")
+        return step
+
+    def _applied(self, step: LoraStep, site: int, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], object]:
+        return lambda call: step.apply(call % self.num_layers, site, x, y)
+
+    def _attend(self, q: torch.Tensor, batch: AttentionBatch) -> Callable[[int], object]:
+        scale = self.model.head_dim**-0.5
+        return lambda call: self.kernels.paged_attention(q, *self.arena.kv(call % self.num_layers), batch, scale)
+
+    def _batch(self, query_lens: Sequence[int], context_lens: Sequence[int]) -> AttentionBatch:
+        tables, page = [], 1
+        for context in context_lens:
+            blocks = self.geometry.blocks(context)
+            # Where the requests need more pages than there are, they share some: reading them costs the same.
+            tables.append([1 + (page + block) % (self.arena.num_pages - 1) for block in range(blocks)])
+            page += blocks
+        return AttentionBatch.build(tables, query_lens, context_lens, self.device, self.geometry.page_tokens)
+
+    def _random(self, rows: int, width: int) -> torch.Tensor:
+        return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """Bandwidth of a large copy and speed of a large product."""
+    is_gpu = device.type == "cuda"
+    source = torch.ones((1 << 30) if is_gpu else (1 << 28), dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    side = 8192 if is_gpu else 1536
+    square = torch.ones(side, side, dtype=DTYPE, device=device)
+    copy_s = min(timings(lambda _: target.copy_(source), device, 5))
+    product_s = min(timings(lambda _: square @ square, device, 5))
+    return Machine(2 * source.nbytes / copy_s, 2 * side**3 / product_s, GPU_LAUNCH_S if is_gpu else 0.0)
+
+
+def timings(run: Callable[[int], object], device: torch.device, calls: int) -> list[float]:
+    """Seconds of each call, after as many that are not timed."""
+    seconds = []
+    with torch.inference_mode():
+        for call in range(2 * calls):
+            if device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
+                run(call)
+                end.record()
+                end.synchronize()
+                seconds.append(start.elapsed_time(end) / 1e3)
+            else:
+                started_s = time.perf_counter()
+                run(call)
+                seconds.append(time.perf_counter() - started_s)
+    return seconds[calls:]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line."""
+    options = _parser().parse_args(arguments)
+    device = choose_device(options.device)
+    default = "Llama-3-8B" if device.type == "cuda" else "Qwen2.5-0.5B"
+    model = next(each for each in MODELS if each.name == (options.model or default))
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    machine = measure_machine(device)
+    bench = KernelBench(model, device, model.num_layers, options.pages)
+    found: dict[str, dict[str, Any]] = {}
+    for rows in (int(count) for count in options.rows.split(",")):
+        named = [(f"{rows} rows", work) for work in bench.small(rows)]
+        named += [(f"{rows} rows", bench.attention(rows, context)) for context in CONTEXT_TOKENS]
+        for about, ranks in MIXES.items():
+            if len(ranks) <= rows:
+                named += [(f"{rows} rows, {about}", work) for work in bench.lora(ranks, rows)]
+        for about, work in named:
+            found[f"{work.name}, {about}"] = figures(work, device, machine)
+    found[bench.prompt_attention(PROMPT_TOKENS).name] = figures(bench.prompt_attention(PROMPT_TOKENS), device, machine)
+    result = {
+        "benchmark": "kernels",
+        **provenance(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "model": model.name,
+        "gigabytes_per_s": machine.bytes_per_s / 1e9,
+        "teraflops": machine.flops_per_s / 1e12,
+        "operations": found,
+    }
+    if options.json:
+        write_result(options.json, result)
+    print_result(result)
+    return 0
+
+
+def figures(work: Work, device: torch.device, machine: Machine) -> dict[str, float]:
+    """Median of an operation beside its floor, in microseconds."""
+    seconds = statistics.median(timings(work.run, device, CALLS))
+    floor_s = machine.floor_s(work)
+    return {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "ratio": seconds / floor_s}
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """A table for people, then one JSON line for machines."""
+    title = f"{result['model']}, {result['gigabytes_per_s']:.0f} GB/s, {result['teraflops']:.2f} TFLOP/s"
+    table = Table(title=title, title_justify="left")
+    table.add_column("operation")
+    for column in ("us", "floor us", "ratio"):
+        table.add_column(column, justify="right")
+    for name, found in result["operations"].items():
+        table.add_row(name, f"{found['us']:.1f}", f"{found['floor_us']:.1f}", f"{found['ratio']:.1f}")
+    Console().print(table)
+    print(json.dumps(without_nan(result)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--model", choices=[model.name for model in MODELS], default=None, help="whose shapes to take")
+    add("--rows", default="1,32", help="rows of a decode batch, comma-separated")
+    add("--pages", type=int, default=1024, help="pages of the arena")
+    add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")
+    add("--json", type=Path, default=None, help="write the result here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Shapes of published models, for what needs sizes and no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
+from weft.memory.geometry import PageGeometry, page_geometry
+
+DTYPE_BYTES = 2
+"""bfloat16, in which these models are served."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a published model, as its config.json has them."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """Elements per head."""
+        return self.hidden // self.num_heads
+
+    def base(self) -> BaseShape:
+        """What adapters see of it."""
+        kv = self.num_kv_heads * self.head_dim
+        attention = ((self.hidden, self.hidden), (self.hidden, kv), (self.hidden, kv), (self.hidden, self.hidden))
+        mlp = ((self.hidden, self.intermediate), (self.hidden, self.intermediate), (self.intermediate, self.hidden))
+        modules = (ModuleShape(path, *sizes) for path, sizes in zip(MODULE_PATHS, attention + mlp, strict=True))
+        return BaseShape(digest="", num_layers=self.num_layers, modules=tuple(modules))
+
+    def geometry(self) -> PageGeometry:
+        """Pages of an arena for it."""
+        return page_geometry(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype_bytes=DTYPE_BYTES,
+            largest_row_features=self.base().largest_row_features,
+        )
+
+
+MODELS = (
+    ModelShape("Llama-3-8B", num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8),
+    ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2),
+    ModelShape("Llama-2-7B", num_layers=32, hidden=4096, intermediate=11008, num_heads=32, num_kv_heads=32),
+)

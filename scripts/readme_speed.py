@@ -96,6 +96,17 @@ def unified_line(run: dict[str, Any]) -> str:
     return f"Throughput of one pool against the same pages divided into halves. {gains}."
 
 
+def step_stall_line(run: dict[str, Any]) -> str:
+    """Steps beside loads."""
+    ratios, loads = run["ratios"], run["load_ms"]
+    return (
+        f"Decode steps of {run['requests']} requests with {run['adapters']} adapters (Qwen2-0.5B shape) while other"
+        f" adapters load without pause: the slowest in a hundred takes **{ratios['swaps / quiet, p99']:.2f} times** as"
+        f" long as without, the median {ratios['swaps / quiet, p50']:.2f} times. A load then takes"
+        f" {loads['stored']['p50'] / 1e3:.1f} s, without steps {loads['idle']['p50']:.0f} ms."
+    )
+
+
 def page_waste_line(run: dict[str, Any]) -> str:
     """Pages of adapters on all linear layers, from rank 16 on."""
     wastes = [
@@ -111,6 +122,7 @@ POOL: dict[str, Callable[[dict[str, Any]], str]] = {
     "adapter-count-cpu": adapter_count_line,
     "cliff-cpu": cliff_line,
     "unified-cpu": unified_line,
+    "step-stall-cpu": step_stall_line,
     "page-waste": page_waste_line,
 }
 """Results of the pool under pressure, in the order in which they are told; those that are there."""

@@ -68,6 +68,13 @@ RESULTS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "step-stall-cpu": {
+        "command": "python -P -m weft.benchmarks.step_stall",
+        "requests": 16,
+        "adapters": 8,
+        "ratios": {"swaps / quiet, p50": 1.12, "swaps / quiet, p99": 1.08},
+        "load_ms": {"stored": {"p50": 2023.0}, "idle": {"p50": 71.0}},
+    },
     "page-waste": {
         "command": "python -P -m weft.benchmarks.page_waste",
         "adapters": [
@@ -96,6 +103,7 @@ def test_the_readme_tells_each_result_with_its_command(folder: Path, monkeypatch
     assert "30 ms, **1.50 times** (1.35 to 1.65) the 20 ms" in text
     assert "S2: KV cache needs more: **+29%**" in text
     assert "at most **2.7%** (A, B)" in text
+    assert "**1.08 times** as long as without, the median 1.12 times. A load then takes 2.0 s" in text
     assert all(f"`{result['command']}`" in text for result in RESULTS.values())
     (folder / "cliff-cpu.json").unlink()
     assert len(readme.pool_lines()) == len(RESULTS) - 1 + 3
@@ -128,3 +136,8 @@ def test_committed_results_keep_what_the_pool_promises() -> None:
     cliff = committed("cliff-cpu")
     assert cliff["load"]["room"] == 20
     assert cliff["adapters"]["40"]["share_of_limit"]["median"] <= 1
+    unified = committed("unified-cpu")
+    assert unified["loads"]["S2: KV cache needs more"]["ratio"]["median"] >= 1.15
+    stall = committed("step-stall-cpu")
+    assert stall["step_ms"]["swaps"]["count"] >= 300
+    assert stall["ratios"]["swaps / quiet, p99"] <= 1.25

@@ -30,7 +30,7 @@ from weft.adapters.tables import AdapterTables
 from weft.adapters.weight_bank import AdapterKey, MakeLinear, WeightBank, bank_bytes, column_widths
 from weft.memory.arena import Arena
 
-BANK_COLUMNS = 64
+BANK_COLUMNS = 128
 """Columns per module of a bank for adapters that come and go."""
 STABLE_STEPS = 8
 """Steps without a missing adapter after which banks are improved."""

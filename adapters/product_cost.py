@@ -1,17 +1,17 @@
 """What a product of few rows with LoRA weights costs on a CPU, in multiply-adds, for choosing between ways to do it.
 
-Measured on one core of an AVX512-bf16 EPYC with torch 2.13, in bf16, with 8 adapters of rank 8 to 64 on all linear
-layers of a 0.5B model and 32 rows: 64, 51, 56 and 84 ms for 1, 2, 4 and 8 groups of adapters, beside 124 ms of base
-products. That fits 31 us a call, 100 GMAC/s, and a weight's way from memory worth 11 rows that are multiplied with it.
-More cores make calls dearer in these terms. With such a choice, 64 to 512 rows took within 8% of the better way.
+Measured on two cores of an AVX512-bf16 EPYC with torch 2.13, in bf16 with packed weights, with adapters on all linear
+layers of a 0.5B model and 32 rows: 39, 36 and 50 ms for 1, 2 and 4 groups of 240 ranks in all, 21, 31 and 40 ms for 64
+ranks. That fits 37 us a call, 173 GMAC/s, and a weight's way from memory worth 6 rows that are multiplied with it.
+Within a step, where caches hold other things, calls take longer still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-CALL_MACS = 3_000_000
-LOAD_ROWS = 11
+CALL_MACS = 6_500_000
+LOAD_ROWS = 6
 MAX_DECODE_ROWS = 16
 """Rows per adapter that a partition reckons with; prompts are there for a few steps only."""
 

@@ -36,6 +36,7 @@ from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, Sched
 from weft.engine.build import build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
+from weft.errors import EngineError
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
@@ -129,9 +130,9 @@ class StepBench:
     def _decode(self, case: Case, steps: int, found: Measured | None = None) -> list[float]:
         requests = self._submit(case)
         while self._core.status().running < case.rows:
-            self._core.pump()
+            self._pump()
         for _ in range(FIRST_STEPS):
-            self._core.pump()
+            self._pump()
         seconds = [self._timed(found) for _ in range(steps)]
         self._end(requests)
         return seconds
@@ -139,15 +140,17 @@ class StepBench:
     def _timed(self, found: Measured | None) -> float:
         self._clock.seconds.clear()
         started_s = time.perf_counter()
-        outputs = self._core.pump()
+        self._pump()
         seconds = time.perf_counter() - started_s
-        for output in outputs:
-            if output.error is not None:
-                raise RuntimeError(f"a request of the benchmark failed: {output.error.message}")
         if found is not None:
             for part in PARTS:
                 found.part_s[part] += self._clock.seconds[part]
         return seconds
+
+    def _pump(self) -> None:
+        for output in self._core.pump():
+            if output.error is not None:
+                raise EngineError(f"a request of the benchmark failed: {output.error.message}")
 
     def _submit(self, case: Case) -> list[str]:
         requests = []

@@ -120,12 +120,14 @@ class StepBench:
 
     def _prefill(self, case: Case, found: Measured) -> list[float]:
         """The step over the prompts, after one that is not timed."""
-        seconds = []
-        for into in (None, found):
-            requests = self._submit(case)
-            seconds = [self._timed(into)]
-            self._end(requests)
-        return seconds
+        requests = self._submit(case)
+        while self._core.status().running < case.rows:
+            self._pump()
+        self._end(requests)
+        requests = self._submit(case)
+        seconds = self._timed(found)
+        self._end(requests)
+        return [seconds]
 
     def _decode(self, case: Case, steps: int, found: Measured | None = None) -> list[float]:
         requests = self._submit(case)

@@ -33,6 +33,7 @@ from weft.engine.fit import ModelLimits
 from weft.engine.memory_plan import format_plan, free_memory, max_model_len, plan_memory
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads
+from weft.engine.model.heap import keep_freed_memory
 from weft.engine.model.linear import make_linear
 from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
 from weft.engine.model.weights import base_digest, load_decoder, resolve_model
@@ -111,6 +112,8 @@ def build_engine(
     longest = max_model_len(config, spec, plan)
     decoder, base = _load(folder, spec, dtype, device, longest)
     memory = _allocate(config, plan, base, geometry, device, dtype)
+    if device.type == "cpu":
+        keep_freed_memory()
     costs = costs or measure_costs(decoder, memory.arena, memory.pool, memory.slab, memory.copier, max_tokens=longest)
     prefixes = (
         PrefixCache(memory.pool, memory.evictor, block_s=geometry.page_tokens * costs.token_s)

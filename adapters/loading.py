@@ -83,19 +83,20 @@ class AdapterLoader:
             AdapterIncompatibleError: The adapter is not for this base, or its rank exceeds the setting.
             NeverFitsError: It needs more pages than it may have.
         """
-        with self._blobs.open(ref.weights_sha256, self._pause) as blob:
-            try:
-                checkpoint = self._check(ref, blob)
-                layout = self._plan(checkpoint)
-            except (AdapterFormatError, AdapterIncompatibleError):
-                blob.verify()  # what was accepted once is refused only where it has changed
-                raise
-            slab_pages = self._images.reserve(layout.num_pages)
-            try:
+        slab_pages: Sequence[int] | None = None
+        try:
+            with self._blobs.open(ref.weights_sha256, self._pause) as blob:
+                try:
+                    checkpoint = self._check(ref, blob)
+                    layout = self._plan(checkpoint)
+                except (AdapterFormatError, AdapterIncompatibleError):
+                    blob.verify()  # what was accepted once is refused only where it has changed
+                    raise
+                slab_pages = self._images.reserve(layout.num_pages)
                 pages = self._pack(checkpoint, blob, layout, slab_pages)
-            except BaseException:
-                self._images.cancel(slab_pages or [])
-                raise
+        except BaseException:
+            self._images.cancel(slab_pages or [])
+            raise
         return HostImage(
             digest=ref.digest,
             layout=layout,

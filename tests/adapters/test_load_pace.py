@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weft.adapters.load_pace import PIECE_S, LoadPace
+from weft.adapters.load_pace import PIECE_S, LoadPace, LoadPaces
 
 PATIENCE_S = 30.0
 
@@ -97,10 +97,40 @@ def test_time_without_steps_is_not_saved_up_and_not_paid_for() -> None:
     assert waited.timeouts == [pytest.approx(0.018)]
 
 
+def test_what_was_not_paid_before_steps_ended_is_not_due_when_others_begin() -> None:
+    now = 0.0
+    computed = 0.0
+    pace = LoadPace(0.1, clock=lambda: now, thread_clock=lambda: computed)
+    waited = _CountingEvent(pace, sleeps=False)
+    pace.pause()
+    for _ in range(1000):  # short requests, one after the other
+        pace.set_stepping(True)
+        computed += 0.0015
+        now += 0.002
+        pace.pause()
+        pace.set_stepping(False)
+        now += 0.002
+    assert len(waited.timeouts) == 1000
+    assert max(timeout or 0.0 for timeout in waited.timeouts) <= 0.015
+
+
+def test_copies_do_not_pay_for_loads() -> None:
+    paces = LoadPaces(0.01)
+    paces.set_stepping(True)
+    waited = _CountingEvent(paces.copies)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(work, paces.loads, 20)
+        paces.copies.pause()
+        assert waited.count == 0
+        paces.set_stepping(False)
+        loading.result(PATIENCE_S)
+
+
 class _CountingEvent:
     """Notes the pauses of a pace."""
 
-    def __init__(self, pace: LoadPace) -> None:
+    def __init__(self, pace: LoadPace, *, sleeps: bool = True) -> None:
+        self._sleeps = sleeps
         self.timeouts: list[float | None] = []
         self.entered = threading.Event()
         self._wait = pace._idle.wait
@@ -113,4 +143,4 @@ class _CountingEvent:
     def _note(self, timeout: float | None = None) -> bool:
         self.timeouts.append(timeout)
         self.entered.set()
-        return self._wait(timeout if timeout is None or timeout < PATIENCE_S else 0)
+        return self._wait(timeout if self._sleeps else 0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.benchmarks import load
+from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import PlannedRequest, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, summarise
@@ -29,7 +31,7 @@ from weft.benchmarks.report import provenance, shown_options, spread, without_ke
 from weft.benchmarks.serve import add_server_options, target
 from weft.errors import ConfigError, WeftError
 
-FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
+FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "output tokens/s": lambda summary: summary["output_tokens_per_s"],
     "TTFT p50 ms": lambda summary: summary["ttft_ms"]["p50"],
     "TPOT p50 ms": lambda summary: summary["tpot_ms"]["p50"],
@@ -78,8 +80,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     for round_ in range(options.repeats + 1):
         for contender in contenders if round_ % 2 else reversed(contenders):
             headers = {"Authorization": f"Bearer {contender.key}"} if contender.key else {}
+            # Other prompts in each round: a repeated one measures prefix caches.
+            fresh = replace(settings, seed=options.seed + round_)
             async with EventClient(contender.url, headers) as client:
-                records = await run_load(client, translate(plan, contenders[0].models, contender.models), settings)
+                records = await run_load(client, translate(plan, contenders[0].models, contender.models), fresh)
             summary = summarise(records, Objective())
             failed = next((record.error for record in records if record.error), None)
             if not round_ and failed:
@@ -122,7 +126,8 @@ def make_result(
 ) -> dict[str, Any]:
     """Spreads of each, and ratios of Weft over the peer within rounds."""
     found = {
-        name: {figure: [read(run) for run in each] for figure, read in FIGURES.items()} for name, each in runs.items()
+        name: {figure: [_number(read(run)) for run in each] for figure, read in FIGURES.items()}
+        for name, each in runs.items()
     }
     ours, theirs = (found[contender.name] for contender in contenders)
     facts = provenance()
@@ -134,11 +139,19 @@ def make_result(
         "options": shown_options(options),
         "figures": {name: {figure: spread(values) for figure, values in each.items()} for name, each in found.items()},
         "ratios": {
-            figure: spread([one / two for one, two in zip(ours[figure], theirs[figure], strict=True)])
+            figure: spread([_ratio(one, two) for one, two in zip(ours[figure], theirs[figure], strict=True)])
             for figure in FIGURES
         },
         "errors": {name: {"errors": sum(run["errors"] for run in each)} for name, each in runs.items()},
     }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value  # no answer of a round came
+
+
+def _ratio(one: float, two: float) -> float:
+    return one / two if two else math.nan
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -167,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--peer-models", required=True, help="its names for the same models, comma-separated, the base first")
     add("--peer-key", default="", help="its API key")
     add("--peer-name", default="peer", help="what to call it")
-    add("--repeats", type=int, default=3, help="rounds that count")
+    add("--repeats", type=positive, default=3, help="rounds that count")
     add_server_options(parser)
     load.add_load_options(parser)
     return parser

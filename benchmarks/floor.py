@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from weft.benchmarks.arguments import counts
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config
 from weft.benchmarks.report import provenance, without_nan, write_result
 from weft.engine.model.linear import Linear, make_linear
@@ -68,13 +69,13 @@ class LinearPass:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -P -m weft.benchmarks.floor", description=__doc__)
-    parser.add_argument("--rows", default="1,8,32,64")
+    parser.add_argument("--rows", type=counts, default="1,8,32,64", help="rows of activations, comma-separated")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, default=None, help="write the result here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     linear_pass = LinearPass()
-    floors = {rows: linear_pass.seconds(int(rows)) * 1e3 for rows in options.rows.split(",")}
+    floors = {str(rows): linear_pass.seconds(rows) * 1e3 for rows in options.rows}
     for rows, milliseconds in floors.items():
         print(f"{rows:>5} rows {milliseconds:8.1f} ms")
     result = {"benchmark": "floor", **provenance(), "milliseconds": floors}

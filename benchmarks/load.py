@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, RequestRecord, summarise
@@ -157,39 +158,39 @@ def _parser() -> argparse.ArgumentParser:
     add("--key", default="", help="API key")
     add("--models", required=True, help="comma-separated names; the first is the most popular")
     add_load_options(parser)
+    add_single_run_options(parser)
     return parser
+
+
+def add_single_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says what is done beside the load, and made of it."""
+    add = parser.add_argument
+    add("--slo-ttft-ms", type=float, default=math.inf)
+    add("--slo-tpot-ms", type=float, default=math.inf)
+    add("--warmup", type=int, default=0, help="requests sent before, not measured")
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add what says which requests are sent, and how."""
     add = parser.add_argument
     add("--api", choices=("completions", "chat"), default="completions")
-    add("--requests", type=_positive, default=64)
-    add("--concurrency", type=_positive, default=32, help="requests in flight (closed loop)")
+    add("--requests", type=positive, default=64)
+    add("--concurrency", type=positive, default=32, help="requests in flight (closed loop)")
     add("--rate", type=_rate, default=None, help="requests per second (open loop)")
     add("--cv", type=float, default=1.0, help="variation of the gaps in an open loop; 1 Poisson, 0 even")
     add("--workload", choices=("fixed", "punica", "slora"), default="fixed")
     add("--popularity", default="uniform", help=", ".join(PATTERNS))
     add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
     add("--output-tokens", default="64", help="output tokens: a number or low:high")
-    add("--max-tokens", type=_positive, default=2048, help="longest prompt plus output of the punica workload")
+    add("--max-tokens", type=positive, default=2048, help="longest prompt plus output of the punica workload")
     add("--alpha", type=float, default=1.0, help="popularity of the slora workload; 1 uniform, smaller more skewed")
     add("--duration", type=float, default=60.0, help="seconds of the slora workload")
     add("--prompt", choices=("ids", "words"), default="ids", help="prompt as token ids or as text")
-    add("--vocab-size", type=_positive, default=512, help="prompt ids are drawn below this")
+    add("--vocab-size", type=positive, default=512, help="prompt ids are drawn below this")
     add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="for servers without ignore_eos")
-    add("--slo-ttft-ms", type=float, default=math.inf)
-    add("--slo-tpot-ms", type=float, default=math.inf)
-    add("--warmup", type=int, default=0, help="requests sent before, not measured")
     add("--timeout-s", type=float, default=600.0)
     add("--seed", type=int, default=0)
     add("--json", type=Path, default=None, help="write the result here")
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _rate(text: str) -> float:

@@ -43,6 +43,14 @@ PARTS = (
     "scheduling",
 )
 """In the order in which they are told. The rest of the decoder is activations, splits and Python."""
+GROUPS = {
+    "linear layers": ("linear layers",),
+    "LoRA": ("LoRA", "LoRA preparation"),
+    "attention": ("attention", "KV write", "rope"),
+    "norms, activations, Python": ("norms", "rest of the decoder"),
+    "sampling, batch, scheduling": ("sampling", "batch", "scheduling"),
+}
+"""Parts that are told together where there is less room."""
 
 
 class PartClock:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weft.benchmarks import load
-from weft.benchmarks.own_server import own_server
+from weft.benchmarks.own_server import READY_WITHIN_S, own_server, server_names
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE
 from weft.errors import ConfigError, WeftError
@@ -60,7 +60,9 @@ def target(options: argparse.Namespace) -> Iterator[None]:
             raise ConfigError("--adapter needs --model: the base of the adapters", param="model")
         model, adapters = make_checkpoints(options.cache)
         options.vocab_size = VOCAB_SIZE
-    with own_server(str(model), adapters, options.set) as served:
+    names = server_names(adapters)
+    load.make_plan(argparse.Namespace(**{**vars(options), "models": ",".join(names)}))  # refuses before a server starts
+    with own_server(str(model), adapters, options.set, options.ready_within_s) as served:
         options.url, options.key, options.models = served.url, served.key, ",".join(served.models)
         yield
 
@@ -71,6 +73,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--model", default=None, help="folder or hub id of the base to serve")
     add("--adapter", type=Path, action="append", default=[], help="folder of an adapter to upload; may be repeated")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
+    add("--ready-within-s", type=float, default=READY_WITHIN_S, help="how long the server may take to start")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
     add("--url", default=None, help="base URL with /v1 of a server that runs already")
     add("--key", default="", help="its API key")
@@ -83,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_server_options(parser)
     load.add_load_options(parser)
+    load.add_single_run_options(parser)
     return parser
 
 

@@ -1,6 +1,6 @@
 """How far is a step from the least it could take, and where does its time go?
 
-    python -P -m weft.benchmarks.step [--rows 1,8,32] [--prefill 2040] [--json benchmarks/results/step-cpu.json]
+    weft bench step [--rows 1,8,32] [--prefill 2040] [--json benchmarks/results/step-cpu.json]
 
 Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
 bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is one pass through all linear
@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.adapters.ref import AdapterRef
+from weft.benchmarks.arguments import counts, positive
 from weft.benchmarks.floor import LinearPass
-from weft.benchmarks.part_clock import PARTS, PartClock, timed_parts
+from weft.benchmarks.part_clock import GROUPS, PARTS, PartClock, timed_parts
 from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, provenance, without_nan, write_result
 from weft.benchmarks.stored import store_adapters
@@ -75,15 +76,18 @@ class StepBench:
         base: Folder of the model.
         adapters: Folders of adapters, of ranks 8, 16, 32, 64 and again.
         clock: Around the parts of the engine.
-        threads: Intra-op threads; 0 lets the engine choose.
         folder: Where blobs go.
+        threads: Intra-op threads; 0 lets the engine choose.
+        max_rows: Most requests of a step.
     """
 
-    def __init__(self, base: Path, adapters: Sequence[Path], clock: PartClock, threads: int, folder: Path) -> None:
+    def __init__(
+        self, base: Path, adapters: Sequence[Path], clock: PartClock, folder: Path, *, threads: int, max_rows: int
+    ) -> None:
         config = Config(
             model=ModelConfig(path=str(base), device="cpu", dtype="bfloat16", threads=threads),
             memory=MemoryConfig(gib=1.0, host_gib=0.75, prefix_cache=False),
-            scheduler=SchedulerConfig(max_running=64, step_tokens=2048),
+            scheduler=SchedulerConfig(max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS)),
             registry=RegistryConfig(blob_url=str(folder)),
         )
         self._parts = build_engine(config)
@@ -195,9 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     base, adapters = make_checkpoints(options.cache)
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, timed_parts() as clock:
-        bench = StepBench(base, adapters, clock, options.threads, Path(folder))
+        bench = StepBench(
+            base, adapters, clock, Path(folder), threads=options.threads, max_rows=max([1, *options.rows])
+        )
         try:
-            cases = make_cases(bench, [int(count) for count in options.rows.split(",") if count], options.prefill)
+            cases = make_cases(bench, options.rows, options.prefill)
             measured = {}
             for case in cases:
                 measured[case.name] = bench.measure(case, options.steps, options.repeats)
@@ -222,6 +228,7 @@ def make_result(options: argparse.Namespace, measured: dict[str, Measured]) -> d
             "steps": options.steps,
             "repeats": options.repeats,
         },
+        "groups": GROUPS,
         "cases": {name: _figures(found) for name, found in measured.items()},
     }
 
@@ -244,13 +251,13 @@ def print_result(result: dict[str, Any]) -> None:
     steps = Table(title="steps, medians in ms", title_justify="left")
     for column in ("case", "step", "floor", "step / floor"):
         steps.add_column(column, justify="left" if column == "case" else "right")
-    parts = Table(title="parts, means in ms", title_justify="left")
+    parts = Table(title="their parts, means in ms", title_justify="left")
     parts.add_column("case")
-    for part in PARTS:
-        parts.add_column(part, justify="right")
+    for group in GROUPS:
+        parts.add_column(group, justify="right")
     for name, case in result["cases"].items():
         steps.add_row(name, *(f"{case[key]:.2f}" for key in ("step_ms", "floor_ms", "step / floor")))
-        parts.add_row(name, *(f"{case['part_ms'][part]:.2f}" for part in PARTS))
+        parts.add_row(name, *(f"{sum(case['part_ms'][part] for part in group):.2f}" for group in GROUPS.values()))
     console.print(steps)
     console.print(parts)
     print(json.dumps(without_nan(result)))
@@ -258,15 +265,15 @@ def print_result(result: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -P -m weft.benchmarks.step",
+        prog="weft bench step",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--rows", default="1,8,32", help="requests of a decode step")
+    add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
-    add("--steps", type=int, default=24, help="timed decode steps of each repeat")
-    add("--repeats", type=int, default=4)
+    add("--steps", type=positive, default=24, help="timed decode steps of each repeat")
+    add("--repeats", type=positive, default=4)
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
     add("--json", type=Path, default=None, help="write the result here")

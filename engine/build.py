@@ -112,8 +112,8 @@ def build_engine(
     longest = max_model_len(config, spec, plan)
     decoder, base = _load(folder, spec, dtype, device, longest)
     memory = _allocate(config, plan, base, geometry, device, dtype)
-    if device.type == "cpu":
-        keep_freed_memory()
+    if device.type == "cpu" and not keep_freed_memory():
+        logger.debug("the C library does not keep memory that is freed; steps of many tokens take longer")
     costs = costs or measure_costs(decoder, memory.arena, memory.pool, memory.slab, memory.copier, max_tokens=longest)
     prefixes = (
         PrefixCache(memory.pool, memory.evictor, block_s=geometry.page_tokens * costs.token_s)

@@ -109,12 +109,34 @@ def unified(result: dict[str, Any]) -> None:
     axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
+def step(result: dict[str, Any]) -> None:
+    """Parts of each step, as multiples of its floor."""
+    cases = result["cases"]
+    _, axes = plt.subplots(figsize=(8, 0.5 * len(cases) + 1.2), layout="constrained")
+    places = range(len(cases))
+    starts = [0.0] * len(cases)
+    for (label, parts), color in zip(result["groups"].items(), (BLUE, ORANGE, GREEN, PINK, INK), strict=True):
+        widths = [case["step / floor"] * sum(case["part_share"][part] for part in parts) for case in cases.values()]
+        axes.barh(places, widths, left=starts, color=color, label=label, height=0.6)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    for place, end in zip(places, starts, strict=True):
+        axes.annotate(f"{end:.2f}", (end, place), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.axvline(1, color=INK, lw=1, ls=":")
+    axes.set_yticks(places, list(cases))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.set(title="Time of a step over its floor", xlim=(0, 1.1 * max(starts)))
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3)
+
+
 MIN_STEPS = 5
 """Fewer steps say nothing about how long one takes."""
 PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "adapter-count-cpu": adapter_count,
     "cliff-cpu": cliff,
     "unified-cpu": unified,
+    "step-cpu": step,
 }
 
 

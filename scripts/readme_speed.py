@@ -141,10 +141,28 @@ def pool_lines() -> list[str]:
     return ["", "The pool under pressure, on the same kind of machine:", "", *lines] if lines else []
 
 
+def step_table(run: dict[str, Any]) -> list[str]:
+    """Steps against their floor, and where their time goes."""
+    lines = [
+        "",
+        f"Steps against their floor, one pass through the linear layers alone, measured in turns with them; and shares"
+        f" of the step ({machine(run)}; `{run['command']}`). [Plot](benchmarks/results/step-cpu.svg).",
+        "",
+        "| step | of its floor | " + " | ".join(run["groups"]) + " |",
+        "|---|---|" + "---|" * len(run["groups"]),
+    ]
+    for name, case in run["cases"].items():
+        shares = (sum(case["part_share"][part] for part in parts) for parts in run["groups"].values())
+        cells = " | ".join(f"{share:.0%}" for share in shares)
+        lines.append(f"| {name} | **{case['step / floor']:.2f}** | {cells} |")
+    return lines
+
+
 def section() -> str:
     """The text between the marks."""
     lines = offline_table(result("offline-cpu"))
     lines += ["", serving_line(result("serve-demo-closed-cpu")), "", serving_line(result("serve-demo-open-cpu"))]
+    lines += step_table(result("step-cpu"))
     lines += pool_lines()
     return "\n".join(lines) + "\n"
 

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 
-from weft.config import environment
+from weft.config import environment as weft_environment
 from weft.errors import ConfigError, WeftError
 
 HOST = "127.0.0.1"
@@ -32,12 +32,16 @@ class ServerProcess:
         port: Port to bind, free a moment ago.
         data_dir: Folder of the server's data; its output goes to serve.log there.
         options: Further options of `weft serve`, `--model` among them.
+        environment: Of the server; this process's own when None.
     """
 
-    def __init__(self, port: int, data_dir: Path, options: Sequence[str]) -> None:
+    def __init__(
+        self, port: int, data_dir: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.url = f"http://{HOST}:{port}"
         self._data_dir = data_dir
         self._log = data_dir / "serve.log"
+        self._given_admin_key = (weft_environment() if environment is None else environment).get("WEFT_ADMIN_KEY")
         own = ("--host", HOST, "--port", str(port), "--data-dir", str(data_dir))
         command = [sys.executable, "-P", "-m", "weft.cli", "serve", *own, *options]
         self._log.touch(mode=0o600)  # a first start writes the admin key there
@@ -47,16 +51,17 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=environment,
                 start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and the server gets one signal
             )
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, within_s: float = READY_WITHIN_S) -> None:
         """Return once requests are answered.
 
         Raises:
             WeftError: The server ended or takes too long; the message ends with what it wrote last.
         """
-        deadline = time.monotonic() + READY_WITHIN_S
+        deadline = time.monotonic() + within_s
         with httpx.Client(timeout=5, trust_env=False) as http:
             while time.monotonic() < deadline:
                 if (status := self._process.poll()) is not None:
@@ -65,7 +70,7 @@ class ServerProcess:
                     if http.get(f"{self.url}/ready").status_code == httpx.codes.OK:
                         return
                 time.sleep(POLL_S)
-        raise WeftError(f"The server was not ready within {READY_WITHIN_S:.0f} s. It wrote last:\n{self._log_tail()}")
+        raise WeftError(f"The server was not ready within {within_s:.0f} s. It wrote last:\n{self._log_tail()}")
 
     def admin_key(self) -> str:
         """The key that the server was given, or made at its first start.
@@ -73,8 +78,8 @@ class ServerProcess:
         Raises:
             WeftError: There is none.
         """
-        if given := environment().get("WEFT_ADMIN_KEY"):
-            return given
+        if self._given_admin_key:
+            return self._given_admin_key
         path = self._data_dir / "admin.key"
         try:
             return path.read_text(encoding="utf-8").strip()
@@ -100,14 +105,16 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(port: int | None, data_dir: Path, options: Sequence[str]) -> Iterator[ServerProcess]:
+def server_process(
+    port: int | None, data_dir: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
     """Start a server on `port` (None takes 8000 or, if that is in use, any free one) and end it with the block.
 
     Raises:
         ConfigError: The port is in use, or the folder cannot be written.
     """
     prepare_folder(data_dir)
-    server = ServerProcess(choose_port(port), data_dir, options)
+    server = ServerProcess(choose_port(port), data_dir, options, environment)
     try:
         yield server
     finally:

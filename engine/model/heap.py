@@ -1,4 +1,4 @@
-"""Keeps the memory that a step frees for the next one. For the GNU C library; elsewhere nothing is changed.
+"""Keeps the memory that a step frees for the next one. For glibc; an old one does as it did.
 
 A step over a prompt allocates and frees large blocks in each layer. The C library gives blocks above 32 MiB back to the
 operating system at once, which hands them out again page by page, zeroed. On a virtual machine that takes longer than
@@ -24,6 +24,5 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    return bool(
-        libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
-    )
+    is_kept = bool(libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))  # an older one refuses more than 32 MiB
+    return is_kept and bool(libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))

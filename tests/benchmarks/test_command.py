@@ -21,3 +21,13 @@ def test_each_command_shows_its_own_options(name: str) -> None:
 
 def test_a_benchmarks_exit_status_is_the_commands() -> None:
     assert CliRunner().invoke(make_app(), ["bench", "serve", "--models", "a"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["kernels", "--rows", "x"], ["step", "--rows", "0"], ["floor", "--rows", "1,,2"], ["step", "--steps", "0"]],
+)
+def test_numbers_that_make_no_sense_are_refused_at_once(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert CliRunner().invoke(make_app(), ["bench", *arguments]).exit_code == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.compare import main
+from weft.benchmarks.compare import _ratio, main
 
 
 @pytest.fixture
@@ -33,11 +35,18 @@ def compare(servers: tuple[ShopWindow, ShopWindow], path: Path, *arguments: str)
 
 
 def test_both_get_the_same_requests_under_their_own_names(
-    servers: tuple[ShopWindow, ShopWindow], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    servers: tuple[ShopWindow, ShopWindow],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "bench", "compare", "--key", "our-secret", "--peer-key", "their-secret"])
     status, result = compare(servers, tmp_path / "r.json", "--peer-models", "b,l0")
     assert status == 0
+    assert result["command"] == "weft bench compare --key KEY --peer-key KEY"
     ours, theirs = servers
+    prompts = [tuple(body["prompt"]) for body in ours.bodies]
+    assert len(set(prompts)) == len(prompts), "a prompt that comes again is in a prefix cache"
     assert len(ours.bodies) == len(theirs.bodies) == 3 * 6
     names = {"base": "b", "pirate": "l0"}
     translated = [{**body, "model": names[body["model"]]} for body in ours.bodies]
@@ -69,3 +78,9 @@ def test_a_server_that_answers_wrongly_is_named_before_anything_is_measured(
     assert status == 1
     assert "peer does not answer as asked: usage says 2 tokens came, 3 were asked for" in capsys.readouterr().err
     assert not result
+
+
+def test_a_round_without_answers_has_no_ratio() -> None:
+    assert math.isnan(_ratio(1.0, 0.0))
+    assert math.isnan(_ratio(math.nan, 1.0))
+    assert _ratio(3.0, 2.0) == 1.5

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from weft.adapters.layout import adapter_pages
 from weft.benchmarks import kernels
-from weft.benchmarks.kernels import KernelBench, Machine, Work, figures, main
-from weft.benchmarks.model_shapes import ModelShape
-from weft.errors import ConfigError
+from weft.benchmarks.kernels import MIXES, KernelBench, Machine, Work, arena_pages, figures, main
+from weft.benchmarks.model_shapes import MODELS, ModelShape
 
 SMALL = ModelShape("small", num_layers=2, hidden=64, intermediate=160, num_heads=4, num_kv_heads=2)
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def test_every_operation_is_timed_beside_its_floor(
     options.set_defaults(model="small")
     monkeypatch.setattr(kernels, "_parser", lambda: options)
     path = tmp_path / "r.json"
-    assert main(["--device", "cpu", "--rows", "2,8", "--pages", "512", "--json", str(path)]) == 0
+    assert main(["--device", "cpu", "--rows", "2,8", "--json", str(path)]) == 0
     operations = json.loads(path.read_text())["operations"]
     assert all(found["us"] > 0 and found["floor_us"] > 0 for found in operations.values())
     for name in ("rope, 2 rows", "attention, context 1024, 8 rows", "LoRA gate_up, 8 rows, 8 of ranks 8 to 64"):
@@ -57,6 +58,35 @@ def test_the_floor_is_the_slowest_of_memory_arithmetic_and_launch() -> None:
     assert found["ratio"] == pytest.approx(found["us"] / 1e3)
 
 
-def test_adapters_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--pages"):
-        KernelBench(SMALL, CPU, 2, 2).lora((64,) * 8, rows=8)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_arena_holds_the_adapters_of_every_mix(model: ModelShape) -> None:
+    pages = arena_pages(model)
+    base, geometry = model.base(), model.geometry()
+    largest = 32 * adapter_pages({(i, m): 16 for i in range(base.num_layers) for m in range(7)}, base, geometry)
+    assert largest < pages < 2 * max(largest, 512)
+
+
+def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, int] = {}
+    benches: list[KernelBench] = []
+
+    class Watched(KernelBench):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            benches.append(self)
+
+    def note(work: Work, _device: torch.device, _machine: Machine) -> dict[str, float]:
+        seen[f"{work.name} {len(seen)}"] = int(benches[0].tables.host_ranks[0, 0, 0])
+        return {"us": 1.0, "floor_us": 1.0, "ratio": 1.0}
+
+    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
+    monkeypatch.setattr(kernels, "WARM_UP_STEPS", 1)
+    monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
+    monkeypatch.setattr(kernels, "KernelBench", Watched)
+    monkeypatch.setattr(kernels, "figures", note)
+    options = kernels._parser()
+    options.set_defaults(model="small")
+    monkeypatch.setattr(kernels, "_parser", lambda: options)
+    assert main(["--device", "cpu", "--rows", "32"]) == 0
+    ranks = [rank for name, rank in seen.items() if name.startswith("LoRA qkv")]
+    assert ranks == [mix[0] for mix in MIXES.values()] == [16, 8, 8, 16]

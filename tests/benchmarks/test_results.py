@@ -75,6 +75,23 @@ RESULTS: dict[str, dict[str, Any]] = {
         "ratios": {"swaps / quiet, p50": 1.12, "swaps / quiet, p99": 1.08},
         "load_ms": {"stored": {"p50": 2023.0}, "idle": {"p50": 71.0}},
     },
+    "step-cpu": {
+        "command": "weft bench step",
+        "hardware": {"cores": 2, "cpu": "CPU"},
+        "versions": {"torch": "2.13"},
+        "at": "2026-11-20T00:00:00",
+        "groups": {
+            "linear layers": ["linear layers"],
+            "LoRA": ["LoRA", "LoRA preparation"],
+            **{f"group {index}": ["rope"] for index in range(3)},
+        },
+        "cases": {
+            "decode, 32 base": {
+                "step / floor": 1.5,
+                "part_share": {"linear layers": 0.7, "LoRA": 0.2, "LoRA preparation": 0.05, "rope": 0.05},
+            }
+        },
+    },
     "page-waste": {
         "command": "python -P -m weft.benchmarks.page_waste",
         "adapters": [
@@ -104,9 +121,15 @@ def test_the_readme_tells_each_result_with_its_command(folder: Path, monkeypatch
     assert "S2: KV cache needs more: **+29%**" in text
     assert "at most **2.7%** (A, B)" in text
     assert "**1.08 times** as long as without, the median 1.12 times. A load then takes 2.0 s" in text
-    assert all(f"`{result['command']}`" in text for result in RESULTS.values())
+    assert all(f"`{result['command']}`" in text for name, result in RESULTS.items() if name != "step-cpu")
     (folder / "cliff-cpu.json").unlink()
-    assert len(readme.pool_lines()) == len(RESULTS) - 1 + 3
+    assert len(readme.pool_lines()) == len(RESULTS) - 2 + 3
+
+
+def test_the_readme_tells_where_a_step_goes() -> None:
+    table = "\n".join(script("readme_speed").step_table(RESULTS["step-cpu"]))
+    assert "| decode, 32 base | **1.50** | 70% | 25% |" in table
+    assert "`weft bench step`" in table
 
 
 def test_plots_are_small_and_the_same_every_time(folder: Path) -> None:

@@ -12,7 +12,8 @@ from weft import demo
 from weft.benchmarks.serve import main
 
 
-def test_a_server_is_started_given_adapters_loaded_and_ended(tmp_path: Path) -> None:
+def test_a_server_is_started_given_adapters_loaded_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_REGISTRY__BLOB_URL", str(tmp_path / "of-a-real-server"))
     path = tmp_path / "r.json"
     status = main(
         [
@@ -26,6 +27,7 @@ def test_a_server_is_started_given_adapters_loaded_and_ended(tmp_path: Path) -> 
     assert result["adapters"] == {"base": 3, "pirate": 3}
     assert result["summary"]["completion_tokens"] == 24
     assert "key" not in result["options"]
+    assert not (tmp_path / "of-a-real-server").exists()
 
 
 def test_a_running_server_is_taken_as_it_is() -> None:
@@ -43,6 +45,8 @@ def test_a_running_server_is_taken_as_it_is() -> None:
         (["--models", "a"], "give its --url"),
         (["--adapter", "a"], "--adapter needs --model"),
         (["--model", str(demo.MODEL), "--adapter", "nowhere"], "nowhere is no folder of an adapter"),
+        (["--model", "m", "--adapter", "a/final", "--adapter", "b/final"], "must differ: got final, final"),
+        (["--model", "m", "--popularity", "none"], "popularity"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

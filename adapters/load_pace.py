@@ -13,8 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 
-COPY_FACTOR = 2
-"""How much more copies may take than loads: they are short, and a request may be ready but for one."""
 PIECE_S = 0.001
 """Work of a thread between two pauses, at least."""
 
@@ -76,12 +74,12 @@ class LoadPaces:
     """A budget for loads and one for copies, so that no copy waits behind a load.
 
     Args:
-        share: Of loads, as of `LoadPace`.
+        share: Of each, as of `LoadPace`.
     """
 
     def __init__(self, share: float) -> None:
         self.loads = LoadPace(share)
-        self.copies = LoadPace(min(COPY_FACTOR * share, 1))
+        self.copies = LoadPace(share)
 
     def set_stepping(self, is_stepping: bool) -> None:
         """Say whether steps run from now on."""

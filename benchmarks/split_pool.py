@@ -16,7 +16,7 @@ from weft.adapters.base_shape import BaseShape
 from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.host_images import HostImages
-from weft.adapters.load_pace import LoadPaces
+from weft.adapters.load_pace import LoadPace
 from weft.adapters.load_threads import copier_thread, loader_threads
 from weft.adapters.loading import AdapterLoader
 from weft.adapters.residency import Residency
@@ -88,10 +88,10 @@ def build_split_engine(
     tables = AdapterTables(config.adapter.slots, base, config.adapter.max_rank, geometry, CPU)
     kv_evictor = Evictor(kv_pool, eviction_policy(config.memory.eviction))
     swap = SwapSpace(slab, images.make_room, max_pages=slab.num_pages // SWAP_SHARE)
-    paces = LoadPaces(config.adapter.load_share)
+    pace = LoadPace(config.adapter.load_share)
     residency = HalfResidency(
-        _loader(config, images, base, arena, paces, adapter_pool.capacity),
-        PageCopier(arena, paces.copies.pause),
+        _loader(config, images, base, arena, pace, adapter_pool.capacity),
+        PageCopier(arena, pace.pause),
         adapter_pool,
         images,
         tables,
@@ -130,12 +130,12 @@ def build_split_engine(
         prefixes=None,
         swap=swap,
         boot_id="split",
-        set_stepping=paces.set_stepping,
+        set_stepping=pace.set_stepping,
     )
 
 
 def _loader(
-    config: Config, images: HostImages, base: BaseShape, arena: Arena, paces: LoadPaces, max_pages: int
+    config: Config, images: HostImages, base: BaseShape, arena: Arena, pace: LoadPace, max_pages: int
 ) -> AdapterLoader:
     return AdapterLoader(
         LocalBlobs(config.blob_dir),
@@ -145,5 +145,5 @@ def _loader(
         arena.dtype,
         config.adapter.max_rank,
         max_pages=max_pages,
-        pause=paces.loads.pause,
+        pause=pace.pause,
     )

@@ -18,7 +18,7 @@ from weft.adapters.base_shape import BaseShape
 from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.host_images import HostImages
-from weft.adapters.load_pace import LoadPaces
+from weft.adapters.load_pace import LoadPace
 from weft.adapters.load_threads import copier_thread, loader_threads
 from weft.adapters.loading import AdapterLoader
 from weft.adapters.lora_step import LoraBatcher
@@ -82,7 +82,7 @@ class _Memory:
     images: HostImages
     tables: AdapterTables
     copier: PageCopier
-    paces: LoadPaces
+    pace: LoadPace
     evictor: Evictor
 
 
@@ -155,7 +155,7 @@ def build_engine(
         prefixes=prefixes,
         swap=swap,
         boot_id=ready.boot_id,
-        set_stepping=memory.paces.set_stepping,
+        set_stepping=memory.pace.set_stepping,
     )
     logger.debug("%s", format_plan(plan, ready))
     return EngineParts(core, ready, folder, residency, memory.pool, memory.evictor)
@@ -194,7 +194,7 @@ def _allocate(
     poison = arena.poison if config.memory.poison else None
     pool = PagePool(num_pages, poison, on_first_use=poison)
     # A GPU's steps leave the cores to others.
-    paces = LoadPaces(config.adapter.load_share if device.type == "cpu" else 1)
+    pace = LoadPace(config.adapter.load_share if device.type == "cpu" else 1)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     return _Memory(
         arena=arena,
@@ -202,8 +202,8 @@ def _allocate(
         slab=slab,
         images=HostImages(slab),
         tables=AdapterTables(config.adapter.slots, base, config.adapter.max_rank, geometry, device),
-        copier=PageCopier(arena, paces.copies.pause),
-        paces=paces,
+        copier=PageCopier(arena, pace.pause),
+        pace=pace,
         evictor=Evictor(pool, eviction_policy(config.memory.eviction)),
     )
 
@@ -224,7 +224,7 @@ def _residency(
         arena.dtype,
         tables.max_rank,
         max_pages=pool.capacity - arena.geometry.num_groups,
-        pause=memory.paces.loads.pause,
+        pause=memory.pace.pause,
     )
     return Residency(
         loader,

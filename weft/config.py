@@ -108,7 +108,7 @@ class AdapterConfig:
     load_threads: int = 1
     """Threads that read, check and pack adapters."""
     load_share: float = 0.1
-    """CPU: what loads, and copies, may each take of one core while steps run, 0.01 to 1; 1 does not hold them up."""
+    """CPU: what loading and copying adapters may take of one core while steps run, 0.01 to 1; 1 does not hold it up."""
 
     def __post_init__(self) -> None:
         _require(

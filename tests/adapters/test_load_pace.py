@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weft.adapters.load_pace import PIECE_S, LoadPace, LoadPaces
+from weft.adapters.load_pace import PIECE_S, LoadPace
 
 PATIENCE_S = 30.0
 
@@ -112,18 +112,6 @@ def test_what_was_not_paid_before_steps_ended_is_not_due_when_others_begin() -> 
         now += 0.002
     assert len(waited.timeouts) == 1000
     assert max(timeout or 0.0 for timeout in waited.timeouts) <= 0.015
-
-
-def test_copies_do_not_pay_for_loads() -> None:
-    paces = LoadPaces(0.01)
-    paces.set_stepping(True)
-    waited = _CountingEvent(paces.copies)
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(work, paces.loads, 20)
-        paces.copies.pause()
-        assert waited.count == 0
-        paces.set_stepping(False)
-        loading.result(PATIENCE_S)
 
 
 class _CountingEvent:

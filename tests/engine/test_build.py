@@ -15,7 +15,7 @@ from drive_core import run_all
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
 from weft.adapters.blobs import LocalBlobs
-from weft.adapters.load_pace import LoadPace, LoadPaces
+from weft.adapters.load_pace import LoadPace
 from weft.adapters.ref import AdapterRef
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine
@@ -132,17 +132,15 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
             assert share == config.adapter.load_share < 1
             super().__init__(share)
 
-        def pause(self) -> None:
-            pauses[threading.current_thread().name.rsplit("_", 1)[0]] += 1
-            super().pause()
-
-    class WatchedPaces(LoadPaces):
         def set_stepping(self, is_stepping: bool) -> None:
             stepping.append(is_stepping)
             super().set_stepping(is_stepping)
 
-    monkeypatch.setattr("weft.adapters.load_pace.LoadPace", WatchedPace)
-    monkeypatch.setattr("weft.engine.build.LoadPaces", WatchedPaces)
+        def pause(self) -> None:
+            pauses[threading.current_thread().name.rsplit("_", 1)[0]] += 1
+            super().pause()
+
+    monkeypatch.setattr("weft.engine.build.LoadPace", WatchedPace)
     config = settings(model, tmp_path)
     parts = build_engine(config)
     try:

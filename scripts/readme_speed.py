@@ -162,7 +162,8 @@ def section() -> str:
     """The text between the marks."""
     lines = offline_table(result("offline-cpu"))
     lines += ["", serving_line(result("serve-demo-closed-cpu")), "", serving_line(result("serve-demo-open-cpu"))]
-    lines += step_table(result("step-cpu"))
+    if (RESULTS / "step-cpu.json").exists():
+        lines += step_table(result("step-cpu"))
     lines += pool_lines()
     return "\n".join(lines) + "\n"
 

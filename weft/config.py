@@ -107,7 +107,7 @@ class AdapterConfig:
     """Most adapters resident on the device at once (rows of the tables; pages are the true limit)."""
     load_threads: int = 1
     """Threads that read, check and pack adapters."""
-    load_share: float = 0.1
+    load_share: float = 0.06
     """CPU: what loading and copying adapters may take of one core while steps run, 0.01 to 1; 1 does not hold it up."""
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weft.adapters.load_pace import PIECE_S, LoadPace
+from weft.adapters.load_pace import BURST_S, PIECE_S, LoadPace
 
 PATIENCE_S = 30.0
 
@@ -36,7 +36,7 @@ def test_all_threads_together_keep_to_their_share_while_steps_run(threads: int) 
     with ThreadPoolExecutor(threads) as pool:
         computed_s = sum(pool.map(lambda _: work(pace, 12 // threads), range(threads)))
     assert computed_s >= 12 * PIECE_S
-    assert computed_s <= 0.11 * (time.perf_counter() - started_s)
+    assert computed_s - BURST_S <= 0.11 * (time.perf_counter() - started_s)
 
 
 def test_work_much_smaller_than_a_piece_is_added_up() -> None:
@@ -48,7 +48,7 @@ def test_work_much_smaller_than_a_piece_is_added_up() -> None:
         compute(PIECE_S / 20)
         pace.pause()
     # The last piece may still be unpaid.
-    assert time.perf_counter() - started_s >= 7 * PIECE_S / 0.1
+    assert time.perf_counter() - started_s >= (7 * PIECE_S - BURST_S) / 0.1
 
 
 def test_nobody_pauses_without_steps() -> None:
@@ -91,10 +91,12 @@ def test_time_without_steps_is_not_saved_up_and_not_paid_for() -> None:
     pace.pause()
     now = 1000.0
     pace.set_stepping(True)
-    computed += 0.002
-    now += 0.002
-    pace.pause()
-    assert waited.timeouts == [pytest.approx(0.018)]
+    for _ in range(2):
+        computed += 0.002
+        now += 0.002
+        pace.pause()
+    # The first is paid for by what was saved up, which is 2 ms and not a tenth of 1,000 s.
+    assert waited.timeouts == [pytest.approx(0.016)]
 
 
 def test_what_was_not_paid_before_steps_ended_is_not_due_when_others_begin() -> None:
@@ -110,8 +112,13 @@ def test_what_was_not_paid_before_steps_ended_is_not_due_when_others_begin() -> 
         pace.pause()
         pace.set_stepping(False)
         now += 0.002
-    assert len(waited.timeouts) == 1000
-    assert max(timeout or 0.0 for timeout in waited.timeouts) <= 0.015
+    assert max((timeout or 0.0 for timeout in waited.timeouts), default=0.0) <= 0.015
+    pace.set_stepping(True)
+    for _ in range(10):
+        computed += 0.0015
+        now += 0.0015
+        pace.pause()
+    assert waited.count > 0
 
 
 class _CountingEvent:

@@ -3,8 +3,8 @@
 A step of a CPU uses every core and waits for the slowest of them, so what a loader takes of one core is what the step
 takes longer. Niceness (`load_threads`) bounds that share over a long time only: in one step a loader may run for some
 milliseconds, and a copier beside it. Here they keep to it piece by piece, on one budget, and work on in full as soon as
-no step runs. Both are needed: of 16 decoding requests the slowest steps in a hundred took 1.45 times as long beside
-loads with niceness alone and 1.28 times with pauses alone. Knows nothing of the work.
+no step runs. Both are needed: with either alone the slowest steps in a hundred took more than a quarter longer beside
+loads; `weft bench stall` tells how much they take now. Knows nothing of the work.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LoadPace:
             self._free_s = 0.0  # who was in a pause goes on, and owes nothing to steps to come
 
     def pause(self) -> None:
-        """Called by a loading thread after a small piece of work; sleeps if that and others' were enough for now."""
+        """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
         computed_s = self._thread_clock()
         piece_s = computed_s - getattr(self._thread, "paid_s", computed_s)
         if self._share >= 1 or self._idle.is_set():

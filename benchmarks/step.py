@@ -66,7 +66,7 @@ class Measured:
     step_s: list[float]
     floor_s: list[float]
     part_s: dict[str, float]
-    """Mean of a step."""
+    """Summed over the steps."""
 
 
 class StepBench:

@@ -2,7 +2,7 @@
 
 A step over a prompt allocates and frees large blocks in each layer. The C library gives blocks above 32 MiB back to the
 operating system at once, which hands them out again page by page, zeroed. On a virtual machine that takes longer than
-filling them: a step over 2,040 tokens of a 0.5B model took 8.3 s instead of 4.9. Steps of 512 tokens of such a model
+filling them; a step over 2,000 tokens of a 0.5B model spent a third of its time so. Steps of 512 tokens of such a model
 need no block so large; those of a larger model do.
 """
 

@@ -34,6 +34,10 @@ def compare(servers: tuple[ShopWindow, ShopWindow], path: Path, *arguments: str)
     return status, json.loads(path.read_text()) if path.exists() else {}
 
 
+def written(body: dict[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True)
+
+
 def test_both_get_the_same_requests_under_their_own_names(
     servers: tuple[ShopWindow, ShopWindow],
     tmp_path: Path,
@@ -50,8 +54,7 @@ def test_both_get_the_same_requests_under_their_own_names(
     assert len(ours.bodies) == len(theirs.bodies) == 3 * 6
     names = {"base": "b", "pirate": "l0"}
     translated = [{**body, "model": names[body["model"]]} for body in ours.bodies]
-    key = lambda body: json.dumps(body, sort_keys=True)  # noqa: E731
-    assert sorted(translated, key=key) == sorted(theirs.bodies, key=key)
+    assert sorted(translated, key=written) == sorted(theirs.bodies, key=written)
     assert ours.authorizations == {"Bearer our-secret"}
     assert theirs.authorizations == {"Bearer their-secret"}
     assert "secret" not in json.dumps(result)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weft.adapters.base_shape import SITES
-from weft.adapters.product_cost import product_cost
+from weft.adapters.product_cost import ProductCost
 from weft.adapters.segments import Segment
 from weft.adapters.tables import AdapterTables
 from weft.adapters.weight_bank import AdapterKey, SiteWeights, WeightBank
@@ -47,6 +47,7 @@ class BankStep:
     def __init__(self, bank: WeightBank, tables: AdapterTables, segments: Sequence[tuple[AdapterKey, Segment]]) -> None:
         self._bank = bank
         self._base = tables.base
+        self._costs = ProductCost.of(bank.dtype)
         self._segments = [(segment.start, segment.stop, bank.columns[key]) for key, segment in segments]
         self._rows = slice(self._segments[0][0], self._segments[-1][1])
         used = tables.touched([segment.slot for _, segment in segments])
@@ -105,16 +106,16 @@ class BankStep:
         return live
 
     def _is_masked_cheaper(self, site: int) -> bool:
-        modules = SITES[site].modules
+        modules, costs = SITES[site].modules, self._costs
         row_weights = {m: self._base.modules[m].in_features + self._base.modules[m].out_features for m in modules}
         num_rows = self._rows.stop - self._rows.start
         all_weights = sum(self._bank.capacity[m] * row_weights[m] for m in modules)
-        masked = product_cost(num_rows, all_weights, 1 + len(modules))
+        masked = costs.product(num_rows, all_weights, 1 + len(modules))
         each = 0
         for start, stop, columns in self._segments:
             widths = {m: columns[m].stop - columns[m].start for m in modules}
             own_weights = sum(widths[m] * row_weights[m] for m in modules)
-            each += product_cost(stop - start, own_weights, 2 * sum(width > 0 for width in widths.values()))
+            each += costs.product(stop - start, own_weights, 2 * sum(width > 0 for width in widths.values()))
         return masked < each * (PACKED_SPEEDUP if self._bank.is_packed else 1.0)
 
     def _foreign_columns(self, site: int) -> torch.Tensor | None:

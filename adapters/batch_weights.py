@@ -24,14 +24,12 @@ from weft.adapters.bank_step import BankStep
 from weft.adapters.base_shape import SITES, BaseShape
 from weft.adapters.lora_step import LoraStep
 from weft.adapters.page_step import PagedAdapter, PageStep
-from weft.adapters.product_cost import MAX_DECODE_ROWS, partition, product_cost
+from weft.adapters.product_cost import MAX_DECODE_ROWS, ProductCost
 from weft.adapters.segments import Segment, build_segments
 from weft.adapters.tables import AdapterTables
 from weft.adapters.weight_bank import AdapterKey, MakeLinear, WeightBank, bank_bytes, column_widths
 from weft.memory.arena import Arena
 
-BANK_COLUMNS = 128
-"""Columns per module of a bank for adapters that come and go."""
 STABLE_STEPS = 8
 """Steps without a missing adapter after which banks are improved."""
 RECENT_STEPS = 16
@@ -99,6 +97,9 @@ class BatchWeights:
         row_weights = np.array([m.in_features + m.out_features for m in base.modules], dtype=np.int64)
         self._column_weights = row_weights * base.num_layers
         self._calls = (len(SITES) + len(base.modules)) * base.num_layers
+        self._costs = ProductCost.of(arena.dtype)
+        self.bank_columns = self._costs.bank_columns(int(self._column_weights.sum()), self._calls)
+        """Columns per module of a bank for adapters that come and go."""
         self._num_pieces = base.num_layers * len(SITES)
         base_weights = sum(m.in_features * m.out_features for m in base.modules) * base.num_layers
         self.step_bytes = base_weights * arena.dtype.itemsize // WORK_SHARE
@@ -194,7 +195,7 @@ class BatchWeights:
             self._drop_unused_columns()
             bank = self._reserve_in_a_bank(key)
         widths = column_widths(self._tables, key.slot)
-        roomy = np.where(widths > 0, np.maximum(widths, BANK_COLUMNS), 0)
+        roomy = np.where(widths > 0, np.maximum(widths, self.bank_columns), 0)
         for capacity in (roomy, widths):
             if bank is None and self._make_room(bank_bytes(self._arena, self._tables, capacity)):
                 bank = WeightBank(self._arena, self._tables, capacity)
@@ -273,8 +274,8 @@ class BatchWeights:
             rows = [min(segment.length, MAX_DECODE_ROWS) for segment in segments]
             widths = [column_widths(self._tables, key.slot) for key in keys]
             weights = [int((self._column_weights * columns).sum()) for columns in widths]
-            groups = partition(rows, weights, self._calls)
-            cost = sum(product_cost(sum(rows[group]), sum(weights[group]), self._calls) for group in groups)
+            groups = self._costs.partition(rows, weights, self._calls)
+            cost = sum(self._costs.product(sum(rows[group]), sum(weights[group]), self._calls) for group in groups)
             is_wasteful = has_left_overs and self._num_columns() > 2 * sum(columns.sum() for columns in widths)
             self._is_grouped = self._cost(keys, rows) <= REGROUP_GAIN * cost and not is_wasteful
             if not self._is_grouped:
@@ -293,7 +294,7 @@ class BatchWeights:
             if places:
                 num_rows = sum(rows[places[0] : places[-1] + 1])
                 num_weights = int((self._column_weights * np.array(bank.capacity)).sum())
-                cost += product_cost(num_rows, num_weights, self._calls)
+                cost += self._costs.product(num_rows, num_weights, self._calls)
         return cost
 
     def _start_regroup(self, keys: list[AdapterKey], groups: Sequence[tuple[slice, npt.NDArray[np.int64]]]) -> None:

@@ -1,51 +1,74 @@
 """What a product of few rows with LoRA weights costs on a CPU, in multiply-adds, for choosing between ways to do it.
 
-Measured on two cores of an AVX512-bf16 EPYC with torch 2.13, in bf16 with packed weights, with adapters on all linear
-layers of a 0.5B model and 32 rows: 39, 36 and 50 ms for 1, 2 and 4 groups of 240 ranks in all, 21, 31 and 40 ms for 64
-ranks. That fits 37 us a call, 173 GMAC/s, and a weight's way from memory worth 6 rows that are multiplied with it.
-Within a step, where caches hold other things, calls take longer still.
+A call costs something by itself, a weight's way from memory is worth some rows that are multiplied with it, and the
+rest is arithmetic. Measured on two cores of an AVX512-bf16 EPYC with torch 2.13: in bf16, with packed weights of a 0.5B
+model, 37 us a call at 173 GMAC/s; in float32, which needs no packing, about 13 us at 55 GMAC/s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-CALL_MACS = 6_500_000
+import torch
+
 LOAD_ROWS = 6
 MAX_DECODE_ROWS = 16
 """Rows per adapter that a partition reckons with; prompts are there for a few steps only."""
+MIN_BANK_COLUMNS = 64
 
 
-def product_cost(num_rows: int, num_weights: int, num_calls: int) -> int:
-    """Cost of multiplying rows with weights (their number of elements) in so many calls."""
-    return (num_rows + LOAD_ROWS) * num_weights + num_calls * CALL_MACS
+@dataclass(frozen=True, slots=True)
+class ProductCost:
+    """Costs in one number format."""
 
+    call_macs: int
+    """What a call costs by itself."""
 
-def partition(rows: Sequence[int], weights: Sequence[int], calls: int) -> list[slice]:
-    """Split adapters into consecutive groups, so that masked products of each group's rows cost least in all.
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> ProductCost:
+        """The costs of products in `dtype`."""
+        return cls(700_000 if dtype == torch.float32 else 6_500_000)
 
-    One group multiplies every row with every adapter's weights; a group per adapter multiplies no row in vain but needs
-    the most calls.
+    def product(self, num_rows: int, num_weights: int, num_calls: int) -> int:
+        """Cost of multiplying rows with weights (their number of elements) in so many calls."""
+        return (num_rows + LOAD_ROWS) * num_weights + num_calls * self.call_macs
 
-    Args:
-        rows: Rows of each adapter.
-        weights: Weights of each adapter, elements.
-        calls: Calls that a group needs.
-    """
-    counted = [min(count, MAX_DECODE_ROWS) for count in rows]
-    best = [0]
-    starts = [0]
-    for stop in range(1, len(rows) + 1):
-        costs = []
-        for start in range(stop):
-            group = product_cost(sum(counted[start:stop]), sum(weights[start:stop]), calls)
-            costs.append(best[start] + group)
-        start = min(range(stop), key=costs.__getitem__)
-        best.append(costs[start])
-        starts.append(start)
-    groups: list[slice] = []
-    stop = len(rows)
-    while stop:
-        groups.append(slice(starts[stop], stop))
-        stop = starts[stop]
-    return groups[::-1]
+    def bank_columns(self, column_weights: int, calls: int) -> int:
+        """Columns of a bank for adapters that come and go: as many as cost about what another bank's calls do.
+
+        Args:
+            column_weights: Weights of one column of all modules.
+            calls: Calls that a bank needs.
+        """
+        columns = calls * self.call_macs // ((MAX_DECODE_ROWS + LOAD_ROWS) * column_weights)
+        return max(MIN_BANK_COLUMNS, 1 << columns.bit_length() - 1 if columns else 0)
+
+    def partition(self, rows: Sequence[int], weights: Sequence[int], calls: int) -> list[slice]:
+        """Split adapters into consecutive groups, so that masked products of each group's rows cost least in all.
+
+        One group multiplies every row with every adapter's weights; a group per adapter multiplies no row in vain but
+        needs the most calls.
+
+        Args:
+            rows: Rows of each adapter.
+            weights: Weights of each adapter, elements.
+            calls: Calls that a group needs.
+        """
+        counted = [min(count, MAX_DECODE_ROWS) for count in rows]
+        best = [0]
+        starts = [0]
+        for stop in range(1, len(rows) + 1):
+            costs = []
+            for start in range(stop):
+                group = self.product(sum(counted[start:stop]), sum(weights[start:stop]), calls)
+                costs.append(best[start] + group)
+            start = min(range(stop), key=costs.__getitem__)
+            best.append(costs[start])
+            starts.append(start)
+        groups: list[slice] = []
+        stop = len(rows)
+        while stop:
+            groups.append(slice(starts[stop], stop))
+            stop = starts[stop]
+        return groups[::-1]

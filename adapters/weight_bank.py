@@ -67,6 +67,7 @@ class WeightBank:
     def __init__(self, arena: Arena, tables: AdapterTables, capacity: npt.NDArray[np.int64]) -> None:
         self._arena = arena
         self._tables = tables
+        self.dtype = arena.dtype
         self.capacity = [int(columns) for columns in capacity]
         """Columns per module."""
         self.site_columns = [sum(self.capacity[module] for module in site.modules) for site in SITES]

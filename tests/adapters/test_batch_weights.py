@@ -9,7 +9,7 @@ from adapters_factory import random_lora, tiny_base
 from lora_arena import BASE, BATCHES, MAX_RANK, LoraArena, fill
 from numerics import assert_close
 from weft.adapters.base_shape import SITES
-from weft.adapters.batch_weights import BANK_COLUMNS, PACK_COST, RECENT_STEPS, STABLE_STEPS, BatchWeights, StepWork
+from weft.adapters.batch_weights import PACK_COST, RECENT_STEPS, STABLE_STEPS, BatchWeights, StepWork
 from weft.adapters.weight_bank import Linear
 from weft.engine.model.linear import can_pack, make_linear
 
@@ -216,11 +216,9 @@ def test_weights_beyond_the_number_format_do_not_reach_the_rows_of_others(packed
 def test_no_step_copies_packs_or_frees_more_than_its_share() -> None:
     lora_arena = fill()
     batch_weights = make(lora_arena)
+    columns = MAX_RANK + batch_weights.bank_columns
     piece = max(  # a site's new columns, and an adapter's in them
-        sum(
-            (BASE.modules[module].in_features + BASE.modules[module].out_features) * (MAX_RANK + BANK_COLUMNS)
-            for module in site.modules
-        )
+        sum((BASE.modules[module].in_features + BASE.modules[module].out_features) * columns for module in site.modules)
         * lora_arena.arena.dtype.itemsize
         for site in SITES
     )

@@ -156,7 +156,7 @@ class KernelBench:
         fused = self._random(rows, model.num_heads * model.head_dim + 2 * kv_width)
         heads = fused.view(rows, -1, model.head_dim)
         q, k, v = torch.split(heads, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
-        cos, sin = (torch.rand(rows, model.head_dim // 2, device=self.device) for _ in range(2))
+        cos, sin = (torch.rand(rows, model.head_dim, device=self.device) for _ in range(2))
         slots = KvSlots.build(
             [geometry.page_tokens * (1 + row) for row in range(rows)], geometry.page_tokens, self.device
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from weft.kernels.attention_batch import AttentionBatch, PromptChunk
 from weft.kernels.attention_reference import check_operands
@@ -22,8 +23,8 @@ BUCKET_WASTE_TOKENS = 512
 """Padding that costs about as much as computing one more bucket."""
 QUERY_ROWS = 64
 """Query rows of a chunk that are computed together."""
-SMALL_PRODUCT = 1 << 15
-"""Elements up to which a product in a narrow dtype costs more to set up than to compute in float32."""
+SMALL_KEYS = 1 << 17
+"""Elements of keys up to which torch's own attention costs less to set up than two batched products."""
 BUCKET_BYTES = 1 << 22
 """Keys that a bucket may gather, which bounds its memory."""
 
@@ -37,7 +38,7 @@ class ItemBucket:
     gather: torch.Tensor
     """[n * Hkv * L], int64: arena rows of D elements that hold their keys, padded with those of their first token."""
     mask: torch.Tensor | None
-    """[n * Hkv, 1, L], float32, added to the scores; None where all lengths are equal."""
+    """[n * Hkv, 1, L], dtype of the queries, added to the scores; None where all lengths are equal."""
     count: int
     length: int
 
@@ -51,7 +52,7 @@ class QueryBlock:
     keys: slice
     """Which of the chunk's gathered keys the block sees."""
     mask: torch.Tensor
-    """[rows, m], float32, added to the scores of the last m keys; the keys before them are seen by all rows."""
+    """[rows, m], dtype of the queries, added to the scores of the last m keys; all rows see the keys before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,12 @@ def paged_attention(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    check_operands(q, k_pages, v_pages, batch, sliding_window)
-    key = ("cpu", k_pages.shape, k_pages.stride(), q.dtype, sliding_window)
+    # Operands like those of an earlier layer were checked there; 24 checks are two in a hundred of a small step.
+    key = (
+        *("cpu", q.shape, q.dtype, q.device, sliding_window),
+        *(k_pages.shape, k_pages.stride(), k_pages.dtype, k_pages.device),
+        *(v_pages.shape, v_pages.stride(), v_pages.dtype, v_pages.device),
+    )
     plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window))
     covered = sum(bucket.count for bucket in plan.buckets) + sum(chunk.query_len for chunk in batch.chunks)
     out = q.new_empty(q.shape) if covered == q.shape[0] else q.new_zeros(q.shape)
@@ -129,17 +134,23 @@ def _attend_items(
     out: torch.Tensor,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
-    count, length = bucket.count, bucket.length
+    count, length, group = bucket.count, bucket.length, num_heads // heads
     queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
-    queries = queries.reshape(count * heads, num_heads // heads, head_dim)
-    k = keys.view(count * heads, length, head_dim)
-    v = values.view(count * heads, length, head_dim)
-    scores = _product(queries, k.transpose(1, 2)).float().mul_(scale)  # [n * Hkv, group, L]
-    if softcap:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    if bucket.mask is not None:
-        scores += bucket.mask
-    result = _product(scores.softmax(-1).to(v.dtype), v).view(count, num_heads, head_dim)
+    if keys.numel() <= SMALL_KEYS and softcap is None:
+        result = functional.scaled_dot_product_attention(
+            queries.reshape(count, heads, group, head_dim),
+            keys.view(count, heads, length, head_dim),
+            values.view(count, heads, length, head_dim),
+            None if bucket.mask is None else bucket.mask.view(count, heads, 1, length),
+            scale=scale,
+        )
+    else:
+        k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
+        scores = _scores(queries.reshape(count * heads, group, head_dim), k, scale, softcap)  # [n * Hkv, group, L]
+        if bucket.mask is not None:
+            scores += bucket.mask
+        result = torch.bmm(scores.softmax(-1).to(v.dtype), v)
+    result = result.view(count, num_heads, head_dim)
     if isinstance(bucket.rows, slice):
         out[bucket.rows] = result
     else:
@@ -161,25 +172,26 @@ def _attend_chunk(
     queries = q[block.rows].unflatten(1, (heads, group)).transpose(0, 1)  # [Hkv, rows, group, D]
     count = queries.shape[1]
     k, v = keys[:, block.keys], values[:, block.keys]  # [Hkv, L, D]
-    scores = _product(queries.reshape(heads, count * group, head_dim), k.transpose(1, 2)).float().mul_(scale)
-    if softcap:
-        scores.div_(softcap).tanh_().mul_(softcap)
+    scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale, softcap)
     # [Hkv, rows, group, m] against [rows, 1, m]
     scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += block.mask.unsqueeze(1)
-    result = _product(scores.softmax(-1).to(v.dtype), v).view(heads, count, group, head_dim)
-    out[block.rows] = result.transpose(0, 1).reshape(count, num_heads, head_dim)
+    result = torch.bmm(scores.softmax(-1).to(v.dtype), v).view(heads, count, group, head_dim)
+    out[block.rows].view(count, heads, group, head_dim).copy_(result.transpose(0, 1))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` per batch entry, summed in float32 and rounded to their dtype."""
-    if a.dtype == torch.float32 or b.numel() > SMALL_PRODUCT:
-        return torch.bmm(a, b)
-    return torch.bmm(a.float(), b.float()).to(a.dtype)
+def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """Scaled products, summed in float32 and rounded once: softmax computes in float32 whatever it reads."""
+    ignored = queries.new_empty(())
+    scores = torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale)
+    if softcap is None:
+        return scores
+    return scores.float().div_(softcap).tanh_().mul_(softcap)
 
 
 def _plan(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: AttentionBatch, window: int | None
 ) -> GatherPlan:
+    check_operands(q, k_pages, v_pages, batch, window)
     head_dim = q.shape[2]
     strides = k_pages.stride()[:3]
     expect_that("k_pages", all(s % head_dim == 0 for s in strides), f"strides in multiples of {head_dim}", strides)
@@ -188,8 +200,10 @@ def _plan(
     last = sum((extent - 1) * step for extent, step in zip(k_pages.shape[:3], steps, strict=True))
     heads = k_pages.shape[1]
     bucket_tokens = BUCKET_BYTES // (heads * head_dim * q.element_size())
-    buckets = tuple(_bucket(batch, members, heads, steps, window) for members in _group(batch, window, bucket_tokens))
-    chunks = tuple(_chunk(batch, chunk, heads, steps, window) for chunk in batch.chunks)
+    buckets = tuple(
+        _bucket(batch, members, heads, steps, window, q.dtype) for members in _group(batch, window, bucket_tokens)
+    )
+    chunks = tuple(_chunk(batch, chunk, heads, steps, window, q.dtype) for chunk in batch.chunks)
     largest = max([0, *(len(bucket.gather) for bucket in buckets), *(len(chunk.gather) for chunk in chunks)])
     return GatherPlan(
         buckets=buckets,
@@ -218,7 +232,12 @@ def _group(batch: AttentionBatch, window: int | None, max_tokens: int) -> list[n
 
 
 def _bucket(
-    batch: AttentionBatch, members: np.ndarray, heads: int, steps: tuple[int, ...], window: int | None
+    batch: AttentionBatch,
+    members: np.ndarray,
+    heads: int,
+    steps: tuple[int, ...],
+    window: int | None,
+    dtype: torch.dtype,
 ) -> ItemBucket:
     rows, requests, ends = batch.items_host[:, members].astype(np.int64)
     starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
@@ -230,8 +249,7 @@ def _bucket(
     gather = _arena_rows(batch, requests[:, None], positions, heads, steps)  # [n, Hkv, L]
     mask = None
     if not live.all():
-        added = np.where(live, np.float32(0), np.float32(-np.inf)).repeat(heads, axis=0)  # [n * Hkv, L]
-        mask = torch.from_numpy(added).unsqueeze(1)
+        mask = _added(~live, dtype).repeat_interleave(heads, 0).unsqueeze(1)
     count = len(members)
     consecutive = int(rows[-1] - rows[0]) == count - 1
     return ItemBucket(
@@ -244,17 +262,22 @@ def _bucket(
 
 
 def _chunk(
-    batch: AttentionBatch, chunk: PromptChunk, heads: int, steps: tuple[int, ...], window: int | None
+    batch: AttentionBatch,
+    chunk: PromptChunk,
+    heads: int,
+    steps: tuple[int, ...],
+    window: int | None,
+    dtype: torch.dtype,
 ) -> ChunkGather:
     start = 0 if window is None else max(0, chunk.context_len - chunk.query_len - window + 1)
     positions = np.arange(start, chunk.context_len)
     gather = _arena_rows(batch, np.full((1, 1), chunk.request), positions[None], heads, steps)
     firsts = range(0, chunk.query_len, QUERY_ROWS)
-    blocks = tuple(_query_block(chunk, first, start, window) for first in firsts)
+    blocks = tuple(_query_block(chunk, first, start, window, dtype) for first in firsts)
     return ChunkGather(blocks, torch.from_numpy(gather.reshape(-1)))
 
 
-def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None) -> QueryBlock:
+def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None, dtype: torch.dtype) -> QueryBlock:
     """Rows `first` and on of a chunk whose gathered keys begin at position `start`."""
     stop = min(first + QUERY_ROWS, chunk.query_len)
     queries = np.arange(first, stop) + chunk.context_len - chunk.query_len
@@ -267,8 +290,13 @@ def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None)
     return QueryBlock(
         rows=slice(chunk.row + first, chunk.row + stop),
         keys=slice(begin - start, end - start),
-        mask=torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))),
+        mask=_added(hidden, dtype),
     )
+
+
+def _added(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """What hides positions when it is added to scores."""
+    return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
 
 
 def _arena_rows(

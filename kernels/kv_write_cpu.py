@@ -1,4 +1,4 @@
-"""Storing keys and values on the CPU: one indexed assignment each."""
+"""Storing keys and values on the CPU: one indexed assignment, or one each where they are not views of one tensor."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ def kv_write(
     """
     check_operands(k, v, k_pages, v_pages, slot_mapping)
     rows = slot_mapping.rows
+    both, both_pages = _stacked(k, v), _stacked(k_pages, v_pages)
+    if both is not None and both_pages is not None:
+        stored = both if rows is None else both.index_select(0, rows)
+        both_pages[slot_mapping.pages, :, :, slot_mapping.offsets] = stored  # [S, 2, Hkv, D]
+        return
     for pages, values in ((k_pages, k), (v_pages, v)):
         stored = values if rows is None else values.index_select(0, rows)
         pages[slot_mapping.pages, :, slot_mapping.offsets] = stored  # [S, Hkv, D]
+
+
+def _stacked(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    # Views of one storage, as of a fused projection or a page, are one view with a further dimension. Equal distances
+    # of addresses and of offsets mean that they are.
+    distance = second.storage_offset() - first.storage_offset()
+    if distance <= 0 or first.stride() != second.stride():
+        return None
+    if second.data_ptr() - first.data_ptr() != distance * first.element_size():
+        return None
+    return first.as_strided((first.shape[0], 2, *first.shape[1:]), (first.stride(0), distance, *first.stride()[1:]))

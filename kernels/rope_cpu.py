@@ -16,8 +16,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
         ValueError: A shape or dtype does not fit.
     """
     check_operands(q, k, cos, sin)
-    cosines = torch.cat((cos, cos), dim=-1).unsqueeze(1)  # [T, 1, D]
-    sines = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+    cosines, sines = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
     joined = _joined(q, k)
     for x in (q, k) if joined is None else (joined,):
         wide = x if x.dtype == torch.float32 else x.float()

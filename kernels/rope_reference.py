@@ -11,13 +11,14 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     """Rotate queries and keys by their positions, first half of a head against the second (RoFormer, arXiv:2104.09864).
 
     Semantics:
-        for x in (q, k), i in range(D / 2), with c, s = cos[t, i], sin[t, i]:
-            x[t, h, i], x[t, h, i + D/2] = x[t, h, i] * c - x[t, h, i + D/2] * s, x[t, h, i + D/2] * c + x[t, h, i] * s
+        for x in (q, k), i in range(D), with the other half's element j = (i + D / 2) % D:
+            x[t, h, i] = x[t, h, i] * cos[t, i] + x[t, h, j] * sin[t, i]
 
     Args:
         q: [T, Hq, D]. Mutated.
         k: [T, Hkv, D], dtype of q. Mutated.
-        cos: [T, D / 2], float32: at each token's position, with the model's attention scaling multiplied in.
+        cos: [T, D], float32, from `both_halves`: at each token's position, with the model's attention scaling
+            multiplied in.
         sin: Like cos.
 
     Raises:
@@ -26,8 +27,13 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     check_operands(q, k, cos, sin)
     cos, sin = cos.double()[:, None], sin.double()[:, None]
     for x in (q, k):
-        first, second = x.double().chunk(2, dim=-1)
-        x.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+        wide = x.double()
+        x.copy_(wide * cos + wide.roll(x.shape[2] // 2, -1) * sin)
+
+
+def both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of D / 2 pairs, [T, D / 2], as factors of the D elements that they turn, [T, D]."""
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -38,5 +44,5 @@ def check_operands(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: tor
     """
     num_tokens, _, head_dim = q.shape
     expect("k", k, (num_tokens, None, head_dim), q.dtype, q.device)
-    expect("cos", cos, (num_tokens, head_dim // 2), torch.float32, q.device)
+    expect("cos", cos, (num_tokens, head_dim), torch.float32, q.device)
     expect("sin", sin, cos.shape, torch.float32, q.device)

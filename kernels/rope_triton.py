@@ -32,8 +32,8 @@ def rope_kernel(
     block = tl.program_id(1)
     i = tl.arange(0, BLOCK_D)
     live_i = i < HALF
-    c = tl.load(cos + token * HALF + i, mask=live_i, other=0.0)[None, :]
-    s = tl.load(sin + token * HALF + i, mask=live_i, other=0.0)[None, :]
+    c = tl.load(cos + token * 2 * HALF + i, mask=live_i, other=0.0)[None, :]
+    s = tl.load(sin + token * 2 * HALF + HALF + i, mask=live_i, other=0.0)[None, :]  # the first half's are negative
     if block < q_blocks:
         head = block * BLOCK_H + tl.arange(0, BLOCK_H)
         _rotate(q + token * q_token + head[:, None] * q_head + i[None, :], head < q_heads, live_i, c, s, HALF)

@@ -144,8 +144,7 @@ class Decoder:
         add_norm = self._kernels.fused_add_rms_norm
         residual = torch.nn.functional.embedding(rows.tokens, self._embedding)
         x = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        cos = self._rope.cos.index_select(0, rows.positions)  # once for all layers
-        sin = self._rope.sin.index_select(0, rows.positions)
+        cos, sin = self._rope.at(rows.positions)  # once for all layers
         step = _Step(rows, cos, sin, kv, lora)
         for index, layer in enumerate(self._layers):
             x = self._attend(index, layer, x, step)

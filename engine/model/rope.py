@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.engine.model.rope_spec import RopeSpec
+from weft.kernels.rope_reference import both_halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,10 @@ class RopeTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors of the positions [T], int64, as the rope kernels take them: two tensors [T, head_dim]."""
+        return both_halves(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
 def rope_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> RopeTable:

@@ -13,6 +13,7 @@ from scattered_lora import BF16, F16, F32, LAYER, ScatteredLora, SgmvCase, make_
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels, kernels_for, reference_kernels
 from weft.kernels.kv_slots import KvSlots
+from weft.kernels.rope_reference import both_halves
 from weft.kernels.sampling_reference import probabilities
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -135,7 +136,7 @@ def test_rms_norm_equals_the_reference(kernels: Kernels, shape: tuple[int, ...],
 def test_rope_equals_the_reference(kernels: Kernels, dtype: torch.dtype, head_dim: int) -> None:
     angles = torch.arange(4096.0)[:, None] * torch.logspace(0, -4, head_dim // 2)
     positions = torch.randint(0, 4096, (77,), generator=torch.Generator().manual_seed(0))
-    cos, sin = angles.cos()[positions].to(CUDA), angles.sin()[positions].to(CUDA)
+    cos, sin = both_halves(angles.cos()[positions].to(CUDA), angles.sin()[positions].to(CUDA))
     fused = randn((77, 48, head_dim), dtype)
     expected = fused.clone()
     kernels.rope(fused[:, :32], fused[:, 32:40], cos, sin)

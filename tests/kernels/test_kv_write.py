@@ -39,6 +39,19 @@ def test_the_cpu_version_stores_all_or_none(mapping: list[int]) -> None:
     assert torch.equal(arena.view(torch.int32), expected.view(torch.int32))
 
 
+def test_tensors_that_are_not_views_of_one_are_stored_too() -> None:
+    arena, k, v = operands()
+    apart, expected = (arena[:, 1, 0].clone(), arena[:, 1, 1].clone()), arena.clone()
+    slots = KvSlots.build(SLOTS, 16, CPU)
+    kv_write_cpu.kv_write(k.clone(), v.clone(), *apart, slots)
+    kv_write_reference.kv_write(k, v, expected[:, 1, 0], expected[:, 1, 1], slots)
+    for place, pages in enumerate(apart):
+        assert torch.equal(pages.view(torch.int32), expected[:, 1, place].contiguous().view(torch.int32))
+    # Values before keys in one tensor are no such view either.
+    kv_write_cpu.kv_write(v, k, arena[:, 1, 1], arena[:, 1, 0], slots)
+    assert torch.equal(arena[:, 1, 1].contiguous().view(torch.int32), apart[1].view(torch.int32))
+
+
 def test_slots_know_which_rows_are_stored() -> None:
     slots = KvSlots.build(SLOTS, 16, CPU)
     assert slots.mapping.tolist() == SLOTS

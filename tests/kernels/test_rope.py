@@ -8,7 +8,7 @@ from weft.kernels import rope_cpu, rope_reference
 HEAD_DIM = 32
 ANGLES = torch.arange(50.0)[:, None] * 10000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 POSITIONS = torch.tensor([0, 7, 49, 7, 3])
-COS, SIN = ANGLES.cos()[POSITIONS], ANGLES.sin()[POSITIONS]
+COS, SIN = rope_reference.both_halves(ANGLES.cos()[POSITIONS], ANGLES.sin()[POSITIONS])
 
 
 def fused_projection(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -40,7 +40,7 @@ def test_separate_tensors_are_rotated_too() -> None:
 def test_the_rotation_is_that_of_transformers() -> None:
     fused = fused_projection()
     q, k = fused[:, :4].clone(), fused[:, 4:6].clone()
-    cos, sin = (torch.cat((table, table), -1)[None] for table in (COS, SIN))
+    cos, sin = (torch.cat((table, table), -1)[POSITIONS][None] for table in (ANGLES.cos(), ANGLES.sin()))
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     rope_cpu.rope(q, k, COS, SIN)
     assert_rows_close(q, expected[0][0].transpose(0, 1).contiguous())
@@ -49,5 +49,5 @@ def test_the_rotation_is_that_of_transformers() -> None:
 
 def test_misfits_are_refused() -> None:
     fused = fused_projection()
-    with pytest.raises(ValueError, match=r"cos: expected shape \[5, 16\], got \[4, 16\]"):
+    with pytest.raises(ValueError, match=r"cos: expected shape \[5, 32\], got \[4, 32\]"):
         rope_cpu.rope(fused[:, :4], fused[:, 4:6], COS[1:], SIN[1:])

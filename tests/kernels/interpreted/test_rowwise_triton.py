@@ -7,6 +7,7 @@ from kernel_numerics import assert_rows_close
 from sampling_rows import GREEDY, Parameters, sampling_of
 from weft.kernels.dispatch import reference_kernels, triton_kernels
 from weft.kernels.kv_slots import KvSlots
+from weft.kernels.rope_reference import both_halves
 from weft.kernels.sampling_reference import probabilities
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -42,7 +43,7 @@ def test_fused_add_rms_norm_equals_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", [32, 48])
 def test_rope_equals_the_reference(dtype: torch.dtype, head_dim: int) -> None:
     angles = torch.tensor([0.0, 39.0, 7.0])[:, None] * torch.logspace(0, -3, head_dim // 2)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = both_halves(angles.cos(), angles.sin())
     fused = randn((3, 21, head_dim), dtype)
     expected = fused.clone()
     REFERENCE.rope(expected[:, :17], expected[:, 18:20], cos, sin)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from weft.engine.model.decoder import StepRows
+from weft.engine.model.linear import padded_rows
 from weft.engine.plan import Chunk, SlotRef, StepPlan
 from weft.errors import EngineError, PageAccountingError
 from weft.kernels.attention_batch import AttentionBatch
@@ -39,7 +40,7 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step, a padding row included."""
+        """Rows of the step, padding included."""
         return len(self.row_slots)
 
     def last_row(self, chunk_index: int, chunk: Chunk) -> int:
@@ -51,8 +52,9 @@ def build_batch(plan: StepPlan, geometry: PageGeometry, num_pages: int, device: 
     """Build the tensors of one step.
 
     On a CPU a step has at least two rows: a matrix product of one row rounds differently from one of several, and a
-    token must not depend on who else is in the batch. The padding row belongs to the only chunk's adapter, attends to
-    nothing and is not stored.
+    token must not depend on who else is in the batch. Large steps have a number of rows that packed weights are
+    multiplied with as it is (`padded_rows`). Padding rows belong to the last chunk's adapter, attend to nothing and are
+    not stored.
 
     Args:
         plan: At least one chunk, each with at least one token.
@@ -69,7 +71,9 @@ def build_batch(plan: StepPlan, geometry: PageGeometry, num_pages: int, device: 
     order = sorted(range(len(plan.chunks)), key=lambda index: _slot(plan.chunks[index]))
     chunks = [plan.chunks[index] for index in order]
     lengths = [len(chunk.token_ids) for chunk in chunks]
-    num_rows = max(sum(lengths), 2 if device.type == "cpu" else 1)
+    num_rows = sum(lengths)
+    if device.type == "cpu":
+        num_rows = max(padded_rows(num_rows), 2)
     rows, first_rows = _rows(chunks, lengths, num_rows, geometry)
 
     tensor = torch.from_numpy(rows[:2]).to(device)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from weft.kernels.attention_batch import AttentionBatch, PromptChunk
 from weft.kernels.attention_reference import check_operands
@@ -23,8 +22,8 @@ BUCKET_WASTE_TOKENS = 512
 """Padding that costs about as much as computing one more bucket."""
 QUERY_ROWS = 64
 """Query rows of a chunk that are computed together."""
-SMALL_KEYS = 1 << 17
-"""Elements of keys up to which torch's own attention costs less to set up than two batched products."""
+SMALL_PRODUCT = 1 << 15
+"""Elements up to which a product in a narrow dtype costs more to set up than to compute in float32."""
 BUCKET_BYTES = 1 << 22
 """Keys that a bucket may gather, which bounds its memory."""
 
@@ -101,7 +100,11 @@ def paged_attention(
     )
     plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window))
     covered = sum(bucket.count for bucket in plan.buckets) + sum(chunk.query_len for chunk in batch.chunks)
-    out = q.new_empty(q.shape) if covered == q.shape[0] else q.new_zeros(q.shape)
+    if covered == batch.num_rows:
+        out = q.new_empty(q.shape)
+        out[covered:] = 0
+    else:
+        out = q.new_zeros(q.shape)
     heads, head_dim = k_pages.shape[1], q.shape[2]
     # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
     keys = k_pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1))
@@ -136,21 +139,11 @@ def _attend_items(
     num_heads, head_dim = q.shape[1:]
     count, length, group = bucket.count, bucket.length, num_heads // heads
     queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
-    if keys.numel() <= SMALL_KEYS and softcap is None:
-        result = functional.scaled_dot_product_attention(
-            queries.reshape(count, heads, group, head_dim),
-            keys.view(count, heads, length, head_dim),
-            values.view(count, heads, length, head_dim),
-            None if bucket.mask is None else bucket.mask.view(count, heads, 1, length),
-            scale=scale,
-        )
-    else:
-        k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
-        scores = _scores(queries.reshape(count * heads, group, head_dim), k, scale, softcap)  # [n * Hkv, group, L]
-        if bucket.mask is not None:
-            scores += bucket.mask
-        result = torch.bmm(scores.softmax(-1).to(v.dtype), v)
-    result = result.view(count, num_heads, head_dim)
+    k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
+    scores = _scores(queries.reshape(count * heads, group, head_dim), k, scale, softcap)  # [n * Hkv, group, L]
+    if bucket.mask is not None:
+        scores += bucket.mask
+    result = _weighted(scores, v).view(count, num_heads, head_dim)
     if isinstance(bucket.rows, slice):
         out[bucket.rows] = result
     else:
@@ -175,17 +168,33 @@ def _attend_chunk(
     scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale, softcap)
     # [Hkv, rows, group, m] against [rows, 1, m]
     scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += block.mask.unsqueeze(1)
-    result = torch.bmm(scores.softmax(-1).to(v.dtype), v).view(heads, count, group, head_dim)
+    result = _weighted(scores, v).view(heads, count, group, head_dim)
     out[block.rows].view(count, heads, group, head_dim).copy_(result.transpose(0, 1))
 
 
 def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Scaled products, summed in float32 and rounded once: softmax computes in float32 whatever it reads."""
+    """Scaled products, summed in float32 and rounded once; softmax computes in float32 whatever it reads."""
+    dtype = keys.dtype
+    if _is_dear(keys):
+        queries, keys = queries.float(), keys.float()
     ignored = queries.new_empty(())
-    scores = torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale)
+    scores = torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale).to(dtype)
     if softcap is None:
         return scores
     return scores.float().div_(softcap).tanh_().mul_(softcap)
+
+
+def _weighted(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values weighted by the softmax of their scores, rounded to their dtype."""
+    weights = scores.softmax(-1).to(values.dtype)
+    if _is_dear(values):
+        return torch.bmm(weights.float(), values.float()).to(values.dtype)
+    return torch.bmm(weights, values)
+
+
+def _is_dear(operand: torch.Tensor) -> bool:
+    """Whether a product with it costs more to set up than to compute in float32; both round to the same."""
+    return operand.dtype != torch.float32 and operand.numel() <= SMALL_PRODUCT
 
 
 def _plan(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from weft.engine.batch import Batch, build_batch
+from weft.engine.model.linear import padded_rows
 from weft.engine.plan import Chunk, SlotRef, StepPlan
 from weft.errors import EngineError, PageAccountingError
 from weft.memory.geometry import PageGeometry
@@ -76,6 +77,16 @@ def test_a_lone_row_is_padded_to_two_with_a_row_that_is_not_stored() -> None:
 
 def test_a_lone_chunk_of_several_rows_is_not_padded() -> None:
     assert build(chunk([9, 8], 0, [[1], [3]])).num_rows == 2
+
+
+def test_a_large_step_is_padded_once_to_what_packed_weights_take_as_it_is() -> None:
+    pages = [[*range(10, 19)], [*range(20, 29)]]
+    batch = build(chunk([9], 0, [[1], [3]]), chunk([*range(1, 34)], 0, pages, BLUE))
+    assert batch.num_rows == padded_rows(34) == 36
+    assert padded_rows(batch.num_rows) == batch.num_rows
+    assert batch.row_slots == [-1] + [2] * 35
+    assert batch.rows.attention[0].num_rows == 34
+    assert (batch.rows.slot_mapping[0].mapping < 0).tolist() == [False] * 34 + [True] * 2
 
 
 @pytest.mark.parametrize("chunks", [[], [chunk([], 0, [[1], [2]])]])

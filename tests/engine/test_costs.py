@@ -81,7 +81,7 @@ def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(model: Path, monkey
         forward = driver.decoder.forward
 
         def note(rows: object, *rest: object) -> torch.Tensor:
-            lengths.append(len(rows.tokens))  # type: ignore[attr-defined]
+            lengths.append(rows.attention[0].num_rows)  # type: ignore[attr-defined]
             return forward(rows, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(driver.decoder, "forward", note)

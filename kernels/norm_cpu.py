@@ -1,9 +1,10 @@
-"""RMSNorm on the CPU through torch's fused operator, which computes in float32 whatever the dtype."""
+"""RMSNorm on the CPU, in float32 whatever the dtype, with fewer operations than torch's own takes."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
-from torch.nn import functional
 
 from weft.kernels.checks import expect
 
@@ -17,7 +18,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ValueError: `weight` does not fit the last dimension of `x`.
     """
     expect("weight", weight, (x.shape[-1],), x.dtype, x.device)
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scales = torch.addcmul(_constant(eps), norms, norms, value=1 / x.shape[-1]).rsqrt_()
+    normed = torch.mul(wide, scales) if wide is x else wide.mul_(scales)
+    return normed.mul_(weight).to(x.dtype)
+
+
+@functools.cache
+def _constant(value: float) -> torch.Tensor:
+    return torch.full((1,), value)
 
 
 def fused_add_rms_norm(

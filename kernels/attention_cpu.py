@@ -102,7 +102,8 @@ def paged_attention(
     covered = sum(bucket.count for bucket in plan.buckets) + sum(chunk.query_len for chunk in batch.chunks)
     if covered == batch.num_rows:
         out = q.new_empty(q.shape)
-        out[covered:] = 0
+        if covered < len(q):
+            out[covered:] = 0
     else:
         out = q.new_zeros(q.shape)
     heads, head_dim = k_pages.shape[1], q.shape[2]

@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,10 @@ MIXES = {
     "1 of rank 16": (16,),
     "8 of rank 8": (8,) * 8,
     "8 of ranks 8 to 64": (8, 16, 32, 64, 8, 16, 32, 64),
+    "10 of rank 24": (24,) * 10,
     "32 of rank 16": (16,) * 32,
 }
-"""Ranks of the adapters of a batch, on all linear layers."""
+"""Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 make as many bytes."""
 CONTEXT_TOKENS = (128, 1024)
 PROMPT_TOKENS = 512
 WARM_UP_STEPS = 400
@@ -58,6 +59,12 @@ WARM_UP_STEPS = 400
 CALLS = 30
 KV_PAGES = 256
 GPU_LAUNCH_S = 3e-6
+GOAL_RATIO = 1.4
+"""LoRA of 32 adapters of rank 16 against its floor, on a GPU."""
+GOAL_MIXED = 1.15
+"""Mixed ranks against one rank with as many bytes."""
+GOAL_SINGLE_US = 10.0
+"""LoRA of one adapter, whose two launches move next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +255,11 @@ def timings(run: Callable[[int], object], device: torch.device, calls: int) -> l
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     device = choose_device(options.device)
+    if options.check and (device.type != "cuda" or 32 not in options.rows):
+        parser.error("--check knows goals for a GPU and 32 rows only")
     default = "Llama-3-8B" if device.type == "cuda" else "Qwen2.5-0.5B"
     model = next(each for each in MODELS if each.name == (options.model or default))
     if options.threads:
@@ -277,7 +287,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         write_result(options.json, result)
     print_result(result)
-    return 0
+    missed = missed_goals(found) if options.check else []
+    for goal in missed:
+        print(f"kernels: missed: {goal}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def missed_goals(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """What LoRA on a GPU takes longer for than it should, as sentences.
+
+    Args:
+        found: Figures by operation, with those of 32 rows.
+    """
+    missed = []
+    for site in SITES:
+        many, mixed, even, single = (
+            found[f"LoRA {site.name}, 32 rows, {mix}"]
+            for mix in ("32 of rank 16", "8 of ranks 8 to 64", "10 of rank 24", "1 of rank 16")
+        )
+        if many["ratio"] > GOAL_RATIO:
+            missed.append(f"LoRA {site.name} of 32 adapters: {many['ratio']:.2f} of its floor, at most {GOAL_RATIO}")
+        if mixed["us"] > GOAL_MIXED * even["us"]:
+            times = mixed["us"] / even["us"]
+            missed.append(f"LoRA {site.name} of mixed ranks: {times:.2f} of one rank, at most {GOAL_MIXED}")
+        if single["us"] > GOAL_SINGLE_US:
+            missed.append(f"LoRA {site.name} of one adapter: {single['us']:.1f} us, at most {GOAL_SINGLE_US}")
+    return missed
 
 
 def figures(work: Work, device: torch.device, machine: Machine) -> dict[str, float]:
@@ -309,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", choices=[model.name for model in MODELS], default=None, help="whose shapes to take")
     add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
     add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")
+    add("--check", action="store_true", help="on a GPU: exit status 1 where LoRA misses its goals")
     add("--json", type=Path, default=None, help="write the result here")
     return parser
 

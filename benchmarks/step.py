@@ -37,6 +37,7 @@ from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, Sched
 from weft.engine.build import build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.status import StepStats
 from weft.errors import EngineError
 
 PROMPT_TOKENS = 64
@@ -114,11 +115,11 @@ class StepBench:
             repeats: At least one.
         """
         if not case.is_prefill:
-            self._decode(case, WARM_UP_STEPS if any(case.adapters) else FIRST_STEPS)
+            self.decode(case, WARM_UP_STEPS if any(case.adapters) else FIRST_STEPS)
         floor_rows = case.rows * case.prompt_tokens if case.is_prefill else case.rows
         found = Measured([], [], dict.fromkeys(PARTS, 0.0))
         for _ in range(repeats):
-            found.step_s += self._prefill(case, found) if case.is_prefill else self._decode(case, steps, found)
+            found.step_s += self._prefill(case, found) if case.is_prefill else self.decode(case, steps, found)
             found.floor_s.append(self._floor.seconds(floor_rows, head_rows=case.rows))
         return found
 
@@ -133,7 +134,12 @@ class StepBench:
         self._end(requests)
         return [seconds]
 
-    def _decode(self, case: Case, steps: int, found: Measured | None = None) -> list[float]:
+    def last_steps(self, count: int) -> Sequence[StepStats]:
+        """What the engine tells of the last steps, at most 256."""
+        return self._core.status().last_steps[-count:]
+
+    def decode(self, case: Case, steps: int, found: Measured | None = None) -> list[float]:
+        """Seconds of so many decode steps of a case, in turn."""
         requests = self._submit(case)
         while self._core.status().running < case.rows:
             self._pump()

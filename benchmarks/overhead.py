@@ -1,0 +1,152 @@
+"""What do scheduling, processes and HTTP cost, beside the step that computes the tokens?
+
+    weft bench overhead [--requests 32] [--repeats 3] [--json benchmarks/results/overhead-cpu.json]
+
+The 0.5B shape in bfloat16, so many base requests at once, in turns: in this process, where only the engine runs, and
+over HTTP as streams, from a server with a process of its own. The time between two tokens of a stream, less what the
+engine alone computes in a step, is what all the rest costs; this client's share of the cores is part of it. Prints a
+table and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.benchmarks.arguments import positive
+from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
+from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.metrics import RequestRecord
+from weft.benchmarks.own_server import Served, own_server
+from weft.benchmarks.part_clock import PartClock
+from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
+from weft.benchmarks.report import DEFAULT_CACHE, provenance, spread, without_nan, write_result
+from weft.benchmarks.step import PROMPT_TOKENS, Case, StepBench
+from weft.errors import WeftError
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Medians of each round, in seconds."""
+
+    computed_s: list[float] = field(default_factory=list)
+    """A step without its planning."""
+    step_s: list[float] = field(default_factory=list)
+    """A step in this process, planning included."""
+    gap_s: list[float] = field(default_factory=list)
+    """Between two tokens of a stream over HTTP."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    base, adapters = make_checkpoints(options.cache)
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder, own_server(str(base), [], []) as served:
+        bench = StepBench(base, adapters, PartClock(), Path(folder), threads=0, max_rows=options.requests)
+        try:
+            rounds = measure(bench, served, options)
+        except WeftError as error:
+            print(f"overhead: {error}", file=sys.stderr)
+            return 1
+        finally:
+            bench.close()
+    result = make_result(options, rounds)
+    if options.json:
+        write_result(options.json, result)
+    print_result(result)
+    return 0
+
+
+def measure(bench: StepBench, served: Served, options: argparse.Namespace) -> Rounds:
+    """Take turns, after one round that is not counted.
+
+    Raises:
+        WeftError: A request failed.
+    """
+    case = Case("decode", options.requests, [None])
+    rounds = Rounds()
+    for round_ in range(options.repeats + 1):
+        step_s = bench.decode(case, options.output_tokens)
+        computed_s = [step.seconds for step in bench.last_steps(options.output_tokens)]
+        records = asyncio.run(_stream(served, options, seed=round_))
+        if failed := next((record.error for record in records if record.error), None):
+            raise WeftError(f"a request over HTTP failed: {failed}")
+        if round_:
+            rounds.step_s.append(statistics.median(step_s))
+            rounds.computed_s.append(statistics.median(computed_s))
+            rounds.gap_s.append(statistics.median(gap for record in records for gap in record.gaps_s))
+    return rounds
+
+
+async def _stream(served: Served, options: argparse.Namespace, seed: int) -> list[RequestRecord]:
+    plan = [PlannedRequest(served.models[0], PROMPT_TOKENS, options.output_tokens) for _ in range(options.requests)]
+    settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
+    async with EventClient(served.url, {"Authorization": f"Bearer {served.key}"}) as client:
+        return await run_load(client, plan, settings)
+
+
+def make_result(options: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
+    """Medians in ms, and shares of a step, taken within rounds."""
+    of_rounds = list(zip(rounds.computed_s, rounds.step_s, rounds.gap_s, strict=True))
+    return {
+        "benchmark": "overhead",
+        **provenance(),
+        "load": {
+            "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
+            "requests": options.requests,
+            "output_tokens": options.output_tokens,
+            "repeats": options.repeats,
+        },
+        "ms": {
+            "computed": spread([1e3 * computed for computed, _, _ in of_rounds]),
+            "step": spread([1e3 * step for _, step, _ in of_rounds]),
+            "gap over HTTP": spread([1e3 * gap for _, _, gap in of_rounds]),
+        },
+        "share of a step": {
+            "scheduling": spread([(step - computed) / step for computed, step, _ in of_rounds]),
+            "processes and HTTP": spread([(gap - step) / step for _, step, gap in of_rounds]),
+            "all": spread([(gap - computed) / step for computed, step, gap in of_rounds]),
+        },
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Tables for people, then one JSON line for machines."""
+    console = Console()
+    table = Table(title=f"{result['load']['requests']} requests, medians of rounds", title_justify="left")
+    for column in ("", "median", "least", "most"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, found in result["ms"].items():
+        table.add_row(f"{name}, ms", *(f"{found[key]:.2f}" for key in ("median", "min", "max")))
+    for name, found in result["share of a step"].items():
+        table.add_row(f"{name}, share of a step", *(f"{found[key]:.1%}" for key in ("median", "min", "max")))
+    console.print(table)
+    print(json.dumps(without_nan(result)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft bench overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--requests", type=positive, default=32, help="at once")
+    add("--output-tokens", type=positive, default=64)
+    add("--repeats", type=positive, default=3)
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
+    add("--json", type=Path, default=None, help="write the result here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

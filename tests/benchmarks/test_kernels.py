@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from weft.adapters.base_shape import SITES
 from weft.adapters.layout import adapter_pages
 from weft.benchmarks import kernels
 from weft.benchmarks.kernels import MIXES, KernelBench, Machine, Work, arena_pages, figures, main
@@ -95,7 +96,7 @@ def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.M
 def test_goals_that_are_missed_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     found = {
         f"LoRA {site.name}, 32 rows, {mix}": {"us": 8.0, "ratio": 1.2}
-        for site in kernels.SITES
+        for site in SITES
         for mix in kernels.MIXES
     }
     assert kernels.missed_goals(found) == []

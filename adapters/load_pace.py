@@ -22,8 +22,11 @@ PIECE_S = 0.001
 class LoadPace:
     """One budget for all threads that load or copy. Thread-safe.
 
+    Steps with free places go slower for the few that run and sooner fill up with those that wait, so the share grows by
+    as many requests as could run more.
+
     Args:
-        share: What they may take of one core while steps run, all together; 1 does not hold them up.
+        share: What they may take of one core while full steps run, all together; 1 does not hold them up.
         clock: Monotonic seconds.
         thread_clock: Seconds that the calling thread has computed.
     """
@@ -36,6 +39,7 @@ class LoadPace:
         thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._share = share
+        self._share_now = share
         self._clock = clock
         self._thread_clock = thread_clock
         self._lock = threading.Lock()
@@ -45,9 +49,15 @@ class LoadPace:
         """When the work done so far is paid for."""
         self._thread = threading.local()
 
-    def set_stepping(self, is_stepping: bool) -> None:
-        """Say whether steps run from now on."""
-        if is_stepping:
+    def set_stepping(self, running: int, held_up: int = 0) -> None:
+        """Say which steps run from now on.
+
+        Args:
+            running: Requests in a step; 0 when none runs.
+            held_up: Requests that wait though a step has places for them.
+        """
+        if running:
+            self._share_now = min(1.0, self._share * (running + held_up) / running)
             self._idle.clear()
             return
         self._idle.set()
@@ -58,7 +68,8 @@ class LoadPace:
         """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
         computed_s = self._thread_clock()
         piece_s = computed_s - getattr(self._thread, "paid_s", computed_s)
-        if self._share >= 1 or self._idle.is_set():
+        share = self._share_now
+        if share >= 1 or self._idle.is_set():
             self._thread.paid_s = computed_s
             return
         if piece_s < PIECE_S:
@@ -67,8 +78,8 @@ class LoadPace:
         self._thread.paid_s = computed_s
         with self._lock:
             now = self._clock()
-            saved_up_s = now - piece_s - BURST_S / self._share
-            self._free_s = max(self._free_s, saved_up_s) + piece_s / self._share
+            saved_up_s = now - piece_s - BURST_S / share
+            self._free_s = max(self._free_s, saved_up_s) + piece_s / share
             pause_s = self._free_s - now
         if pause_s > 0:
             self._idle.wait(pause_s)

@@ -44,7 +44,7 @@ class EngineCore:
         prefixes: KV pages of earlier requests; None is without.
         swap: Host memory of preempted requests; None is without.
         boot_id: Names this life of the engine.
-        set_stepping: Told whether steps are running, so that loads give way to them and go on in full otherwise.
+        set_stepping: Told how many requests run in steps and how many more could, so that loads give way to steps.
         clock: Monotonic seconds.
     """
 
@@ -59,7 +59,7 @@ class EngineCore:
         prefixes: PrefixCache | None,
         swap: SwapSpace | None,
         boot_id: str,
-        set_stepping: Callable[[bool], None] = lambda _: None,
+        set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -120,7 +120,7 @@ class EngineCore:
         for failure in self._residency.tick(self._completed_step):
             self._scheduler.fail_adapter(failure.digest, failure.error)
         plan = self._plan()
-        self._set_stepping(plan is not None)
+        self._set_stepping(0 if plan is None else max(self._scheduler.num_running, 1), self._scheduler.num_held_up)
         if plan is None:
             outputs = self._scheduler.take_outputs()
             self._check_when_idle()
@@ -166,7 +166,7 @@ class EngineCore:
 
     def close(self) -> None:
         """End background loads and give the memory back; requests that still live are dropped."""
-        self._set_stepping(False)
+        self._set_stepping(0, 0)
         self._residency.close()
         self._runner.close()
 

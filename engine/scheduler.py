@@ -147,6 +147,11 @@ class Scheduler:
         """Requests without pages."""
         return len(self._waiting)
 
+    @property
+    def num_held_up(self) -> int:
+        """Requests that wait though there are places for them in a step."""
+        return min(len(self._waiting), max(0, self._config.max_running - len(self._running)))
+
     def has_work(self) -> bool:
         """Whether a request lives or an output waits to be taken."""
         return bool(self._requests or self._outbox)

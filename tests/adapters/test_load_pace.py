@@ -31,7 +31,7 @@ def work(pace: LoadPace, pieces: int) -> float:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_all_threads_together_keep_to_their_share_while_steps_run(threads: int) -> None:
     pace = LoadPace(0.1)
-    pace.set_stepping(True)
+    pace.set_stepping(1)
     started_s = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         computed_s = sum(pool.map(lambda _: work(pace, 12 // threads), range(threads)))
@@ -41,7 +41,7 @@ def test_all_threads_together_keep_to_their_share_while_steps_run(threads: int) 
 
 def test_work_much_smaller_than_a_piece_is_added_up() -> None:
     pace = LoadPace(0.1)
-    pace.set_stepping(True)
+    pace.set_stepping(1)
     pace.pause()
     started_s, started_cpu_s = time.perf_counter(), time.thread_time()
     while time.thread_time() - started_cpu_s < 8 * PIECE_S:
@@ -55,8 +55,8 @@ def test_nobody_pauses_without_steps() -> None:
     pace = LoadPace(0.01)
     waited = _CountingEvent(pace)
     work(pace, 5)
-    pace.set_stepping(True)
-    pace.set_stepping(False)
+    pace.set_stepping(1)
+    pace.set_stepping(0)
     work(pace, 5)
     assert waited.count == 0
 
@@ -64,7 +64,35 @@ def test_nobody_pauses_without_steps() -> None:
 def test_a_share_of_one_never_pauses() -> None:
     pace = LoadPace(1)
     waited = _CountingEvent(pace)
-    pace.set_stepping(True)
+    pace.set_stepping(1)
+    work(pace, 5)
+    assert waited.count == 0
+
+
+@pytest.mark.parametrize(("running", "held_up", "share"), [(16, 0, 0.1), (12, 4, 0.1 * 16 / 12), (2, 14, 0.8)])
+def test_the_share_grows_by_the_requests_that_could_run_too(running: int, held_up: int, share: float) -> None:
+    now = computed = 0.0
+    pace = LoadPace(0.1, clock=lambda: now, thread_clock=lambda: computed)
+    waited = _CountingEvent(pace, sleeps=False)
+    pace.set_stepping(running, held_up)
+    pace.pause()
+    for _ in range(100):
+        computed += 0.01
+        now += 0.01 / share
+        pace.pause()
+    # At just this share what is owed stays as it is.
+    assert max((timeout or 0.0 for timeout in waited.timeouts), default=0.0) <= 0.01 / share
+    for _ in range(100):
+        computed += 0.01
+        now += 0.005 / share
+        pace.pause()
+    assert (waited.timeouts[-1] or 0.0) >= 0.4 / share
+
+
+def test_with_hardly_anybody_running_and_many_to_run_loads_do_not_pause() -> None:
+    pace = LoadPace(0.1)
+    waited = _CountingEvent(pace)
+    pace.set_stepping(1, 15)
     work(pace, 5)
     assert waited.count == 0
 
@@ -72,12 +100,12 @@ def test_a_share_of_one_never_pauses() -> None:
 def test_a_pause_ends_with_the_last_step() -> None:
     pace = LoadPace(0.01)
     waited = _CountingEvent(pace)
-    pace.set_stepping(True)
+    pace.set_stepping(1)
     with ThreadPoolExecutor(1) as pool:
         # By its share this would take more than the patience.
         done = pool.submit(work, pace, int(0.02 * PATIENCE_S / PIECE_S))
         assert waited.entered.wait(PATIENCE_S)
-        pace.set_stepping(False)
+        pace.set_stepping(0)
         done.result(PATIENCE_S)
 
 
@@ -90,7 +118,7 @@ def test_time_without_steps_is_not_saved_up_and_not_paid_for() -> None:
     computed = 5.0  # without steps
     pace.pause()
     now = 1000.0
-    pace.set_stepping(True)
+    pace.set_stepping(1)
     for _ in range(2):
         computed += 0.002
         now += 0.002
@@ -106,14 +134,14 @@ def test_what_was_not_paid_before_steps_ended_is_not_due_when_others_begin() -> 
     waited = _CountingEvent(pace, sleeps=False)
     pace.pause()
     for _ in range(1000):  # short requests, one after the other
-        pace.set_stepping(True)
+        pace.set_stepping(1)
         computed += 0.0015
         now += 0.002
         pace.pause()
-        pace.set_stepping(False)
+        pace.set_stepping(0)
         now += 0.002
     assert max((timeout or 0.0 for timeout in waited.timeouts), default=0.0) <= 0.015
-    pace.set_stepping(True)
+    pace.set_stepping(1)
     for _ in range(10):
         computed += 0.0015
         now += 0.0015

@@ -94,11 +94,7 @@ def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.M
 
 
 def test_goals_that_are_missed_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {
-        f"LoRA {site.name}, 32 rows, {mix}": {"us": 8.0, "ratio": 1.2}
-        for site in SITES
-        for mix in kernels.MIXES
-    }
+    found = {f"LoRA {site.name}, 32 rows, {mix}": {"us": 8.0, "ratio": 1.2} for site in SITES for mix in kernels.MIXES}
     assert kernels.missed_goals(found) == []
     found["LoRA o, 32 rows, 32 of rank 16"] = {"us": 9.0, "ratio": 1.5}
     found["LoRA down, 32 rows, 8 of ranks 8 to 64"] = {"us": 10.0, "ratio": 1.0}

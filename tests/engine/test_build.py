@@ -132,9 +132,9 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
             assert share == config.adapter.load_share < 1
             super().__init__(share)
 
-        def set_stepping(self, is_stepping: bool) -> None:
-            stepping.append(is_stepping)
-            super().set_stepping(is_stepping)
+        def set_stepping(self, running: int, held_up: int = 0) -> None:
+            stepping.append(running > 0)
+            super().set_stepping(running, held_up)
 
         def pause(self) -> None:
             pauses[threading.current_thread().name.rsplit("_", 1)[0]] += 1

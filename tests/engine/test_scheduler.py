@@ -83,6 +83,19 @@ def test_a_request_whose_adapter_loads_does_not_block_those_behind_it() -> None:
     assert simulator.core.status().waiting_reasons == {"LOADING": 1}
 
 
+def test_loads_are_told_who_runs_and_who_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(load_ticks=10, max_running=3)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(simulator.core, "_set_stepping", lambda *counts: told.append(counts))
+    for index in range(3):
+        simulator.core.submit(request(f"slow {index}", ref=adapter(str(index))))
+    simulator.pump()
+    assert told.pop() == (0, 3)
+    simulator.core.submit(request("base", max_tokens=4))
+    simulator.pump()
+    assert told.pop() == (1, 2), "two more would fit a step, and three wait"
+
+
 def test_a_request_without_pages_does_not_block_smaller_ones_behind_it() -> None:
     simulator = Simulator(num_pages=8, step_tokens=32)
     simulator.core.submit(request("old", prompt=20, max_tokens=4))

@@ -118,6 +118,8 @@ def page_waste_line(run: dict[str, Any]) -> str:
     )
 
 
+COMPARED = ["compare-vllm-base-cpu", "compare-vllm-single-cpu", "compare-vllm-mixed-cpu"]
+"""Comparisons with other servers, in the order in which they are told."""
 POOL: dict[str, Callable[[dict[str, Any]], str]] = {
     "adapter-count-cpu": adapter_count_line,
     "cliff-cpu": cliff_line,
@@ -158,9 +160,50 @@ def step_table(run: dict[str, Any]) -> list[str]:
     return lines
 
 
+def compare_table(runs: list[dict[str, Any]]) -> list[str]:
+    """Weft and another server over HTTP."""
+    peer = runs[0]["options"]["peer_name"]
+    lines = [
+        "",
+        f"Weft and {peer} over HTTP in turns, the same model; output tokens per second, medians of rounds, and ratios within"
+        f" rounds ({machine(runs[0])}; `weft bench compare`, all options are in"
+        " `benchmarks/results/compare-*.json`):",
+        "",
+        f"| load | Weft | {peer} | ratio |",
+        "|---|---|---|---|",
+    ]
+    for run in runs:
+        options, rates = run["options"], {name: each["output tokens/s"] for name, each in run["figures"].items()}
+        adapters = len(options["models"].split(",")) - 1
+        who = f"base and {adapters} mixed adapters" if adapters else "base"
+        how = f"{options['concurrency']} at once" if options["concurrency"] > 1 else "one at a time"
+        ratio = run["ratios"]["output tokens/s"]
+        lines.append(
+            f"| {who}, {how}, {options['input_tokens']} + {options['output_tokens']} tokens"
+            f" | {rates['Weft']['median']:.1f} | {rates[peer]['median']:.1f}"
+            f" | **{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
+        )
+    return lines
+
+
+def overhead_line(run: dict[str, Any]) -> str:
+    """What is added to a step's arithmetic."""
+    shares = run["share of a step"]
+    return (
+        f"Scheduling, messages between processes and HTTP take **{shares['all']['median']:.1%}** of a step of"
+        f" {run['load']['requests']} requests ({shares['all']['min']:.1%} to {shares['all']['max']:.1%};"
+        f" `{run['command']}`)."
+    )
+
+
 def section() -> str:
     """The text between the marks."""
     lines = offline_table(result("offline-cpu"))
+    compared = sorted(RESULTS.glob("compare-*.json"), key=lambda path: COMPARED.index(path.stem))
+    if compared:
+        lines += compare_table([result(path.stem) for path in compared])
+    if (RESULTS / "overhead-cpu.json").exists():
+        lines += ["", overhead_line(result("overhead-cpu"))]
     lines += ["", serving_line(result("serve-demo-closed-cpu")), "", serving_line(result("serve-demo-open-cpu"))]
     if (RESULTS / "step-cpu.json").exists():
         lines += step_table(result("step-cpu"))

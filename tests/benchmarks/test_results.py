@@ -132,6 +132,31 @@ def test_the_readme_tells_where_a_step_goes() -> None:
     assert "`weft bench step`" in table
 
 
+def test_the_readme_tells_a_comparison_and_what_serving_adds() -> None:
+    readme = script("readme_speed")
+    run = {
+        **{key: RESULTS["step-cpu"][key] for key in ("hardware", "versions", "at")},
+        "options": {
+            "peer_name": "other",
+            "models": "base,a,b",
+            "concurrency": 9,
+            "input_tokens": "64",
+            "output_tokens": "16",
+        },
+        "figures": {
+            "Weft": {"output tokens/s": spread(30.0)},
+            "other": {"output tokens/s": spread(3.0)},
+        },
+        "ratios": {"output tokens/s": spread(10.0)},
+    }
+    table = readme.compare_table([run])
+    assert (
+        table[-1] == "| base and 2 mixed adapters, 9 at once, 64 + 16 tokens | 30.0 | 3.0 | **10.00** (9.00 to 11.00) |"
+    )
+    overhead = {"command": "c", "load": {"requests": 32}, "share of a step": {"all": spread(0.05)}}
+    assert "take **5.0%** of a step of 32 requests (4.5% to 5.5%; `c`)" in readme.overhead_line(overhead)
+
+
 def test_plots_are_small_and_the_same_every_time(folder: Path) -> None:
     plots = script("plot_results")
     assert set(plots.PLOTS) < set(RESULTS)

@@ -165,8 +165,8 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
     peer = runs[0]["options"]["peer_name"]
     lines = [
         "",
-        f"Weft and {peer} over HTTP in turns, the same model; output tokens per second, medians of rounds, and ratios within"
-        f" rounds ({machine(runs[0])}; `weft bench compare`, all options are in"
+        f"Weft and {peer} over HTTP in turns, one model; output tokens per second, medians of rounds, ratios within"
+        f" them ({machine(runs[0])}; `weft bench compare`, all options are in"
         " `benchmarks/results/compare-*.json`):",
         "",
         f"| load | Weft | {peer} | ratio |",

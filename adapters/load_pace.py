@@ -54,7 +54,7 @@ class LoadPace:
 
         Args:
             running: Requests in a step; 0 when none runs.
-            held_up: Requests that wait though a step has places for them.
+            held_up: Requests that wait for loads though a step has places for them.
         """
         if running:
             self._share_now = min(1.0, self._share * (running + held_up) / running)

@@ -10,7 +10,7 @@ import typer
 BENCHMARKS = {
     "kernels": ("kernels", "Time each operation against what the machine can do."),
     "step": ("step", "Time decode steps and prompts against their floor, part by part."),
-    "overhead": ("overhead", "Time what scheduling, processes and HTTP add to a step."),
+    "overhead": ("overhead", "Time what planning, processes and HTTP add to a step."),
     "serve": ("serve", "Start a server and load it over HTTP."),
     "compare": ("compare", "Load Weft and another OpenAI-compatible server in turns."),
     "offline": ("offline", "Compare with transformers and PEFT in one process."),

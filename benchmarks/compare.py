@@ -180,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--peer-models", required=True, help="its names for the same models, comma-separated, the base first")
     add("--peer-key", default="", help="its API key")
     add("--peer-name", default="peer", help="what to call it")
+    add("--peer-about", default="", help="its version and how it was started, for the result")
     add("--repeats", type=positive, default=3, help="rounds that count")
     add_server_options(parser)
     load.add_load_options(parser)

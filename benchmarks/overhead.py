@@ -1,4 +1,4 @@
-"""What do scheduling, processes and HTTP cost, beside the step that computes the tokens?
+"""What do planning, processes and HTTP cost, beside the step that computes the tokens?
 
     weft bench overhead [--requests 32] [--repeats 3] [--json benchmarks/results/overhead-cpu.json]
 
@@ -35,13 +35,16 @@ from weft.benchmarks.report import DEFAULT_CACHE, provenance, spread, without_na
 from weft.benchmarks.step import PROMPT_TOKENS, Case, StepBench
 from weft.errors import WeftError
 
+MAX_STEPS = 256
+"""Steps of which the engine tells."""
+
 
 @dataclass(slots=True)
 class Rounds:
     """Medians of each round, in seconds."""
 
     computed_s: list[float] = field(default_factory=list)
-    """A step without its planning."""
+    """A step without its planning: tensors, model, sampling, and what the tokens mean for their requests."""
     step_s: list[float] = field(default_factory=list)
     """A step in this process, planning included."""
     gap_s: list[float] = field(default_factory=list)
@@ -50,22 +53,41 @@ class Rounds:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    base, adapters = make_checkpoints(options.cache)
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder, own_server(str(base), [], []) as served:
-        bench = StepBench(base, adapters, PartClock(), Path(folder), threads=0, max_rows=options.requests)
-        try:
-            rounds = measure(bench, served, options)
-        except WeftError as error:
-            print(f"overhead: {error}", file=sys.stderr)
-            return 1
-        finally:
-            bench.close()
-    result = make_result(options, rounds)
-    if options.json:
-        write_result(options.json, result)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not 2 <= options.output_tokens <= MAX_STEPS:
+        parser.error(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
+    try:
+        base, adapters = make_checkpoints(options.cache)
+        with (
+            tempfile.TemporaryDirectory(prefix="weft-") as folder,
+            own_server(str(base), [], server_settings(options.requests)) as served,
+        ):
+            bench = StepBench(base, adapters, PartClock(), Path(folder), threads=0, max_rows=options.requests)
+            try:
+                rounds = measure(bench, served, options)
+            finally:
+                bench.close()
+        result = make_result(options, rounds)
+        if options.json:
+            write_result(options.json, result)
+    except WeftError as error:
+        print(f"overhead: {error}", file=sys.stderr)
+        return 1
     print_result(result)
     return 0
+
+
+def server_settings(requests: int) -> list[str]:
+    """The server's settings, as the engine in this process has them."""
+    return [
+        "model.dtype=bfloat16",
+        "memory.gib=1",
+        "memory.host_gib=0.75",
+        "memory.prefix_cache=false",
+        f"scheduler.max_running={requests}",
+        f"scheduler.step_tokens={max(2048, requests * PROMPT_TOKENS)}",
+    ]
 
 
 def measure(bench: StepBench, served: Served, options: argparse.Namespace) -> Rounds:
@@ -114,7 +136,7 @@ def make_result(options: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
             "gap over HTTP": spread([1e3 * gap for _, _, gap in of_rounds]),
         },
         "share of a step": {
-            "scheduling": spread([(step - computed) / step for computed, step, _ in of_rounds]),
+            "planning": spread([(step - computed) / step for computed, step, _ in of_rounds]),
             "processes and HTTP": spread([(gap - step) / step for _, step, gap in of_rounds]),
             "all": spread([(gap - computed) / step for computed, step, gap in of_rounds]),
         },

@@ -149,8 +149,9 @@ class Scheduler:
 
     @property
     def num_held_up(self) -> int:
-        """Requests that wait though there are places for them in a step."""
-        return min(len(self._waiting), max(0, self._config.max_running - len(self._running)))
+        """Requests that wait for their adapters to be loaded though there are places for them in a step."""
+        places = self._config.max_running - len(self._running)
+        return min(places, self._waiting.num_loading()) if places > 0 else 0
 
     def has_work(self) -> bool:
         """Whether a request lives or an output waits to be taken."""

@@ -108,6 +108,10 @@ class WaitingQueue:
             del self._holders[state.request_id]
         return bool(dropped)
 
+    def num_loading(self) -> int:
+        """Requests near the front that wait for their adapters to be loaded, and for nothing else."""
+        return sum(state.waiting_reason == "LOADING" for state in self._holders.values())
+
     def reasons(self) -> dict[str, int]:
         """Requests by what they wait for."""
         return dict(Counter(state.waiting_reason for state in self))

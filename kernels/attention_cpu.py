@@ -180,7 +180,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, softcap: fl
         queries, keys = queries.float(), keys.float()
     ignored = queries.new_empty(())
     scores = torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale).to(dtype)
-    if softcap is None:
+    if not softcap:
         return scores
     return scores.float().div_(softcap).tanh_().mul_(softcap)
 

@@ -165,23 +165,26 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
     peer = runs[0]["options"]["peer_name"]
     lines = [
         "",
-        f"Weft and {peer} over HTTP in turns, one model; output tokens per second, medians of rounds, ratios within"
-        f" them ({machine(runs[0])}; `weft bench compare`, all options are in"
+        f"Weft and {peer} ({runs[0]['options']['peer_about']}) over HTTP in turns; output tokens per second, medians of"
+        f" rounds, and Weft's times to the first token and per token as shares of {peer}'s"
+        f" ({machine(runs[0])}; `weft bench compare`, all of Weft's options are in"
         " `benchmarks/results/compare-*.json`):",
         "",
-        f"| load | Weft | {peer} | ratio |",
-        "|---|---|---|---|",
+        f"| load | Weft | {peer} | ratio | TTFT | per token |",
+        "|---|---|---|---|---|---|",
     ]
     for run in runs:
         options, rates = run["options"], {name: each["output tokens/s"] for name, each in run["figures"].items()}
         adapters = len(options["models"].split(",")) - 1
         who = f"base and {adapters} mixed adapters" if adapters else "base"
         how = f"{options['concurrency']} at once" if options["concurrency"] > 1 else "one at a time"
-        ratio = run["ratios"]["output tokens/s"]
+        tokens = f"{options['input_tokens']} + {options['output_tokens']} tokens"
+        ratio, ttft, tpot = (run["ratios"][name] for name in ("output tokens/s", "TTFT p50 ms", "TPOT p50 ms"))
         lines.append(
-            f"| {who}, {how}, {options['input_tokens']} + {options['output_tokens']} tokens"
+            f"| {who}, {how}, {tokens}, {options['repeats']} rounds"
             f" | {rates['Weft']['median']:.1f} | {rates[peer]['median']:.1f}"
-            f" | **{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
+            f" | **{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})"
+            f" | {ttft['median']:.2f} | {tpot['median']:.2f} |"
         )
     return lines
 
@@ -190,7 +193,7 @@ def overhead_line(run: dict[str, Any]) -> str:
     """What is added to a step's arithmetic."""
     shares = run["share of a step"]
     return (
-        f"Scheduling, messages between processes and HTTP take **{shares['all']['median']:.1%}** of a step of"
+        f"Planning, messages between processes and HTTP take **{shares['all']['median']:.1%}** of a step of"
         f" {run['load']['requests']} requests ({shares['all']['min']:.1%} to {shares['all']['max']:.1%};"
         f" `{run['command']}`)."
     )
@@ -199,9 +202,9 @@ def overhead_line(run: dict[str, Any]) -> str:
 def section() -> str:
     """The text between the marks."""
     lines = offline_table(result("offline-cpu"))
-    compared = sorted(RESULTS.glob("compare-*.json"), key=lambda path: COMPARED.index(path.stem))
+    compared = [result(name) for name in COMPARED if (RESULTS / f"{name}.json").exists()]
     if compared:
-        lines += compare_table([result(path.stem) for path in compared])
+        lines += compare_table(compared)
     if (RESULTS / "overhead-cpu.json").exists():
         lines += ["", overhead_line(result("overhead-cpu"))]
     lines += ["", serving_line(result("serve-demo-closed-cpu")), "", serving_line(result("serve-demo-open-cpu"))]

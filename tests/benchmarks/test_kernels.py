@@ -90,7 +90,7 @@ def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "_parser", lambda: options)
     assert main(["--device", "cpu", "--rows", "32"]) == 0
     ranks = [rank for name, rank in seen.items() if name.startswith("LoRA qkv")]
-    assert ranks == [mix[0] for mix in MIXES.values()] == [16, 8, 8, 16]
+    assert ranks == [mix[0] for mix in MIXES.values()] == [16, 8, 8, 24, 16]
 
 
 def test_goals_that_are_missed_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_engine_and_server_take_turns_and_the_first_round_does_not_count() -> No
 def test_shares_are_taken_within_rounds() -> None:
     result = make_result(OPTIONS, Rounds(computed_s=[0.1, 0.2], step_s=[0.11, 0.22], gap_s=[0.121, 0.22]))
     shares = result["share of a step"]
-    assert shares["scheduling"]["median"] == pytest.approx(0.01 / 0.11, rel=1e-3)
+    assert shares["planning"]["median"] == pytest.approx(0.01 / 0.11, rel=1e-3)
     assert shares["processes and HTTP"]["repeats"] == pytest.approx([0.1, 0.0], abs=1e-3)
     assert shares["all"]["max"] == pytest.approx(0.021 / 0.11, rel=1e-3)
     assert result["ms"]["gap over HTTP"]["max"] == pytest.approx(220)
@@ -60,7 +61,22 @@ def test_a_failed_request_ends_it() -> None:
         measure(FakeEngine(), served, OPTIONS)  # type: ignore[arg-type]
 
 
-def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", [["--requests", "0"], ["--output-tokens", "1"], ["--output-tokens", "257"]])
+def test_options_are_checked(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        overhead.main(["--requests", "0"])
-    assert "--requests" in capsys.readouterr().err
+        overhead.main(option)
+    assert option[0] in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overhead, "make_checkpoints", lambda _: (tmp_path, []))
+    assert overhead.main([]) == 1
+    assert capsys.readouterr().err.startswith("overhead: ")
+
+
+def test_the_server_has_the_settings_of_the_engine() -> None:
+    settings = dict(setting.split("=") for setting in overhead.server_settings(64))
+    assert settings["scheduler.max_running"] == "64"
+    assert settings["scheduler.step_tokens"] == "4096"

@@ -138,6 +138,8 @@ def test_the_readme_tells_a_comparison_and_what_serving_adds() -> None:
         **{key: RESULTS["step-cpu"][key] for key in ("hardware", "versions", "at")},
         "options": {
             "peer_name": "other",
+            "peer_about": "1.0",
+            "repeats": 3,
             "models": "base,a,b",
             "concurrency": 9,
             "input_tokens": "64",
@@ -147,12 +149,12 @@ def test_the_readme_tells_a_comparison_and_what_serving_adds() -> None:
             "Weft": {"output tokens/s": spread(30.0)},
             "other": {"output tokens/s": spread(3.0)},
         },
-        "ratios": {"output tokens/s": spread(10.0)},
+        "ratios": {"output tokens/s": spread(10.0), "TTFT p50 ms": spread(0.5), "TPOT p50 ms": spread(0.25)},
     }
     table = readme.compare_table([run])
-    assert (
-        table[-1] == "| base and 2 mixed adapters, 9 at once, 64 + 16 tokens | 30.0 | 3.0 | **10.00** (9.00 to 11.00) |"
-    )
+    load = "base and 2 mixed adapters, 9 at once, 64 + 16 tokens, 3 rounds"
+    assert table[-1] == f"| {load} | 30.0 | 3.0 | **10.00** (9.00 to 11.00) | 0.50 | 0.25 |"
+    assert "Weft and other (1.0) over HTTP" in table[1]
     overhead = {"command": "c", "load": {"requests": 32}, "share of a step": {"all": spread(0.05)}}
     assert "take **5.0%** of a step of 32 requests (4.5% to 5.5%; `c`)" in readme.overhead_line(overhead)
 

@@ -96,6 +96,18 @@ def test_loads_are_told_who_runs_and_who_could(monkeypatch: pytest.MonkeyPatch) 
     assert told.pop() == (1, 2), "two more would fit a step, and three wait"
 
 
+def test_requests_that_lack_pages_do_not_hurry_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(num_pages=8, step_tokens=32, max_running=4)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(simulator.core, "_set_stepping", lambda *counts: told.append(counts))
+    simulator.core.submit(request("old", prompt=20, max_tokens=4))
+    simulator.pump()
+    simulator.core.submit(request("large", prompt=24, max_tokens=4))
+    simulator.pump()
+    assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
+    assert told.pop() == (1, 0)
+
+
 def test_a_request_without_pages_does_not_block_smaller_ones_behind_it() -> None:
     simulator = Simulator(num_pages=8, step_tokens=32)
     simulator.core.submit(request("old", prompt=20, max_tokens=4))

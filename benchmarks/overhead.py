@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -33,10 +33,21 @@ from weft.benchmarks.part_clock import PartClock
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, provenance, spread, without_nan, write_result
 from weft.benchmarks.step import PROMPT_TOKENS, Case, StepBench
+from weft.engine.status import StepStats
 from weft.errors import WeftError
 
 MAX_STEPS = 256
 """Steps of which the engine tells."""
+
+
+class Engine(Protocol):
+    """What is asked of the engine in this process; `StepBench` is one."""
+
+    def decode(self, case: Case, steps: int) -> list[float]:
+        """Seconds of so many decode steps of a case."""
+
+    def last_steps(self, count: int) -> Sequence[StepStats]:
+        """What the engine tells of the last steps."""
 
 
 @dataclass(slots=True)
@@ -90,7 +101,7 @@ def server_settings(requests: int) -> list[str]:
     ]
 
 
-def measure(bench: StepBench, served: Served, options: argparse.Namespace) -> Rounds:
+def measure(bench: Engine, served: Served, options: argparse.Namespace) -> Rounds:
     """Take turns, after one round that is not counted.
 
     Raises:

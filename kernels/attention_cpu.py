@@ -92,7 +92,7 @@ def paged_attention(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    # Operands like those of an earlier layer were checked there; 24 checks are two in a hundred of a small step.
+    # Operands like those of an earlier layer were checked there.
     key = (
         *("cpu", q.shape, q.dtype, q.device, sliding_window),
         *(k_pages.shape, k_pages.stride(), k_pages.dtype, k_pages.device),

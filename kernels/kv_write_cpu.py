@@ -6,6 +6,7 @@ import torch
 
 from weft.kernels.kv_slots import KvSlots
 from weft.kernels.kv_write_reference import check_operands
+from weft.kernels.views import distance_within_storage
 
 
 def kv_write(
@@ -35,11 +36,8 @@ def kv_write(
 
 
 def _stacked(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
-    # Views of one storage, as of a fused projection or a page, are one view with a further dimension. Equal distances
-    # of addresses and of offsets mean that they are.
-    distance = second.storage_offset() - first.storage_offset()
-    if distance <= 0 or first.stride() != second.stride():
-        return None
-    if second.data_ptr() - first.data_ptr() != distance * first.element_size():
+    # Keys and values of a fused projection, or of a page, are one view with a further dimension.
+    distance = distance_within_storage(first, second)
+    if distance is None or distance <= 0:
         return None
     return first.as_strided((first.shape[0], 2, *first.shape[1:]), (first.stride(0), distance, *first.stride()[1:]))

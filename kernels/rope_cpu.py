@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.rope_reference import check_operands
+from weft.kernels.views import distance_within_storage
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -27,10 +28,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def _joined(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    # Queries and keys that are neighbours in a fused projection are rotated as one tensor, with half the calls. Equal
-    # distances of addresses and of offsets mean that both are views of one storage.
-    distance = q.shape[1] * q.stride(1)
-    is_next = k.storage_offset() - q.storage_offset() == distance and q.stride() == k.stride()
-    if not is_next or k.data_ptr() - q.data_ptr() != distance * q.element_size():
+    # Queries and keys that are neighbours in a fused projection are rotated as one tensor, with half the calls.
+    if distance_within_storage(q, k) != q.shape[1] * q.stride(1):
         return None
     return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())

@@ -10,6 +10,7 @@ import torch
 from step_driver import StepDriver
 from tiny_models import make_model
 from weft.engine.costs import MAX_TOKENS, measure_costs
+from weft.engine.model.decoder import StepRows
 from weft.memory.copies import PageCopier
 from weft.memory.host_slab import HostSlab
 from weft.memory.page_costs import PageCosts
@@ -80,8 +81,8 @@ def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(model: Path, monkey
         driver = StepDriver(model, num_pages=num_pages)
         forward = driver.decoder.forward
 
-        def note(rows: object, *rest: object) -> torch.Tensor:
-            lengths.append(rows.attention[0].num_rows)  # type: ignore[attr-defined]
+        def note(rows: StepRows, *rest: object) -> torch.Tensor:
+            lengths.append(rows.attention[0].num_rows)
             return forward(rows, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(driver.decoder, "forward", note)

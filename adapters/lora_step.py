@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -23,14 +23,13 @@ class LoraStep(Protocol):
 
 
 class LoraBatcher(Protocol):
-    """Prepares steps; `BatchWeights` on the CPU, `PagedLora` on any device."""
+    """Prepares steps."""
 
-    def prepare(self, row_slots: Sequence[int], generations: Mapping[int, int], /) -> LoraStep | None:
+    def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:
         """Prepare the adapters of a step, once for all layers.
 
         Args:
             row_slots: Adapter slot of each row, ascending, -1 (the base model) first.
-            generations: Generation by slot, for every slot in `row_slots` but -1.
 
         Returns:
             None when no row's adapter changes anything.

@@ -1,14 +1,14 @@
-"""Adapters straight from their pages, by the SGMV kernels: the way on a GPU."""
+"""The LoRA work of a step: adapters straight from their pages, by the SGMV kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from weft.adapters.base_shape import SITES, BaseShape
-from weft.adapters.segments import Segment, build_segments, build_tiles, tile_rows
+from weft.adapters.segments import build_segments, build_tiles, tile_rows
 from weft.adapters.tables import AdapterTables
 from weft.kernels.dispatch import Sgmv, kernels_for
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
@@ -29,26 +29,15 @@ class PagedLora:
         self.arena = arena
         self.tables = tables
         self.operands = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
-        self.sgmv = sgmv or kernels_for(arena.device).sgmv
+        self.sgmv = sgmv or kernels_for(arena.device, arena.dtype).sgmv
         self.sites = [
             SgmvSite(base.modules[site.modules[0]].in_features, site.modules, base.site_widths(index))
             for index, site in enumerate(SITES)
         ]
 
-    def prepare(self, row_slots: Sequence[int], _generations: Mapping[int, int] | None = None, /) -> PagedStep | None:
+    def prepare(self, row_slots: Sequence[int], /) -> PagedStep | None:
         """Prepare the adapters of a step, once for all layers; the contract is `LoraBatcher.prepare`."""
-        return self.prepare_segments(build_segments(row_slots), len(row_slots))
-
-    def prepare_segments(self, segments: Sequence[Segment], num_rows: int) -> PagedStep | None:
-        """Prepare some of the adapters of a step.
-
-        Args:
-            segments: Rows and adapters to apply, ascending.
-            num_rows: Rows of the whole batch.
-
-        Returns:
-            None when none of the adapters changes anything.
-        """
+        segments, num_rows = build_segments(row_slots), len(row_slots)
         used = self.tables.touched([segment.slot for segment in segments])
         if not used.any():
             return None

@@ -26,16 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.adapters.base_shape import SITES
-from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.layout import adapter_pages, plan_layout
-from weft.adapters.lora_step import LoraBatcher, LoraStep
+from weft.adapters.lora_step import LoraStep
 from weft.adapters.paged_lora import PagedLora
 from weft.adapters.tables import AdapterTables
 from weft.benchmarks.arguments import counts
 from weft.benchmarks.model_shapes import MODELS, ModelShape
 from weft.benchmarks.report import provenance, without_nan, write_result
 from weft.engine.model.device import choose_device
-from weft.engine.model.linear import make_linear
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.kv_slots import KvSlots
@@ -54,8 +52,6 @@ MIXES = {
 """Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 make as many bytes."""
 CONTEXT_TOKENS = (128, 1024)
 PROMPT_TOKENS = 512
-WARM_UP_STEPS = 400
-"""Preparations of a CPU's adapters, until their weights lie as they will stay."""
 CALLS = 30
 KV_PAGES = 256
 GPU_LAUNCH_S = 3e-6
@@ -104,7 +100,7 @@ class KernelBench:
     def __init__(self, model: ModelShape, device: torch.device, num_layers: int, arena_pages: int) -> None:
         self.model, self.device, self.num_layers = model, device, num_layers
         self.base, self.geometry = model.base(), model.geometry()
-        self.kernels = kernels_for(device)
+        self.kernels = kernels_for(device, DTYPE)
         self.arena = Arena(self.geometry, arena_pages, device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
         self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
@@ -163,6 +159,7 @@ class KernelBench:
         fused = self._random(rows, model.num_heads * model.head_dim + 2 * kv_width)
         heads = fused.view(rows, -1, model.head_dim)
         q, k, v = torch.split(heads, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
+        gate_up = self._random(rows, 2 * model.intermediate)
         cos, sin = (torch.rand(rows, model.head_dim, device=self.device) for _ in range(2))
         slots = KvSlots.build(
             [geometry.page_tokens * (1 + row) for row in range(rows)], geometry.page_tokens, self.device
@@ -171,6 +168,7 @@ class KernelBench:
         greedy = SamplingTensors.build([0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0.5] * rows, self.device)
         return [
             Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
+            Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
             Work("rope", lambda _: kernels.rope(q, k, cos, sin), 2 * (q.nbytes + k.nbytes)),
             Work(
                 "KV write",
@@ -181,15 +179,7 @@ class KernelBench:
         ]
 
     def _prepare(self, row_slots: Sequence[int]) -> LoraStep:
-        on_cpu = self.device.type == "cpu"
-        batcher: LoraBatcher = (
-            BatchWeights(self.arena, self.tables, self.base, 4 << 30, make_linear)
-            if on_cpu
-            else PagedLora(self.arena, self.tables, self.base)
-        )
-        generations = dict.fromkeys(row_slots, 1)
-        for _ in range(WARM_UP_STEPS if on_cpu else 1):
-            step = batcher.prepare(row_slots, generations)
+        step = PagedLora(self.arena, self.tables, self.base).prepare(row_slots)
         if step is None:
             raise AssertionError("adapters of a rank above 0 change something")
         return step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 import torch
 
-from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.lora_step import LoraStep
+from weft.adapters.paged_lora import PagedLora
 from weft.engine import build, runner
 from weft.engine.batch import build_batch
 from weft.engine.core import EngineCore
@@ -34,20 +34,20 @@ PARTS = (
     "LoRA",
     "LoRA preparation",
     "attention",
-    "KV write",
-    "rope",
     "norms",
+    "activation",
     "rest of the decoder",
     "sampling",
     "batch",
     "scheduling",
 )
-"""In the order in which they are told. The rest of the decoder is activations, splits and Python."""
+"""In the order in which they are told. Attention includes rope and storing keys and values; the rest of
+the decoder is Python."""
 GROUPS = {
     "linear layers": ("linear layers",),
     "LoRA": ("LoRA", "LoRA preparation"),
-    "attention": ("attention", "KV write", "rope"),
-    "norms, activations, Python": ("norms", "rest of the decoder"),
+    "attention": ("attention",),
+    "norms, activations, Python": ("norms", "activation", "rest of the decoder"),
     "sampling, batch, scheduling": ("sampling", "batch", "scheduling"),
 }
 """Parts that are told together where there is less room."""
@@ -87,15 +87,17 @@ def timed_parts() -> Generator[PartClock]:
     """Put a clock around the parts of all engines that are built, and all that run, until the context is left."""
     clock = PartClock()
 
-    def timed_kernels(device: torch.device) -> Kernels:
-        kernels = kernels_for(device)
+    def timed_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+        kernels = kernels_for(device, dtype)
         return replace(
             kernels,
             rms_norm=clock.around("norms", kernels.rms_norm),
             fused_add_rms_norm=clock.around("norms", kernels.fused_add_rms_norm),
-            rope=clock.around("rope", kernels.rope),
-            kv_write=clock.around("KV write", kernels.kv_write),
+            rope=clock.around("attention", kernels.rope),
+            silu_and_mul=clock.around("activation", kernels.silu_and_mul),
+            kv_write=clock.around("attention", kernels.kv_write),
             paged_attention=clock.around("attention", kernels.paged_attention),
+            attend=kernels.attend and clock.around("attention", kernels.attend),
         )
 
     def timed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -105,15 +107,15 @@ def timed_parts() -> Generator[PartClock]:
         def __init__(self, step: LoraStep) -> None:
             self.apply = clock.around("LoRA", step.apply)
 
-    class TimedBatchWeights(BatchWeights):
-        def prepare(self, row_slots: Sequence[int], generations: Mapping[int, int], /) -> LoraStep | None:
-            step = clock.around("LoRA preparation", super().prepare)(row_slots, generations)
+    class TimedPagedLora(PagedLora):
+        def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:  # type: ignore[override]
+            step = clock.around("LoRA preparation", super().prepare)(row_slots)
             return None if step is None else TimedLora(step)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(weights, "kernels_for", timed_kernels))
         stack.enter_context(patch.object(weights, "make_linear", timed_linear))
-        stack.enter_context(patch.object(build, "BatchWeights", TimedBatchWeights))
+        stack.enter_context(patch.object(build, "PagedLora", TimedPagedLora))
         stack.enter_context(patch.object(runner, "build_batch", clock.around("batch", build_batch)))
         for part, owner, name in (
             ("rest of the decoder", Decoder, "forward"),

@@ -13,20 +13,19 @@ from pathlib import Path
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.host_images import HostImages
 from weft.adapters.load_pace import LoadPace
 from weft.adapters.load_threads import copier_thread, loader_threads
 from weft.adapters.loading import AdapterLoader
+from weft.adapters.paged_lora import PagedLora
 from weft.adapters.residency import Residency
 from weft.adapters.tables import AdapterTables
-from weft.config import GIB, MIB, Config
+from weft.config import GIB, Config
 from weft.engine.build import SWAP_SHARE
 from weft.engine.core import EngineCore
 from weft.engine.fit import ModelLimits
 from weft.engine.model.device import choose_threads
-from weft.engine.model.linear import make_linear
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.model.weights import load_decoder
 from weft.engine.prefix_seed import prefix_seed
@@ -117,9 +116,9 @@ def build_split_engine(
         decoder=decoder,
         arena=arena,
         slab=slab,
-        lora=BatchWeights(arena, tables, base, config.memory.batch_weights_mib * MIB, make_linear),
+        lora=PagedLora(arena, tables, base),
         check_slot=residency.check_slot,
-        sampler=Sampler(kernels_for(CPU)),
+        sampler=Sampler(kernels_for(CPU, torch.float32)),
     )
     return EngineCore(
         scheduler,

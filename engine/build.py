@@ -15,13 +15,11 @@ from pathlib import Path
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.host_images import HostImages
 from weft.adapters.load_pace import LoadPace
 from weft.adapters.load_threads import copier_thread, loader_threads
 from weft.adapters.loading import AdapterLoader
-from weft.adapters.lora_step import LoraBatcher
 from weft.adapters.paged_lora import PagedLora
 from weft.adapters.residency import Residency
 from weft.adapters.tables import AdapterTables
@@ -34,7 +32,6 @@ from weft.engine.memory_plan import format_plan, free_memory, max_model_len, pla
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads
 from weft.engine.model.heap import keep_freed_memory
-from weft.engine.model.linear import make_linear
 from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
 from weft.engine.model.weights import base_digest, load_decoder, resolve_model
 from weft.engine.prefix_seed import prefix_seed
@@ -148,7 +145,7 @@ def build_engine(
             costs=costs,
             prefix_seed=prefix_seed(base.digest, ready.dtype, spec.rope),
         ),
-        _runner(decoder, memory, plan, residency),
+        _runner(decoder, memory, residency),
         residency,
         memory.pool,
         evictor=memory.evictor,
@@ -241,18 +238,13 @@ def _residency(
     )
 
 
-def _runner(decoder: Decoder, memory: _Memory, plan: MemoryPlan, residency: Residency) -> ModelRunner:
+def _runner(decoder: Decoder, memory: _Memory, residency: Residency) -> ModelRunner:
     arena, tables = memory.arena, memory.tables
-    lora: LoraBatcher = (
-        BatchWeights(arena, tables, tables.base, plan.batch_weights_bytes, make_linear)
-        if decoder.device.type == "cpu"
-        else PagedLora(arena, tables, tables.base)
-    )
     return ModelRunner(
         decoder=decoder,
         arena=arena,
         slab=memory.slab,
-        lora=lora,
+        lora=PagedLora(arena, tables, tables.base),
         check_slot=residency.check_slot,
-        sampler=Sampler(kernels_for(decoder.device)),
+        sampler=Sampler(kernels_for(decoder.device, torch.float32)),
     )

@@ -53,7 +53,7 @@ def plan_memory(
     """Divide the memory.
 
     Args:
-        config: Its sections memory and model count; `memory.batch_weights_mib` is cut to an eighth of what is left.
+        config: Its sections memory and model count.
         spec: The base model.
         base: Its shape for adapters.
         geometry: Of the arena's pages.
@@ -74,8 +74,7 @@ def plan_memory(
     host_left = free.host - (weight_bytes if on_cpu else 0)
     arena_bytes = _wanted_bytes(config.memory.gib, min(MAX_CPU_ARENA_BYTES, left // 4) if on_cpu else None, left)
     host_bytes = _wanted_bytes(config.memory.host_gib, min(MAX_HOST_SLAB_BYTES, host_left // 8), host_left)
-    batch_bytes = min(config.memory.batch_weights_mib * MIB, left // 8) if on_cpu else 0
-    _check_free(arena_bytes + (host_bytes + batch_bytes if on_cpu else 0), weight_bytes, free.device)
+    _check_free(arena_bytes + (host_bytes if on_cpu else 0), weight_bytes, free.device)
 
     num_pages = arena_bytes // geometry.page_bytes - 1  # the zero page is not handed out
     rank16_pages = adapter_pages(_reference_ranks(base), base, geometry)
@@ -87,7 +86,6 @@ def plan_memory(
         rank16_pages=rank16_pages,
         rank16_adapters=max(num_pages, 0) // rank16_pages,
         host_pages=host_bytes // geometry.page_bytes,
-        batch_weights_bytes=batch_bytes,
     )
     _check_room(plan, geometry, config.model.max_model_len)
     return plan

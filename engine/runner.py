@@ -109,8 +109,7 @@ class ModelRunner:
     def _prepare_lora(self, batch: Batch) -> LoraStep | None:
         if not batch.adapters:
             return None
-        generations = {slot: adapter.generation for slot, adapter in batch.adapters.items()}
-        return self._lora.prepare(batch.row_slots, generations)
+        return self._lora.prepare(batch.row_slots)
 
     def _sample(
         self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor

@@ -26,8 +26,6 @@ class MemoryPlan:
     """How many such adapters fit when there is no KV cache."""
     host_pages: int
     """Pages of the host slab."""
-    batch_weights_bytes: int
-    """Bound of the concatenated batch weights on the CPU; 0 on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

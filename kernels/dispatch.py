@@ -1,16 +1,18 @@
-"""The one place that chooses an implementation: Triton on a GPU, torch operators on the CPU."""
+"""The one place that chooses an implementation: Triton on a GPU, C++ or torch operators (no compiler) on a CPU."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_slots import KvSlots
+from weft.kernels.native_library import NATIVE_DTYPES, native_library
 from weft.kernels.sampling import PenaltyTensors, SamplingTensors, apply_penalties
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
@@ -31,10 +33,30 @@ class PagedAttention(Protocol):
         """Attend."""
 
 
+class Attend(Protocol):
+    """`weft.kernels.attend.attend` states what it computes."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        slot_mapping: KvSlots,
+        batch: AttentionBatch,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor:
+        """Attend."""
+
+
 KvWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KvSlots], None]
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 FusedAddRmsNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+SiluAndMul = Callable[[torch.Tensor], torch.Tensor]
 Sgmv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SgmvTables, Tiles, SgmvSite, int], None]
 Sample = Callable[[torch.Tensor, SamplingTensors], torch.Tensor]
 Logprobs = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -47,35 +69,62 @@ class Kernels:
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
     rope: Rope
+    silu_and_mul: SiluAndMul
     kv_write: KvWrite
     paged_attention: PagedAttention
     sgmv: Sgmv
     sample: Sample
     logprobs: Logprobs
+    attend: Attend | None = None
+    """All of a layer between its projections in one call; None where it is composed of the others."""
     apply_penalties: Callable[[torch.Tensor, PenaltyTensors], None] = apply_penalties
 
 
-def kernels_for(device: torch.device) -> Kernels:
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """Return the operations for tensors on `device`.
+
+    Args:
+        device: Where the tensors are.
+        dtype: Of weights and activations.
 
     Raises:
         ValueError: There are none for this kind of device.
     """
     if device.type == "cpu":
-        return _cpu_kernels()
+        return native_kernels() if dtype in NATIVE_DTYPES and native_library() else torch_kernels()
     if device.type == "cuda":
         return triton_kernels()
     raise ValueError(f"device: expected cpu or cuda, got {device.type}")
 
 
 @functools.cache
-def _cpu_kernels() -> Kernels:
-    from weft.kernels import attention_cpu, kv_write_cpu, norm_cpu, rope_cpu, sampling_cpu, sgmv_cpu
+def native_kernels() -> Kernels:
+    """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`; sampling is in torch operators."""
+    from weft.kernels import attention_native, rows_native, sgmv_native
+
+    return replace(
+        torch_kernels(),
+        rms_norm=rows_native.rms_norm,
+        fused_add_rms_norm=rows_native.fused_add_rms_norm,
+        rope=rows_native.rope,
+        silu_and_mul=rows_native.silu_and_mul,
+        kv_write=rows_native.kv_write,
+        paged_attention=attention_native.paged_attention,
+        attend=attention_native.attend,
+        sgmv=sgmv_native.sgmv,
+    )
+
+
+@functools.cache
+def torch_kernels() -> Kernels:
+    """The operations in torch operators, for a CPU without a compiler and for dtypes that the C++ ones do not know."""
+    from weft.kernels import attention_cpu, kv_write_cpu, norm_cpu, rope_cpu, sampling_cpu, sgmv_cpu, silu_and_mul_cpu
 
     return Kernels(
         rms_norm=norm_cpu.rms_norm,
         fused_add_rms_norm=norm_cpu.fused_add_rms_norm,
         rope=rope_cpu.rope,
+        silu_and_mul=silu_and_mul_cpu.silu_and_mul,
         kv_write=kv_write_cpu.kv_write,
         paged_attention=attention_cpu.paged_attention,
         sgmv=sgmv_cpu.sgmv,
@@ -90,12 +139,21 @@ def triton_kernels() -> Kernels:
 
     On CPU tensors they run only where TRITON_INTERPRET=1 was set before Triton was first imported.
     """
-    from weft.kernels import attention_triton, kv_write_triton, norm_triton, rope_triton, sampling_triton, sgmv_triton
+    from weft.kernels import (
+        attention_triton,
+        kv_write_triton,
+        norm_triton,
+        rope_triton,
+        sampling_triton,
+        sgmv_triton,
+        silu_and_mul_triton,
+    )
 
     return Kernels(
         rms_norm=norm_triton.rms_norm,
         fused_add_rms_norm=norm_triton.fused_add_rms_norm,
         rope=rope_triton.rope,
+        silu_and_mul=silu_and_mul_triton.silu_and_mul,
         kv_write=kv_write_triton.kv_write,
         paged_attention=attention_triton.paged_attention,
         sgmv=sgmv_triton.sgmv,
@@ -114,12 +172,14 @@ def reference_kernels() -> Kernels:
         rope_reference,
         sampling_reference,
         sgmv_reference,
+        silu_and_mul_reference,
     )
 
     return Kernels(
         rms_norm=norm_reference.rms_norm,
         fused_add_rms_norm=norm_reference.fused_add_rms_norm,
         rope=rope_reference.rope,
+        silu_and_mul=silu_and_mul_reference.silu_and_mul,
         kv_write=kv_write_reference.kv_write,
         paged_attention=attention_reference.paged_attention,
         sgmv=sgmv_reference.sgmv,

@@ -7,7 +7,8 @@ neither who owns the pages nor what an adapter is called. Punica (arXiv:2310.185
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -45,6 +46,8 @@ class Tiles:
     """[capacity], int32: number of rows, 1 to `rows`."""
     rows: int = 16
     """Upper bound of `length`: 16 suits decode, 64 or 128 long prefill chunks."""
+    checked: set[Hashable] = field(default_factory=set, repr=False, compare=False)
+    """Kinds of operands that a kernel has been called with for these tiles, and found sound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""SGMV on the CPU: gathers the weights of one adapter after the other from their pages.
+"""SGMV on the CPU with torch operators: gathers the weights of one adapter after the other from their pages.
 
-For few calls and for tests of the paged path. A decode loop on the CPU should hold the weights of the running batch
-concatenated instead: gathering them again in every step costs more than the arithmetic.
+For CPUs without a compiler. Gathering costs more than the arithmetic, which the kernel in C++ does without.
 """
 
 from __future__ import annotations

@@ -71,8 +71,6 @@ class MemoryConfig:
     """Size of the arena in GiB; None takes min(4, a quarter of free memory) on a CPU, 85% of what is left on a GPU."""
     host_gib: float | None = None
     """Size of the host page slab in GiB; None takes min(2, an eighth of free memory)."""
-    batch_weights_mib: int = 1024
-    """Upper bound in MiB of the concatenated LoRA weights that the CPU keeps for the running batch."""
     prefix_cache: bool = True
     """Keep the KV pages of earlier requests and use them again for requests that begin with the same tokens."""
     eviction: Literal["gdsf", "lru"] = "gdsf"
@@ -89,12 +87,6 @@ class MemoryConfig:
                 value,
             )
         _require(self.eviction in ("gdsf", "lru"), "memory.eviction", "gdsf or lru", self.eviction)
-        _require(
-            0 <= self.batch_weights_mib <= 1 << 20,
-            "memory.batch_weights_mib",
-            "0 to 1048576",
-            self.batch_weights_mib,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from weft.engine.model.linear import Linear
 from weft.engine.model.rope import RopeTable
 from weft.engine.model.spec import DecoderSpec
+from weft.kernels.attend import HeadNorms, attend
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels
 from weft.kernels.kv_slots import KvSlots
@@ -33,8 +35,7 @@ class DecoderLayer:
 
     input_norm: torch.Tensor
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    head_norms: HeadNorms | None
     o: Linear
     post_norm: torch.Tensor
     gate_up: Linear
@@ -116,7 +117,7 @@ class Decoder:
         self._next_norms = (*(layer.input_norm for layer in layers[1:]), norm)
         self._head = head
         self._rope = rope
-        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self._attend_heads = kernels.attend or partial(attend, kernels)
         self._scale = spec.head_dim**-0.5
 
     @property
@@ -158,22 +159,16 @@ class Decoder:
         return self._head(hidden).float()
 
     def _attend(self, index: int, layer: DecoderLayer, x: torch.Tensor, step: _Step) -> torch.Tensor:
-        spec, kernels, lora, group = self.spec, self._kernels, step.lora, step.kv.groups[index]
+        lora, group = step.lora, step.kv.groups[index]
         k_pages, v_pages = step.kv.layers[index]
 
         qkv = layer.qkv(x)
         if lora is not None:
             lora.apply(index, QKV, x, qkv)
-        q, k, v = torch.split(qkv.view(len(x), -1, spec.head_dim), self._heads, dim=1)  # [T, heads, head_dim]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, spec.norm_eps)
-            k = kernels.rms_norm(k, layer.k_norm, spec.norm_eps)
-        kernels.rope(q, k, step.cos, step.sin)
-        kernels.kv_write(k, v, k_pages, v_pages, step.rows.slot_mapping[group])
-        seen = kernels.paged_attention(
-            q, k_pages, v_pages, step.rows.attention[group], self._scale, sliding_window=spec.sliding_windows[index]
+        seen = self._attend_heads(
+            *(qkv, layer.head_norms, step.cos, step.sin, k_pages, v_pages),
+            *(step.rows.slot_mapping[group], step.rows.attention[group], self._scale, self.spec.sliding_windows[index]),
         )
-        seen = seen.reshape(len(x), spec.q_features)
 
         y = layer.o(seen)
         if lora is not None:
@@ -184,8 +179,7 @@ class Decoder:
         gate_up = layer.gate_up(x)
         if lora is not None:
             lora.apply(index, GATE_UP, x, gate_up)
-        gate, up = gate_up.chunk(2, dim=1)
-        inner = torch.nn.functional.silu(gate).mul_(up)
+        inner = self._kernels.silu_and_mul(gate_up)
 
         y = layer.down(inner)
         if lora is not None:

@@ -21,6 +21,7 @@ from weft.engine.model.linear import Linear, make_linear
 from weft.engine.model.rope import rope_table
 from weft.engine.model.spec import DecoderSpec, module_shapes
 from weft.errors import ConfigError
+from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import kernels_for
 
 SINGLE_FILE = "model.safetensors"
@@ -141,7 +142,7 @@ def load_decoder(
         embedding = checkpoint.tensor(_EMBEDDING)
         return Decoder(
             spec=spec,
-            kernels=kernels_for(device),
+            kernels=kernels_for(device, dtype),
             embedding=embedding,
             layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
             norm=checkpoint.tensor(_NORM),
@@ -208,8 +209,13 @@ def _load_layer(checkpoint: _Checkpoint, spec: DecoderSpec, prefix: str) -> Deco
     return DecoderLayer(
         input_norm=checkpoint.tensor(f"{prefix}input_layernorm.weight"),
         qkv=checkpoint.linear(attention, ("q_proj", "k_proj", "v_proj"), spec.qkv_bias),
-        q_norm=checkpoint.tensor(f"{attention}q_norm.weight") if spec.qk_norm else None,
-        k_norm=checkpoint.tensor(f"{attention}k_norm.weight") if spec.qk_norm else None,
+        head_norms=HeadNorms(
+            checkpoint.tensor(f"{attention}q_norm.weight"),
+            checkpoint.tensor(f"{attention}k_norm.weight"),
+            spec.norm_eps,
+        )
+        if spec.qk_norm
+        else None,
         o=checkpoint.linear(attention, ("o_proj",), spec.o_bias),
         post_norm=checkpoint.tensor(f"{prefix}post_attention_layernorm.weight"),
         gate_up=checkpoint.linear(mlp, ("gate_proj", "up_proj"), spec.mlp_bias),

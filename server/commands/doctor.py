@@ -85,6 +85,17 @@ def _torch() -> Iterator[Finding]:
             yield Finding("device", "ok", f"{name}, sm_{major}{minor}, {free >> 30} of {total >> 30} GiB free")
     else:
         yield Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no CUDA device")
+        yield _cpu_kernels()
+
+
+def _cpu_kernels() -> Finding:
+    from weft.kernels.native_library import FLAGS, NativeUnavailableError, load_library
+
+    try:
+        load_library(FLAGS)
+    except NativeUnavailableError as error:
+        return Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
+    return Finding("CPU kernels", "ok", "compiled for this CPU")
 
 
 def _disk(data_dir: Path) -> Iterator[Finding]:

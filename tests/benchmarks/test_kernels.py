@@ -23,7 +23,6 @@ def test_every_operation_is_timed_beside_its_floor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernels, "MODELS", (SMALL,))
-    monkeypatch.setattr(kernels, "WARM_UP_STEPS", 20)
     monkeypatch.setattr(kernels, "CALLS", 2)
     monkeypatch.setattr(kernels, "PROMPT_TOKENS", 32)
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
@@ -81,7 +80,6 @@ def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.M
         return {"us": 1.0, "floor_us": 1.0, "ratio": 1.0}
 
     monkeypatch.setattr(kernels, "MODELS", (SMALL,))
-    monkeypatch.setattr(kernels, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
     monkeypatch.setattr(kernels, "KernelBench", Watched)
     monkeypatch.setattr(kernels, "figures", note)

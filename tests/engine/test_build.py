@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path, data_dir: Path, **model_fields: object) -> Config:
     return Config(
         model=ModelConfig(path=str(model), threads=1, **{"dtype": "float32", **model_fields}),  # type: ignore[arg-type]
-        memory=MemoryConfig(gib=0.02, host_gib=0.01, batch_weights_mib=64, poison=True),
+        memory=MemoryConfig(gib=0.02, host_gib=0.01, poison=True),
         scheduler=SchedulerConfig(max_running=4, step_tokens=16),
         server=ServerConfig(data_dir=data_dir),
     )

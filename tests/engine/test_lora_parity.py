@@ -11,6 +11,7 @@ from peft import PeftModel
 
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model
+from weft.kernels import dispatch
 
 TOLERANCE = 1e-4
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -80,11 +81,16 @@ def test_each_adapter_alone_equals_peft(
             assert_same(driver.logits_alone(tokens, driver.load_adapter(folder)), expected)
 
 
-@pytest.mark.parametrize("batch_weights_bytes", [1 << 28, 0], ids=["concatenated", "from pages"])
+@pytest.mark.parametrize("has_compiler", [True, False], ids=["native kernels", "torch operators"])
 def test_a_mixed_batch_equals_peft_row_by_row(
-    batch_weights_bytes: int, models: dict[str, Path], adapters: dict[tuple[str, str], Path]
+    has_compiler: bool,
+    models: dict[str, Path],
+    adapters: dict[tuple[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver = StepDriver(models["llama"], batch_weights_bytes=batch_weights_bytes)
+    if not has_compiler:
+        monkeypatch.setattr(dispatch, "native_library", lambda: None)
+    driver = StepDriver(models["llama"])
     folders: list[Path | None] = [None, *(folder for (model, _), folder in adapters.items() if model == "llama")]
     slots = [None if folder is None else driver.load_adapter(folder) for folder in folders]
     order = [3, 0, 5, 1, 7, 2, 0, 6, 4, 3]

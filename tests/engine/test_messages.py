@@ -51,7 +51,6 @@ READY = EngineReady(
         rank16_pages=5,
         rank16_adapters=6,
         host_pages=7,
-        batch_weights_bytes=8,
     ),
     max_rank=64,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class NoLora:
-    def prepare(self, _row_slots: Sequence[int], _generations: Mapping[int, int], /) -> LoraStep:
+    def prepare(self, _row_slots: Sequence[int], /) -> LoraStep:
         raise AssertionError("a step of the base model prepared adapters")
 
 

@@ -15,7 +15,7 @@ from weft.engine.sampling_params import SamplingParams
 from weft.kernels.dispatch import kernels_for
 
 VOCAB = 300
-SAMPLER = Sampler(kernels_for(torch.device("cpu")))
+SAMPLER = Sampler(kernels_for(torch.device("cpu"), torch.float32))
 
 
 def spec(seed: int = 7, choice: int = 0, output: int = 0, **params: Any) -> SampleSpec:

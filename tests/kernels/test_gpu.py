@@ -5,11 +5,12 @@ import torch
 
 import scattered_kv
 import scattered_lora
-from kernel_numerics import assert_rows_close
+from kernel_numerics import assert_rows_close, assert_rows_match
 from poison import poisoned_memory
 from sampling_rows import GREEDY, Parameters, sampling_of
 from scattered_kv import AttentionCase, ScatteredKv
 from scattered_lora import BF16, F16, F32, LAYER, ScatteredLora, SgmvCase, make_tiles
+from silu_rows import extreme_gates
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels, kernels_for, reference_kernels
 from weft.kernels.kv_slots import KvSlots
@@ -24,21 +25,17 @@ DTYPES = [F32, F16, BF16]
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    return kernels_for(CUDA)
+    return kernels_for(CUDA, BF16)
 
 
 def apply_lora(kernels: Kernels, operands: ScatteredLora) -> torch.Tensor:
-    y = operands.y.clone()
     with poisoned_memory():
-        kernels.sgmv(operands.x, y, operands.arena, operands.tables, operands.tiles, operands.site, LAYER)
-    return y
+        return operands.apply(kernels.sgmv)
 
 
 def attend(kernels: Kernels, operands: ScatteredKv) -> torch.Tensor:
-    case = operands.case
-    pages = operands.k_pages, operands.v_pages
     with poisoned_memory():
-        return kernels.paged_attention(operands.q, *pages, operands.batch, operands.scale, case.window, case.softcap)
+        return operands.attend(kernels.paged_attention)
 
 
 def randn(shape: tuple[int, ...], dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
@@ -86,11 +83,7 @@ def test_a_captured_graph_serves_a_different_mix_of_adapters(kernels: Kernels) -
 @pytest.mark.parametrize("case", [*scattered_kv.FULL_CASES, *scattered_kv.INTERPRETER_CASES], ids=str)
 def test_attention_equals_the_reference(kernels: Kernels, case: AttentionCase) -> None:
     operands = ScatteredKv(case, CUDA)
-    actual = attend(kernels, operands)
-    expected = REFERENCE.paged_attention(
-        operands.q, operands.k_pages, operands.v_pages, operands.batch, operands.scale, case.window, case.softcap
-    )
-    assert_rows_close(actual, expected)
+    assert_rows_close(attend(kernels, operands), operands.attend(REFERENCE.paged_attention))
 
 
 def test_attention_repeats_bit_by_bit(kernels: Kernels) -> None:
@@ -142,6 +135,21 @@ def test_rope_equals_the_reference(kernels: Kernels, dtype: torch.dtype, head_di
     kernels.rope(fused[:, :32], fused[:, 32:40], cos, sin)
     REFERENCE.rope(expected[:, :32], expected[:, 32:40], cos, sin)
     assert_rows_close(fused, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 2049, 14336])
+def test_silu_and_mul_equals_the_reference(kernels: Kernels, width: int, dtype: torch.dtype) -> None:
+    gate_up = randn((133, 2 * width), dtype) * 4
+    with poisoned_memory():
+        actual = kernels.silu_and_mul(gate_up)
+    assert_rows_close(actual, REFERENCE.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_gates_let_all_through_or_nothing(kernels: Kernels, dtype: torch.dtype) -> None:
+    gate_up = extreme_gates(dtype).to(CUDA)
+    assert_rows_match(kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

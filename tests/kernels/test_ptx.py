@@ -18,7 +18,7 @@ SGMV = [
     for dtype in ("bf16", "fp16", "fp32")
 ]
 ATTENTION = ["items", "items limited", "chunks", "chunks limited"]
-ROWWISE = ["norm", "norm add", "rope", "kv_write", "sample"]
+ROWWISE = ["norm", "norm add", "rope", "silu_and_mul", "kv_write", "sample"]
 Report = dict[str, dict[str, int]]
 
 

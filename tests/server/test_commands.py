@@ -248,3 +248,13 @@ def test_lists_are_tables_without_folded_cells(recorder: Recorder) -> None:
     header, row = run("tenant", "ls", "--url", recorder.url, COLUMNS="30").output.splitlines()
     assert header.startswith("NAME")
     assert digest in row
+
+
+def test_the_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("doctor", "--data-dir", str(tmp_path), "--port", "0", "--json")
+    found = {finding["check"]: finding for finding in json.loads(run(*arguments).stdout)}
+    assert found["CPU kernels"]["result"] == "ok"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = {finding["check"]: finding for finding in json.loads(run(*arguments).stdout)}
+    assert found["CPU kernels"]["result"] == "warn"
+    assert "CXX=no-such-compiler is no program" in found["CPU kernels"]["detail"]

@@ -45,7 +45,6 @@ def demo_ready(max_model_len: int = 256, num_pages: int = 4096) -> EngineReady:
         rank16_pages=4,
         rank16_adapters=num_pages // 4,
         host_pages=1,
-        batch_weights_bytes=0,
     )
     return EngineReady(
         boot_id="boot-1",

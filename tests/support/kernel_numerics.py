@@ -18,3 +18,10 @@ def assert_rows_close(actual: torch.Tensor, expected: torch.Tensor, scale: float
     magnitude = expected.abs().amax(-1, keepdim=True).clamp(min=1e-3)
     error = ((actual - expected).abs() / magnitude).max().item() if actual.numel() else 0.0
     assert error <= scale * ROW_TOLERANCES[dtype], f"relative error {error:.2e}"
+
+
+def assert_rows_match(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare where `expected` is finite; NaN and infinities must be in the same places."""
+    finite = torch.isfinite(expected)
+    torch.testing.assert_close(actual[~finite], expected[~finite], rtol=0, atol=0, equal_nan=True)
+    assert_rows_close(actual.where(finite, 0), expected.where(finite, 0))

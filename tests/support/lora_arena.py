@@ -45,7 +45,6 @@ class LoraArena:
         self.arena.poison(range(1, num_pages))
         self.tables = AdapterTables(slots, base, MAX_RANK, geometry, self.arena.device)
         self.loras: dict[int, RandomLora] = {}
-        self.generations: dict[int, int] = {}
         self._pages: dict[int, list[int]] = {}
         self._free = list(range(1, num_pages))
         random.Random(0).shuffle(self._free)
@@ -69,14 +68,10 @@ class LoraArena:
         self._pages[slot] = pages
         self.tables.write(slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
         self.loras[slot] = lora
-        self.generations[slot] = self.generations.get(slot, 0) + 1
-
-    def step_generations(self, row_slots: Sequence[int]) -> dict[int, int]:
-        return {slot: self.generations[slot] for slot in set(row_slots) - {-1}}
 
     def run(self, batcher: LoraBatcher, row_slots: Sequence[int], seed: int = 0) -> dict[tuple[int, int], torch.Tensor]:
         """The outputs of all sites for random inputs, by (layer, site)."""
-        step = batcher.prepare(row_slots, self.step_generations(row_slots))
+        step = batcher.prepare(row_slots)
         outputs = {}
         for (layer, site), (x, y) in self._inputs(len(row_slots), seed).items():
             if step is not None:

@@ -15,7 +15,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.kernels import attention_triton, kv_write_triton, norm_triton, rope_triton, sampling_triton, sgmv_triton
+from weft.kernels import (
+    attention_triton,
+    kv_write_triton,
+    norm_triton,
+    rope_triton,
+    sampling_triton,
+    sgmv_triton,
+    silu_and_mul_triton,
+)
 
 PATTERNS = {
     "async_16": r"cp\.async\.c[ag]\.shared\.global\S* .*, 0x10\b",
@@ -48,7 +56,7 @@ def ptx_of(
     return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])
 
 
-FLOATS = ("x", "y", "q", "k", "v", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight")
+FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
 WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
 TABLES = ("offsets", "ranks", "block_table", "query_indptr", "context_lens", "top_ks")
 LONGS = ("positions", "slot_mapping", "tokens")
@@ -102,11 +110,13 @@ def _rowwise_variants() -> dict[str, str]:
     norm = {"N": 4096, "BLOCK": 4096}
     rope = {"HALF": 64, "BLOCK_H": 16, "BLOCK_D": 64}
     kv_write = {"PAGE_TOKENS": 16, "HEADS": 8, "D": 128, "BLOCK": 1024}
+    silu_and_mul = {"N": 14336, "BLOCK": 1024}
     eps = {"eps": "fp32"}
     return {
         "norm": ptx_of(norm_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
         "norm add": ptx_of(norm_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 4, 2),
         "rope": ptx_of(rope_triton.rope_kernel, "bf16", rope, {}, 4, 2),
+        "silu_and_mul": ptx_of(silu_and_mul_triton.silu_and_mul_kernel, "bf16", silu_and_mul, {}, 4, 2),
         "kv_write": ptx_of(kv_write_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
         "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
     }

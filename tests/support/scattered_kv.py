@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,3 +95,16 @@ class ScatteredKv:
             device,
             self.case.page_tokens,
         )
+
+    def attend(self, version: Callable[..., torch.Tensor], q: torch.Tensor | None = None) -> torch.Tensor:
+        """The output of an implementation, for other queries than the case's own where they are given."""
+        case, q = self.case, self.q if q is None else q
+        return version(q, self.k_pages, self.v_pages, self.batch, self.scale, case.window, case.softcap)
+
+    def attend_to(
+        self, version: Callable[..., torch.Tensor], request: int, start: int, end: int, q: torch.Tensor
+    ) -> torch.Tensor:
+        """The output for positions `start` to `end` of a request that are all there is in a step."""
+        tables = [self.block_tables[request]]
+        batch = AttentionBatch.build(tables, [end - start], [end], self.q.device, self.case.page_tokens)
+        return version(q, self.k_pages, self.v_pages, batch, self.scale, self.case.window, self.case.softcap)

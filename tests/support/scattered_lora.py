@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -150,6 +151,12 @@ class ScatteredLora:
             getattr(tables, name).copy_(getattr(self.tables, name))
         for name in ("slot", "start", "length"):
             getattr(tiles, name).copy_(getattr(self.tiles, name))
+
+    def apply(self, sgmv: Callable[..., None]) -> torch.Tensor:
+        """What an implementation makes of y, which stays."""
+        y = self.y.clone()
+        sgmv(self.x, y, self.arena, self.tables, self.tiles, self.site, LAYER)
+        return y
 
     def expected(self) -> torch.Tensor:
         """The result by dense float64 products, independent of pages, tables and tiles."""

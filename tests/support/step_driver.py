@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 
 from adapters_factory import tensor_bytes
-from weft.adapters.batch_weights import BatchWeights
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.layout import plan_layout
 from weft.adapters.packing import pack
+from weft.adapters.paged_lora import PagedLora
 from weft.adapters.tables import AdapterTables
 from weft.engine.batch import build_batch
 from weft.engine.model.decoder import KvViews
-from weft.engine.model.linear import make_linear
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.model.weights import load_decoder
 from weft.engine.plan import Chunk, ChunkResult, SampleSpec, SlotRef, StepPlan
@@ -61,7 +60,6 @@ class StepDriver:
         max_rank: int = 64,
         slots: int = 8,
         geometry: PageGeometry | None = None,
-        batch_weights_bytes: int = 1 << 28,
     ) -> None:
         self.spec = read_spec(folder)
         self.base = base_shape(self.spec, "sha256:" + "0" * 64)
@@ -77,7 +75,7 @@ class StepDriver:
         self.pool = PagePool(num_pages)
         self.slab = HostSlab(8, self.geometry.page_bytes, pinned=False)
         self.tables = AdapterTables(slots, self.base, max_rank, self.geometry, CPU)
-        self.lora = BatchWeights(self.arena, self.tables, self.base, batch_weights_bytes, make_linear)
+        self.lora = PagedLora(self.arena, self.tables, self.base)
         self.max_rank = max_rank
         self.slots: list[SlotRef] = []
         self.arena.poison(range(1, num_pages))
@@ -87,7 +85,7 @@ class StepDriver:
             slab=self.slab,
             lora=self.lora,
             check_slot=self.check_slot,
-            sampler=Sampler(kernels_for(CPU)),
+            sampler=Sampler(kernels_for(CPU, torch.float32)),
         )
         self._num_steps = 0
         self._num_requests = 0
@@ -169,8 +167,7 @@ class StepDriver:
         with torch.inference_mode():
             batch = build_batch(plan, self.geometry, self.arena.num_pages, CPU)
             self.arena.zero(plan.zero_pages)
-            generations = {slot: adapter.generation for slot, adapter in batch.adapters.items()}
-            lora = self.lora.prepare(batch.row_slots, generations) if batch.adapters else None
+            lora = self.lora.prepare(batch.row_slots) if batch.adapters else None
             scores = self.decoder.logits(self.decoder.forward(batch.rows, KvViews.of(self.arena), lora))
         return [
             scores[first : first + len(chunk.token_ids)]

@@ -1,10 +1,11 @@
-"""Norm, rope, KV write and sampling, which work row by row."""
+"""Norm, rope, the gate, KV write and sampling, which work row by row."""
 
 import pytest
 import torch
 
-from kernel_numerics import assert_rows_close
+from kernel_numerics import assert_rows_close, assert_rows_match
 from sampling_rows import GREEDY, Parameters, sampling_of
+from silu_rows import extreme_gates
 from weft.kernels.dispatch import reference_kernels, triton_kernels
 from weft.kernels.kv_slots import KvSlots
 from weft.kernels.rope_reference import both_halves
@@ -49,6 +50,20 @@ def test_rope_equals_the_reference(dtype: torch.dtype, head_dim: int) -> None:
     REFERENCE.rope(expected[:, :17], expected[:, 18:20], cos, sin)
     TRITON.rope(fused[:, :17], fused[:, 18:20], cos, sin)
     assert_rows_close(fused, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [24, 1024, 2049])
+def test_silu_and_mul_equals_the_reference(width: int, dtype: torch.dtype) -> None:
+    gate_up = randn((3, 2 * width), dtype) * 4
+    assert_rows_close(TRITON.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_gates_let_all_through_or_nothing(dtype: torch.dtype) -> None:
+    gate_up = extreme_gates(dtype)
+    assert_rows_match(TRITON.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,113 @@
+"""All of a layer between its fused projection and its output projection, composed of the single operations.
+
+Where an implementation has it as one operation, that is called instead: `Kernels.attend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.kernels import attention_reference, kv_write_reference, rope_reference
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.checks import expect, expect_that
+from weft.kernels.kv_slots import KvSlots
+
+if TYPE_CHECKING:
+    from weft.kernels.dispatch import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of each head of queries and keys (Qwen3)."""
+
+    q: torch.Tensor
+    """[D], dtype of the projection."""
+    k: torch.Tensor
+    """Like q."""
+    eps: float
+
+
+def attend(
+    kernels: Kernels,
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: KvSlots,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Norm the heads, rotate them, store keys and values, attend.
+
+    Semantics:
+        q, k, v = split(qkv)                             # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
+        if norms: q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
+        rope(q, k, cos, sin)
+        kv_write(k, v, k_pages, v_pages, slot_mapping)
+        return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window)
+
+    Args:
+        kernels: The single operations.
+        qkv: [T, (Hq + 2 * Hkv) * D], contiguous: heads of queries, keys and values. Mutated.
+        norms: Of the heads; None for none.
+        cos: [T, D], float32, as `rope` takes it.
+        sin: Like cos.
+        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D]. Mutated.
+        v_pages: The same for values, the same strides. Mutated.
+        slot_mapping: Where the keys and values of the T tokens go.
+        batch: Which rows attend to what.
+        scale: Factor of the scores.
+        sliding_window: How many positions a row sees, itself included; None for all.
+
+    Returns:
+        [T, Hq * D], dtype of qkv. Rows of no request are zero.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    head_dim, num_kv_heads = k_pages.shape[3], k_pages.shape[1]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        q, k = kernels.rms_norm(q, norms.q, norms.eps), kernels.rms_norm(k, norms.k, norms.eps)
+    kernels.rope(q, k, cos, sin)
+    kernels.kv_write(k, v, k_pages, v_pages, slot_mapping)
+    return kernels.paged_attention(q, k_pages, v_pages, batch, scale, sliding_window).flatten(1)
+
+
+def check_operands(
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: KvSlots,
+    batch: AttentionBatch,
+    sliding_window: int | None,
+) -> None:
+    """Check what a call to `attend` was given.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    group_width = num_kv_heads * head_dim
+    fits = qkv.dim() == 2 and qkv.shape[1] % group_width == 0 and qkv.shape[1] >= 3 * group_width
+    expect_that("qkv", fits, f"[T, (Hq + {2 * num_kv_heads}) * {head_dim}]", list(qkv.shape))
+    expect_that("qkv", qkv.is_contiguous(), "contiguous rows", qkv.stride())
+    expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)) if norms is not None else ():
+        expect(name, weight, (head_dim,), qkv.dtype, qkv.device)
+        expect_that(name, weight.stride(0) == 1, "consecutive elements", weight.stride())
+    rope_reference.check_operands(q, k, cos, sin)
+    kv_write_reference.check_operands(k, v, k_pages, v_pages, slot_mapping)
+    attention_reference.check_operands(q, k_pages, v_pages, batch, sliding_window)

@@ -1,0 +1,125 @@
+"""Paged attention on the CPU in C++ (`native/attention.cpp`): keys and values are read where they lie in the pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.kernels import attend as composed
+from weft.kernels.attend import HeadNorms
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.attention_reference import check_operands
+from weft.kernels.checks import expect_that
+from weft.kernels.kv_slots import KvSlots
+from weft.kernels.native_library import native_function
+
+TASK_ROWS = 128
+"""Query rows, over the heads of a KV group, that are computed together."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of a step's query rows over keys and values in pages.
+
+    Semantics and arguments: `weft.kernels.attention_reference.paged_attention`. Keys and values must have the same
+    strides. A row comes out bitwise the same whatever else is in the batch and however its prompt was cut.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    check_operands(q, k_pages, v_pages, batch, sliding_window)
+    expect_that("q", q.stride(2) == 1, "consecutive elements", q.stride())
+    out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
+    native_function("attention", q.dtype, "i" * 16 + "ffii")(
+        *(q.data_ptr(), q.stride(0), q.stride(1)),
+        *_page_arguments(k_pages, v_pages),
+        *_task_arguments(_tasks(batch, q.shape[1], k_pages.shape[1]), batch),
+        *(k_pages.shape[1], q.shape[1] // k_pages.shape[1], q.shape[2]),
+        *(scale, softcap or 0.0, sliding_window or 0, out.data_ptr()),
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the layers of a step share."""
+
+    tasks: np.ndarray
+    out: torch.Tensor
+
+
+def attend(
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: KvSlots,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """All of a layer between its fused projection and its output projection.
+
+    Semantics and arguments: `weft.kernels.attend.attend`. The result is overwritten by the next call with the
+    same batch.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    key = (
+        *("attend", qkv.shape, qkv.stride(), qkv.dtype, cos.shape, sin.shape, sliding_window, norms is None),
+        *(k_pages.shape, k_pages.stride(), k_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.dtype),
+    )
+    heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    num_heads = qkv.shape[1] // head_dim - 2 * heads
+
+    def prepare() -> _Prepared:
+        composed.check_operands(qkv, norms, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window)
+        return _Prepared(_tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim)))
+
+    prepared: _Prepared = batch.keep(key, prepare)
+    q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
+    native_function("attend", qkv.dtype, "iiiifiii" + "i" * 13 + "fii")(
+        *(qkv.data_ptr(), len(qkv), q_norm, k_norm, eps),
+        *(cos.data_ptr(), sin.data_ptr(), slot_mapping.mapping.data_ptr()),
+        *_page_arguments(k_pages, v_pages),
+        *_task_arguments(prepared.tasks, batch),
+        *(heads, num_heads // heads, head_dim),
+        *(scale, sliding_window or 0, prepared.out.data_ptr()),
+    )
+    return prepared.out
+
+
+def _page_arguments(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[int, ...]:
+    strides = k_pages.stride()
+    expect_that("v_pages", v_pages.stride() == strides, f"the strides of k_pages, {strides}", v_pages.stride())
+    return (k_pages.data_ptr(), v_pages.data_ptr(), *strides[:3], k_pages.shape[2])
+
+
+def _task_arguments(tasks: np.ndarray, batch: AttentionBatch) -> tuple[int, ...]:
+    return (batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks))
+
+
+def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:
+    """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys that the first row sees."""
+    most = max(1, TASK_ROWS * num_kv_heads // num_heads)
+    tasks, row = [], 0
+    for request, (rows, context) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):
+        if context:
+            first = context - rows + 1
+            tasks += [(request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)]
+        row += rows
+    tasks.sort(key=lambda task: -task[2] * task[3])  # the dearest first, so that no thread is left with one at the end
+    return np.array(tasks, dtype=np.int32).reshape(-1, 4)

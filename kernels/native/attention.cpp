@@ -1,0 +1,314 @@
+// Paged causal attention with running maxima and sums (FlashAttention, arXiv:2205.14135), keys 64 at a time.
+//
+// Blocks of keys begin at multiples of 64, and a row's arithmetic does not depend on the rows beside it, so a token comes
+// out bitwise the same alone, in a batch, and in whichever chunk of a prompt. What a row does not see has weight 0, so a
+// value that is no number reaches rows of its own request that do not see it, as in any product; never another request.
+#include <algorithm>
+#include <limits>
+#include <new>
+
+#include "rows.h"
+
+namespace weft {
+namespace {
+
+constexpr int64_t BLOCK = PANEL;  // keys of a block
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// Query rows of one request that are computed together, for one KV head.
+struct Task {
+    int32_t request, row, count, end;  // `end`: keys that the first row sees
+};
+
+template <class T>
+struct Call {
+    Heads<T> q;
+    Pages<T> pages;
+    const int32_t* block_table;  // [requests, max_blocks]
+    int64_t max_blocks;
+    const Task* tasks;
+    int64_t num_tasks, heads, group, head_dim;  // `heads` of keys and values, each for a group of query heads
+    float scale, softcap;  // no cap where it is 0
+    int64_t window;        // all where it is 0
+    T* out;                // [rows, heads * group, head_dim], contiguous
+};
+
+// Memory that begins with a cache line, so that no vector lies across two.
+template <class E>
+class Buffer {
+   public:
+    explicit Buffer(int64_t size) : data_(new (std::align_val_t(64)) E[size]()) {}
+    ~Buffer() { operator delete[](data_, std::align_val_t(64)); }
+    Buffer(const Buffer&) = delete;
+    E* data() { return data_; }
+    E& operator[](int64_t index) { return data_[index]; }
+
+   private:
+    E* data_;
+};
+
+// What one thread needs for one task; allocated once per call.
+template <class T>
+struct Room {
+    using P = Packed<T>;
+    const int64_t rows, features, units, panels;  // all padded; `features` and `units` of a head
+    Buffer<typename P::Stored> queries, weights;
+    Buffer<uint32_t> keys, values;
+    Buffer<float> scores, sums, maxima, totals, factors;
+    Buffer<T> zeros;
+
+    Room(int64_t max_rows, int64_t head_dim)
+        : rows((max_rows + LANES - 1) / LANES * LANES),
+          features((head_dim + LANES * P::PER_UNIT - 1) / (LANES * P::PER_UNIT) * (LANES * P::PER_UNIT)),
+          units(features / P::PER_UNIT),
+          panels((head_dim + PANEL - 1) / PANEL),
+          queries(rows * features),
+          weights(rows * BLOCK),
+          keys(units * PANEL),
+          values(panels * BLOCK / P::PER_UNIT * PANEL),
+          scores(rows * BLOCK),
+          sums(rows * panels * PANEL),
+          maxima(rows),
+          totals(rows * LANES),
+          factors(rows),
+          zeros(features + LANES) {}
+};
+
+template <class T>
+void pack_queries(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) {
+    for (int64_t r = 0; r < task.count * call.group; r++) {
+        const T* q = call.q.at(task.row + r / call.group, head * call.group + r % call.group);
+        for (int64_t d = 0; d < room.features; d += LANES * Packed<T>::PER_UNIT) {
+            const Words units = Packed<T>::row_units(q + d, call.head_dim - d);
+            std::memcpy(&room.queries[r * room.features + d], &units, sizeof(units));
+        }
+    }
+}
+
+// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the tokens from `first` to `end`; later ones are zero.
+template <class T>
+void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t end, Room<T>& room) {
+    using P = Packed<T>;
+    const T *keys[BLOCK], *values[BLOCK];
+    const int32_t* pages = call.block_table + task.request * call.max_blocks;
+    int64_t page = first / call.pages.page_tokens, token = first % call.pages.page_tokens;
+    for (int64_t t = 0; t < BLOCK; t++) {
+        if (first + t >= end) {
+            keys[t] = values[t] = room.zeros.data();
+            continue;
+        }
+        const int64_t place = call.pages.offset(pages[page], head, token);
+        keys[t] = call.pages.k + place;
+        values[t] = call.pages.v + place;
+        for (int64_t d = 0; d < call.head_dim; d += 64 / sizeof(T)) {
+            __builtin_prefetch(keys[t] + d);
+            __builtin_prefetch(values[t] + d);
+        }
+        if (++token == call.pages.page_tokens) {
+            token = 0;
+            page++;
+        }
+    }
+    for (int64_t unit = 0; unit < room.units; unit += LANES) {
+        const int64_t feature = unit * P::PER_UNIT;
+        for (int64_t t = 0; t < BLOCK; t += LANES) {
+            Words square[LANES];
+            for (int i = 0; i < LANES; i++) {
+                square[i] = P::row_units(keys[t + i] + feature, call.head_dim - feature);
+            }
+            transpose(square);
+            for (int i = 0; i < LANES; i++) {
+                std::memcpy(&room.keys[(unit + i) * PANEL + t], &square[i], sizeof(square[i]));
+            }
+        }
+    }
+    constexpr int64_t depth = BLOCK / P::PER_UNIT;
+    for (int64_t unit = 0; unit < depth; unit++) {
+        const T *row = values[unit * P::PER_UNIT], *next = values[unit * P::PER_UNIT + P::PER_UNIT - 1];
+        for (int64_t d = 0; d < call.head_dim; d += LANES) {
+            Words both;
+            if (call.head_dim - d >= LANES) {
+                both = P::interleave(row + d, next + d);
+            } else {
+                T padded[2][LANES] = {};
+                std::memcpy(padded[0], row + d, (call.head_dim - d) * sizeof(T));
+                std::memcpy(padded[1], next + d, (call.head_dim - d) * sizeof(T));
+                both = P::interleave(padded[0], padded[1]);
+            }
+            std::memcpy(&room.values[(d / PANEL * depth + unit) * PANEL + d % PANEL], &both, sizeof(both));
+        }
+    }
+}
+
+inline Floats capped(Floats scores, float softcap) {
+    const Floats x = scores / softcap;
+    const Floats shrunk = exponential(-2.0f * (x < 0.0f ? -x : x));
+    const Floats size = softcap * (1.0f - shrunk) / (1.0f + shrunk);
+    return x < 0.0f ? -size : size;
+}
+
+// Hides what a row does not see of a block, all but [begin, end), and caps the rest. Returns the largest of each lane.
+inline Floats seen_scores(float* scores, int64_t begin, int64_t end, float softcap) {
+    const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const bool sees_all = begin <= 0 && end >= BLOCK;
+    Floats most = splat(NOTHING);
+    for (int64_t key = 0; key < BLOCK; key += LANES) {
+        Floats score = load(scores + key);
+        if (softcap > 0 || !sees_all) {
+            if (softcap > 0) score = LOG2_E * capped(score, softcap);
+            const Floats at = lanes + (float)key;
+            score = at >= (float)begin && at < (float)end ? score : splat(NOTHING);
+            store(scores + key, score);
+        }
+        most = maximum(most, score);
+    }
+    return most;
+}
+
+// A block's scores, as powers of two, become weights; the rows' maxima and totals go on.
+template <class T>
+void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) {
+    const int64_t rows = task.count * call.group;
+    for (int64_t start = 0; start < rows; start += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, rows - start);
+        Floats most[LANES] = {};
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t end = task.end + (start + i) / call.group;
+            const int64_t begin = call.window ? end - call.window : 0;
+            most[i] = seen_scores(&room.scores[(start + i) * BLOCK], begin - first, end - first, call.softcap);
+        }
+        const Floats before = load(&room.maxima[start]);
+        const Floats after = maximum(before, combine_lanes<LANES>(most, maximum));
+        const Floats origin = after == NOTHING ? Floats{} : after;  // rows that have seen nothing so far
+        const Floats factors = power_of_two(before - origin);
+        store(&room.maxima[start], after);
+        store(&room.factors[start], factors);
+        for (int64_t i = 0; i < count; i++) {
+            const float* scores = &room.scores[(start + i) * BLOCK];
+            auto* weights = &room.weights[(start + i) * BLOCK];
+            float* totals = &room.totals[(start + i) * LANES];
+            Floats total = load(totals) * factors[i];
+            for (int64_t key = 0; key < BLOCK; key += LANES) {
+                const Floats weight = power_of_two(load(scores + key) - origin[i]);
+                total += weight;
+                store(weights + key, weight);
+            }
+            store(totals, total);
+        }
+    }
+}
+
+template <class T>
+void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) {
+    using P = Packed<T>;
+    constexpr int64_t depth = BLOCK / P::PER_UNIT;
+    const int64_t rows = task.count * call.group, last = task.end + task.count - 1, width = room.panels * PANEL;
+    const int64_t start = call.window ? std::max<int64_t>(0, task.end - call.window) : 0;
+    const float scale = call.softcap > 0 ? call.scale : call.scale * LOG2_E;
+    pack_queries(call, task, head, room);
+    std::fill_n(room.sums.data(), rows * width, 0.0f);
+    std::fill_n(room.maxima.data(), rows, NOTHING);
+    std::fill_n(room.totals.data(), rows * LANES, 0.0f);
+    for (int64_t first = start / BLOCK * BLOCK; first < last; first += BLOCK) {
+        pack_block(call, task, head, first, last, room);
+        multiply_panel<T>(rows, room.queries.data(), room.features, room.units, room.keys.data(), PANEL,
+                          [&](int64_t row, int64_t key, Floats products) {
+                              store(&room.scores[row * BLOCK + key], products * scale);
+                          });
+        weigh(call, task, first, room);
+        for (int64_t panel = 0; panel < room.panels; panel++) {
+            multiply_panel<T>(rows, room.weights.data(), BLOCK, depth, &room.values[panel * depth * PANEL],
+                              call.head_dim - panel * PANEL, [&](int64_t row, int64_t d, Floats weighted) {
+                                  float* sum = &room.sums[row * width + panel * PANEL + d];
+                                  store(sum, load(sum) * room.factors[row] + weighted);
+                              });
+        }
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t place = (task.row + row / call.group) * call.heads * call.group + head * call.group + row % call.group;
+        const Floats totals = load(&room.totals[row * LANES]), total = sums_of<1>(&totals);
+        for (int64_t d = 0; d < call.head_dim; d += LANES) {
+            const Floats result = load(&room.sums[row * width + d]) / total;
+            update(call.out + place * call.head_dim + d, call.head_dim - d, [&](Floats) { return result; });
+        }
+    }
+}
+
+template <class T>
+void attention(const Call<T>& call) {
+    int64_t most = 0, work = 0;
+    for (int64_t i = 0; i < call.num_tasks; i++) {
+        most = std::max<int64_t>(most, call.tasks[i].count);
+        work += int64_t{call.tasks[i].count} * call.tasks[i].end;
+    }
+#pragma omp parallel if (work * call.heads * call.group * call.head_dim >= MIN_PARALLEL)
+    {
+        Room<T> room(most * call.group, call.head_dim);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < call.num_tasks * call.heads; i++) {
+            attend(call, call.tasks[i / call.heads], i % call.heads, room);
+        }
+    }
+}
+
+// The rows of a fused projection of q, k and v, before attention: norms where there are any, rotated, keys and values stored.
+template <class T>
+struct Projection {
+    Heads<T> q, k, v;
+    const T *q_norm, *k_norm;  // [head_dim] or null
+    float eps;
+    const float *cos, *sin;
+    const int64_t* slots;
+    int64_t rows;
+};
+
+template <class T>
+void place(const Projection<T>& x, const Pages<T>& pages) {
+    const auto normalise_heads = [](const Heads<T>& heads, int64_t row, const T* weight, float eps) {
+        for (int64_t head = 0; weight && head < heads.count; head++) {
+            normalise<T>(heads.at(row, head), weight, heads.at(row, head), heads.size, eps);
+        }
+    };
+    const auto constant = [](const Heads<T>& heads) {
+        return Heads<const T>{heads.data, heads.row_stride, heads.head_stride, heads.count, heads.size};
+    };
+#pragma omp parallel for if (x.rows * (x.q.count + x.k.count) * x.q.size >= MIN_PARALLEL)
+    for (int64_t row = 0; row < x.rows; row++) {
+        normalise_heads(x.q, row, x.q_norm, x.eps);
+        normalise_heads(x.k, row, x.k_norm, x.eps);
+        rotate(x.q, row, x.cos, x.sin);
+        rotate(x.k, row, x.cos, x.sin);
+        store_token(constant(x.k), constant(x.v), row, pages, x.slots[row]);
+    }
+}
+
+}  // namespace
+}  // namespace weft
+
+#define WEFT_ATTENTION(DTYPE, T)                                                                                       \
+    extern "C" void attention_##DTYPE(                                                                                 \
+        T* q, int64_t q_row, int64_t q_head, T* k_pages, T* v_pages, int64_t page_stride, int64_t head_stride,         \
+        int64_t token_stride, int64_t page_tokens, const int32_t* block_table, int64_t max_blocks,                     \
+        const weft::Task* tasks, int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale,       \
+        float softcap, int64_t window, T* out) {                                                                       \
+        weft::attention<T>({{q, q_row, q_head, heads * group, head_dim},                                               \
+                            {k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens},                   \
+                            block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, softcap, window, \
+                            out});                                                                                     \
+    }                                                                                                                  \
+    extern "C" void attend_##DTYPE(                                                                                    \
+        T* qkv, int64_t rows, const T* q_norm, const T* k_norm, float eps, const float* cos, const float* sin,         \
+        const int64_t* slots, T* k_pages, T* v_pages, int64_t page_stride, int64_t head_stride, int64_t token_stride,  \
+        int64_t page_tokens, const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks,                  \
+        int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {      \
+        const int64_t q_heads = heads * group, width = (q_heads + 2 * heads) * head_dim;                               \
+        const weft::Heads<T> q{qkv, width, head_dim, q_heads, head_dim};                                               \
+        const weft::Heads<T> k{q.at(0, q_heads), width, head_dim, heads, head_dim};                                    \
+        const weft::Heads<T> v{k.at(0, heads), width, head_dim, heads, head_dim};                                      \
+        const weft::Pages<T> pages{k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens};             \
+        weft::place<T>({q, k, v, q_norm, k_norm, eps, cos, sin, slots, rows}, pages);                                  \
+        weft::attention<T>({q, pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, 0.0f,  \
+                            window, out});                                                                             \
+    }
+WEFT_ATTENTION(float32, float)
+WEFT_ATTENTION(bfloat16, weft::Bfloat16)

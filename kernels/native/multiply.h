@@ -1,0 +1,83 @@
+// The two small matrix products that everything here is made of.
+#pragma once
+
+#include "simd.h"
+
+namespace weft {
+
+#ifdef __AVX512F__
+constexpr int ROWS = 6;     // rows of a product that are kept in registers
+constexpr int VECTORS = 4;  // and vectors of columns
+#else
+constexpr int ROWS = 2;
+constexpr int VECTORS = 2;
+#endif
+constexpr int PANEL = 64;   // columns of a panel
+constexpr int64_t MIN_PARALLEL = 1 << 14;  // elements or multiply-adds worth a second thread
+static_assert(PANEL % (VECTORS * LANES) == 0);
+
+// Some columns of a @ panel for R rows, strides in elements; `finish(row, column, values)` takes the result, 16 columns at a time.
+template <class T, int R, class Finish>
+WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units, const uint32_t* panel,
+                           Finish finish) {
+    using P = Packed<T>;
+    Floats sums[R][VECTORS] = {};
+    for (int64_t u = 0; u < units; u++) {
+        Words columns[VECTORS];
+        for (int v = 0; v < VECTORS; v++) columns[v] = load_bits<Words>(panel + u * PANEL + v * LANES);
+        for (int r = 0; r < R; r++) {
+            const Words factor = broadcast(a + r * a_stride + u * P::PER_UNIT);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = P::multiply_add(sums[r][v], factor, columns[v]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int v = 0; v < VECTORS; v++) finish(r, v * LANES, sums[r][v]);
+    }
+}
+
+// a [rows, units] @ panel [units, PANEL], of which at least the first `columns` are computed, all where those are more. A row's result does not
+// depend on the other rows.
+template <class T, class Finish>
+inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
+                           const uint32_t* panel, int64_t columns, Finish finish) {
+    for (int64_t column = 0; column < PANEL && column < columns; column += VECTORS * LANES) {
+        int64_t row = 0;
+        const auto block = [&](auto constant) {
+            constexpr int R = decltype(constant)::value;
+            multiply_block<T, R>(a + row * a_stride, a_stride, units, panel + column,
+                                 [&](int64_t r, int64_t c, Floats values) { finish(row + r, column + c, values); });
+            row += R;
+        };
+        while (rows - row >= ROWS) block(std::integral_constant<int, ROWS>{});
+        if constexpr (ROWS > 4) {
+            if (rows - row >= 4) block(std::integral_constant<int, 4>{});
+        }
+        if constexpr (ROWS > 2) {
+            if (rows - row >= 2) block(std::integral_constant<int, 2>{});
+        }
+        if (rows - row >= 1) block(std::integral_constant<int, 1>{});
+    }
+}
+
+constexpr int GROUP_ROWS = 8;  // rank rows of a row group
+
+// Lane r * 8 + g is x row r times weight row g, for R rows of x, 1 or 2, and the 8 rows of a row group.
+template <class T, int R>
+WEFT_INLINE Floats multiply_group(const T* x, int64_t x_stride, const T* weights, int64_t pitch, int64_t features) {
+    using P = Packed<T>;
+    constexpr int STEP = P::PER_UNIT * LANES;
+    Floats sums[R * GROUP_ROWS] = {};
+    for (int64_t k = 0; k < features; k += STEP) {
+        Words rows[R];
+        for (int r = 0; r < R; r++) rows[r] = P::row_units(x + r * x_stride + k, features - k);
+        for (int g = 0; g < GROUP_ROWS; g++) {
+            const Words weight = P::row_units(weights + g * pitch + k, features - k);
+            for (int r = 0; r < R; r++) {
+                sums[r * GROUP_ROWS + g] = P::multiply_add(sums[r * GROUP_ROWS + g], rows[r], weight);
+            }
+        }
+    }
+    return sums_of<R * GROUP_ROWS>(sums);
+}
+
+}  // namespace weft

@@ -1,0 +1,85 @@
+// What the operations on rows do with one row.
+#pragma once
+
+#include <cmath>
+
+#include "multiply.h"
+
+namespace weft {
+
+// Heads of the rows of a projection, [rows, count, size], any strides of rows and heads.
+template <class T>
+struct Heads {
+    T* data;
+    int64_t row_stride, head_stride, count, size;
+
+    T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
+};
+
+// Keys and values in pages, [pages, heads, page_tokens, size], the same strides.
+template <class T>
+struct Pages {
+    T *k, *v;
+    int64_t page_stride, head_stride, token_stride, page_tokens;
+
+    int64_t offset(int64_t page, int64_t head, int64_t token) const {
+        return page * page_stride + head * head_stride + token * token_stride;
+    }
+};
+
+// Calls body(offset, count) for each 16 of `size` elements.
+template <class Body>
+inline void for_vectors(int64_t size, Body body) {
+    for (int64_t at = 0; at < size; at += LANES) body(at, size - at);
+}
+
+template <class T>
+inline Floats read(const T* from, int64_t count) {
+    return count >= LANES ? load(from) : load_some(from, count);
+}
+
+template <class T>
+inline void write(T* to, Floats value, int64_t count) {
+    count >= LANES ? store(to, value) : store_some(to, value, count);
+}
+
+template <class T>
+void normalise(const T* x, const T* weight, T* out, int64_t size, float eps) {
+    Floats squares = {};
+    for_vectors(size, [&](int64_t at, int64_t count) {
+        const Floats value = read(x + at, count);
+        squares += value * value;
+    });
+    const float scale = 1.0f / std::sqrt(sums_of<1>(&squares)[0] / size + eps);
+    for_vectors(size, [&](int64_t at, int64_t count) {
+        write(out + at, read(x + at, count) * scale * read(weight + at, count), count);
+    });
+}
+
+// In place; cos and sin [rows, size].
+template <class T>
+void rotate(const Heads<T>& x, int64_t row, const float* cos, const float* sin) {
+    const int64_t half = x.size / 2;
+    const float *cosines = cos + row * x.size, *sines = sin + row * x.size;
+    for (int64_t head = 0; head < x.count; head++) {
+        T *first = x.at(row, head), *second = first + half;
+        for_vectors(half, [&](int64_t at, int64_t count) {
+            const Floats a = read(first + at, count), b = read(second + at, count);
+            write(first + at, a * read(cosines + at, count) + b * read(sines + at, count), count);
+            write(second + at, b * read(cosines + half + at, count) + a * read(sines + half + at, count), count);
+        });
+    }
+}
+
+// A slot below 0 is not stored.
+template <class T>
+void store_token(const Heads<const T>& k, const Heads<const T>& v, int64_t row, const Pages<T>& pages, int64_t slot) {
+    if (slot < 0) return;
+    for (int64_t head = 0; head < k.count; head++) {
+        const int64_t to = pages.offset(slot / pages.page_tokens, head, slot % pages.page_tokens);
+        std::memcpy(pages.k + to, k.at(row, head), k.size * sizeof(T));
+        std::memcpy(pages.v + to, v.at(row, head), k.size * sizeof(T));
+    }
+}
+
+}  // namespace weft

@@ -1,0 +1,164 @@
+// SGMV: LoRA adapters of any rank applied to one batch, with weights read where they lie in the pages.
+#include <algorithm>
+
+#include "multiply.h"
+
+namespace weft {
+namespace {
+
+constexpr int64_t UNIT_BYTES = 256;     // offsets count in this many bytes, rows start at multiples of it
+constexpr int64_t COLUMNS = 2 * PANEL;  // of B that one task reads
+constexpr int64_t SHRINK_ROWS = 64;
+constexpr int64_t SHRINK_FEATURES = 1024;  // 8 rows of so many stay in the first cache
+constexpr int64_t AHEAD = 4;            // units of B that are on their way from memory
+constexpr int64_t MAX_RANK = 256;
+
+struct Sites {
+    const int32_t* offsets;  // [slots, layers, modules, 2, groups]
+    const int32_t* ranks;    // [slots, layers, modules]
+    const float* scalings;   // [slots, layers, modules]
+    int64_t layers, modules, groups;
+};
+
+template <class T>
+struct Call {
+    const T* x;
+    int64_t x_stride;
+    T* y;
+    int64_t y_stride;
+    const char* arena;
+    Sites sites;
+    const int32_t *tile_slot, *tile_start, *tile_length;  // [capacity]
+    int64_t capacity, layer, module, slices, features;
+    const int64_t* widths;
+    typename Packed<T>::Stored* bridge;  // [rows, slices, groups * 8]
+
+    int64_t entry(int64_t tile, int64_t slice) const {
+        return (int64_t{tile_slot[tile]} * sites.layers + layer) * sites.modules + module + slice;
+    }
+    int64_t rank(int64_t tile, int64_t slice) const { return tile_slot[tile] < 0 ? 0 : sites.ranks[entry(tile, slice)]; }
+    int64_t start(int64_t tile) const { return tile_start[tile]; }
+    int64_t length(int64_t tile) const { return tile_length[tile]; }
+    const T* group(int64_t tile, int64_t slice, int64_t part, int64_t index) const {
+        const int64_t offset = sites.offsets[(entry(tile, slice) * 2 + part) * sites.groups + index];
+        return reinterpret_cast<const T*>(arena + offset * UNIT_BYTES);
+    }
+    int64_t pitch(int64_t columns) const {
+        constexpr int64_t unit = UNIT_BYTES / sizeof(T);
+        return (columns + unit - 1) / unit * unit;
+    }
+    typename Packed<T>::Stored* bridge_row(int64_t row, int64_t slice) const {
+        return bridge + (row * slices + slice) * sites.groups * GROUP_ROWS;
+    }
+};
+
+// bridge = x @ A^T, 8 rank rows of one slice of one tile.
+template <class T>
+void shrink(const Call<T>& call, int64_t tile, int64_t slice, int64_t index) {
+    if (index * GROUP_ROWS >= call.rank(tile, slice)) return;
+    const T* weights = call.group(tile, slice, 0, index);
+    const int64_t pitch = call.pitch(call.features), end = call.start(tile) + call.length(tile);
+    for (int64_t start = call.start(tile); start < end; start += SHRINK_ROWS) {
+        const int64_t stop = std::min(start + SHRINK_ROWS, end);
+        Floats sums[SHRINK_ROWS / 2] = {};
+        for (int64_t k = 0; k < call.features; k += SHRINK_FEATURES) {
+            const int64_t features = std::min(SHRINK_FEATURES, call.features - k);
+            for (int64_t row = start; row < stop; row += 2) {
+                const T* x = call.x + row * call.x_stride + k;
+                sums[(row - start) / 2] += stop - row > 1
+                    ? multiply_group<T, 2>(x, call.x_stride, weights + k, pitch, features)
+                    : multiply_group<T, 1>(x, call.x_stride, weights + k, pitch, features);
+            }
+        }
+        for (int64_t row = start; row < stop; row++) {
+            float both[LANES];
+            store(both, sums[(row - start) / 2]);
+            auto* bridge = call.bridge_row(row, slice) + index * GROUP_ROWS;
+            store_some(bridge, load_some(both + (row - start) % 2 * GROUP_ROWS, GROUP_ROWS), GROUP_ROWS);
+        }
+    }
+}
+
+// y += scaling * bridge @ B^T, at most COLUMNS columns of one slice of one tile.
+template <class T>
+void expand(const Call<T>& call, int64_t tile, int64_t slice, int64_t first, int64_t column) {
+    using P = Packed<T>;
+    const int64_t rank = call.rank(tile, slice), width = call.widths[slice], pitch = call.pitch(width);
+    if (rank == 0) return;
+    const int64_t units = rank / P::PER_UNIT, columns = std::min(COLUMNS, width - first);
+    alignas(64) uint32_t panels[COLUMNS / PANEL][MAX_RANK / P::PER_UNIT][PANEL];
+    const auto weights = [&](int64_t r) {
+        return call.group(tile, slice, 1, r / GROUP_ROWS) + r % GROUP_ROWS * pitch + first;
+    };
+    for (int64_t unit = 0; unit < units; unit++) {
+        const T* row = weights(unit * P::PER_UNIT);
+        if (const int64_t later = (unit + AHEAD) * P::PER_UNIT; later < rank) {
+            for (int64_t r = later; r < later + P::PER_UNIT; r++) {
+                for (int64_t n = 0; n < columns; n += 64 / sizeof(T)) __builtin_prefetch(weights(r) + n);
+            }
+        }
+        for (int64_t n = 0; n < columns; n += LANES) {  // a row is followed by padding up to its pitch
+            const Words both = P::interleave(row + n, row + (P::PER_UNIT - 1) * pitch + n);
+            std::memcpy(&panels[n / PANEL][unit][n % PANEL], &both, sizeof(both));
+        }
+    }
+    const float scaling = call.sites.scalings[call.entry(tile, slice)];
+    const int64_t start = call.start(tile);
+    const auto* bridge = call.bridge_row(start, slice);
+    const int64_t bridge_stride = call.bridge_row(start + 1, slice) - bridge;
+    for (int64_t n = 0; n < columns; n += PANEL) {
+        T* y = call.y + start * call.y_stride + column + first + n;
+        multiply_panel<T>(call.length(tile), bridge, bridge_stride, units, panels[n / PANEL][0], columns - n,
+                          [&](int64_t row, int64_t at, Floats delta) {
+                              update(y + row * call.y_stride + at, columns - n - at,
+                                     [&](Floats before) { return before + scaling * delta; });
+                          });
+    }
+}
+
+template <class T>
+void sgmv(const Call<T>& call) {
+    int64_t tiles = call.capacity;
+    while (tiles > 0 && call.tile_slot[tiles - 1] < 0) tiles--;
+    const int64_t shrinks = call.slices * call.sites.groups;
+    int64_t starts[4] = {}, work = 0;  // of each slice among the blocks of columns
+    int64_t columns[4] = {};
+    for (int64_t slice = 0; slice < call.slices; slice++) {
+        starts[slice + 1] = starts[slice] + (call.widths[slice] + COLUMNS - 1) / COLUMNS;
+        columns[slice + 1] = columns[slice] + call.widths[slice];
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            work += call.rank(tile, slice) * call.length(tile) * (call.features + call.widths[slice]);
+        }
+    }
+    if (work == 0) return;
+    const int64_t blocks = starts[call.slices];
+#pragma omp parallel if (work >= MIN_PARALLEL)
+    {
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tiles * shrinks; task++) {
+            const int64_t part = task % shrinks;
+            shrink(call, task / shrinks, part / call.sites.groups, part % call.sites.groups);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tiles * blocks; task++) {
+            const int64_t block = task % blocks;
+            const int64_t slice = (block >= starts[1]) + (block >= starts[2] && call.slices > 2);
+            expand(call, task / blocks, slice, (block - starts[slice]) * COLUMNS, columns[slice]);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace weft
+
+#define WEFT_SGMV(NAME, T)                                                                                             \
+    extern "C" void NAME(const T* x, int64_t x_stride, T* y, int64_t y_stride, const char* arena,                      \
+                         const int32_t* offsets, const int32_t* ranks, const float* scalings, int64_t layers,          \
+                         int64_t modules, int64_t groups, const int32_t* slot, const int32_t* start,                   \
+                         const int32_t* length, int64_t capacity, int64_t layer, int64_t module, int64_t slices,       \
+                         int64_t features, const int64_t* widths, weft::Packed<T>::Stored* bridge) {                   \
+        weft::sgmv<T>({x, x_stride, y, y_stride, arena, {offsets, ranks, scalings, layers, modules, groups}, slot,     \
+                       start, length, capacity, layer, module, slices, features, widths, bridge});                     \
+    }
+WEFT_SGMV(sgmv_float32, float)
+WEFT_SGMV(sgmv_bfloat16, weft::Bfloat16)

@@ -1,0 +1,165 @@
+"""The CPU kernels in C++: compiled on first use for the machine at hand, and kept.
+
+They are compiled here and not shipped, because the best code for a CPU is that for this very CPU, and one pure Python
+wheel then serves all. The compiled library lies in the user's cache folder under a name that is the hash of all that
+went into it: sources, compiler, flags and CPU. Where there is no compiler, the kernels in torch operators serve; they
+are slower, and that is logged once. The library shares torch's OpenMP runtime and so its threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weft.config import environment
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "native"
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+COMPILE_TIMEOUT_S = 300
+NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Formats that the kernels are compiled for, and how their functions' names end."""
+
+
+class NativeUnavailableError(RuntimeError):
+    """The library cannot be had on this machine; the message says why."""
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be compiled; why is logged once."""
+    try:
+        return load_library(FLAGS)
+    except NativeUnavailableError as error:
+        logger.warning("CPU kernels run as torch operators, which is slower: %s", error)
+        return None
+
+
+def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.CDLL:
+    """Compile the kernels, unless that was done before, and load them.
+
+    Args:
+        flags: For the compiler.
+        folder: Where compiled libraries are kept; the user's cache folder when None.
+
+    Raises:
+        NativeUnavailableError: No compiler, a failed compilation, or no folder that only this user can write to.
+    """
+    if platform.system() != "Linux":
+        raise NativeUnavailableError(f"they are built on Linux only, not on {platform.system()}")
+    compiler = _compiler()
+    sources = sorted(SOURCES.glob("*.cpp"))
+    target = (folder or _cache_folder()) / f"weft-{_key(compiler, flags, sources)}.so"
+    if not target.exists():
+        _compile(compiler, flags, sources, target)
+    # RTLD_LOCAL; libgomp is the one that torch has loaded, because names of shared objects are looked up once.
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise NativeUnavailableError(f"{target} cannot be loaded: {error}") from error
+
+
+def _compiler() -> str:
+    named = environment().get("CXX")
+    for name in (named,) if named else COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise NativeUnavailableError(
+        f"CXX={named} is no program" if named else "there is no C++ compiler; install g++ or clang, or set CXX"
+    )
+
+
+def _key(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:
+    digest = hashlib.sha256()
+    version = _run([compiler, "--version"])
+    for part in (
+        compiler.encode(),
+        version.stdout.encode(),
+        " ".join(flags).encode(),
+        _cpu().encode(),
+        *(path.name.encode() + path.read_bytes() for path in [*sources, *sorted(SOURCES.glob("*.h"))]),
+    ):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """What the CPU can do, which decides what `-march=native` means."""
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _cache_folder() -> Path:
+    base = environment().get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "weft" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        state = folder.stat()
+    except (OSError, RuntimeError) as error:
+        raise NativeUnavailableError(f"no folder to keep them in: {error}; set XDG_CACHE_HOME") from error
+    if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NativeUnavailableError(f"{folder} is another user's or can be written by others")
+    return folder
+
+
+def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+    started_s = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            built = Path(folder) / target.name
+            done = _run([compiler, *flags, *(str(path) for path in sources), "-o", str(built)])
+            if done.returncode:
+                raise NativeUnavailableError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+            built.replace(target)  # complete or not there, whoever compiles beside us
+    except OSError as error:
+        raise NativeUnavailableError(f"{target} cannot be written: {error}; set XDG_CACHE_HOME") from error
+    logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - started_s, target)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(  # noqa: S603 - the compiler is the user's own choice
+            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailableError(f"{command[0]} failed: {error}") from error
+
+
+@functools.cache
+def native_function(name: str, dtype: torch.dtype, arguments: str) -> Callable[..., None]:
+    """The function `name` for tensors of `dtype`.
+
+    Args:
+        name: Without the ending for the dtype.
+        dtype: Of the tensors.
+        arguments: One letter each: i for an integer or an address, f for a float.
+
+    Raises:
+        ValueError: There is none for this dtype.
+    """
+    if dtype not in NATIVE_DTYPES:
+        raise ValueError(f"CPU kernels: expected one of {', '.join(map(str, NATIVE_DTYPES))}, got {dtype}")
+    library = native_library()
+    if library is None:
+        raise NativeUnavailableError("the CPU kernels are not compiled")
+    function: ctypes._NamedFuncPointer = getattr(library, f"{name}_{NATIVE_DTYPES[dtype]}")
+    function.restype = None
+    function.argtypes = [ctypes.c_int64 if letter == "i" else ctypes.c_float for letter in arguments]
+    return function

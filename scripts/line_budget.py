@@ -17,7 +17,10 @@ SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 
 
 def code_lines(path: Path) -> int:
-    """Lines of a file that hold a token other than a comment or a docstring."""
+    """Lines of a file that hold anything other than a comment or a docstring."""
+    if path.suffix != ".py":
+        stripped = (line.strip() for line in path.read_text().splitlines())
+        return sum(bool(line) and not line.startswith("//") for line in stripped)
     lines: set[int] = set()
     statement_start = True
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
@@ -37,7 +40,8 @@ def main() -> int:
     total = 0
     for part in PARTS:
         top = root / part
-        files = [p for p in sorted(top.rglob("*.py")) if not (top / p.relative_to(top).parts[0]).is_symlink()]
+        found = sorted(path for pattern in ("*.py", "*.cpp", "*.h") for path in top.rglob(pattern))
+        files = [p for p in found if not (top / p.relative_to(top).parts[0]).is_symlink()]
         counts = {path: code_lines(path) for path in files}
         total += sum(counts.values())
         print(f"{part:12} {sum(counts.values()):6}")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def expected_files() -> set[str]:
-    """Wheel paths of every tracked file that belongs into a package."""
+    """Wheel paths of every file that belongs into a package: tracked modules, and data."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {package: package.replace(".", "/") for package in settings["packages"]}
     for package, folder in settings["package-dir"].items():
@@ -32,7 +32,11 @@ def expected_files() -> set[str]:
             for path in tracked
             if path.endswith(".py") and str(Path(path).parent) == folder
         }
-    return files
+    for name, patterns in settings["package-data"].items():
+        for pattern in patterns:
+            held = (path for path in (ROOT / folders[name]).glob(pattern) if path.is_file())
+            files |= {f"{name.replace('.', '/')}/{path.relative_to(ROOT / folders[name])}" for path in held}
+    return {path for path in files if "__pycache__" not in path}
 
 
 def main(wheel: str) -> int:

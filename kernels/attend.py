@@ -83,7 +83,6 @@ def attend(
 
 def check_operands(
     qkv: torch.Tensor,
-    norms: HeadNorms | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     k_pages: torch.Tensor,
@@ -92,7 +91,7 @@ def check_operands(
     batch: AttentionBatch,
     sliding_window: int | None,
 ) -> None:
-    """Check what a call to `attend` was given.
+    """Check what a call to `attend` was given, but for the norms.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -105,9 +104,18 @@ def check_operands(
     expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-    for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)) if norms is not None else ():
-        expect(name, weight, (head_dim,), qkv.dtype, qkv.device)
-        expect_that(name, weight.stride(0) == 1, "consecutive elements", weight.stride())
     rope_reference.check_operands(q, k, cos, sin)
     kv_write_reference.check_operands(k, v, k_pages, v_pages, slot_mapping)
     attention_reference.check_operands(q, k_pages, v_pages, batch, sliding_window)
+
+
+def check_norms(norms: HeadNorms | None, qkv: torch.Tensor, head_dim: int) -> None:
+    """Check the norms that a call to `attend` was given.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    if norms is not None:
+        for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)):
+            expect(name, weight, (head_dim,), qkv.dtype, qkv.device)
+            expect_that(name, weight.stride(0) == 1, "consecutive elements", weight.stride())

@@ -79,14 +79,17 @@ def attend(
     """
     # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
     key = (
-        *("attend", qkv.shape, qkv.stride(), qkv.dtype, cos.shape, sin.shape, sliding_window, norms is None),
+        *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window, slot_mapping.mapping.shape),
+        *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
         *(k_pages.shape, k_pages.stride(), k_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.dtype),
     )
     heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     num_heads = qkv.shape[1] // head_dim - 2 * heads
 
+    composed.check_norms(norms, qkv, head_dim)  # other tensors in each layer
+
     def prepare() -> _Prepared:
-        composed.check_operands(qkv, norms, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window)
+        composed.check_operands(qkv, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window)
         return _Prepared(_tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim)))
 
     prepared: _Prepared = batch.keep(key, prepare)

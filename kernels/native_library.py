@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -74,22 +75,22 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
         raise NativeUnavailableError(f"{target} cannot be loaded: {error}") from error
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
+    """The compiler's command, which may be two words, as in CXX="ccache g++"."""
     named = environment().get("CXX")
-    for name in (named,) if named else COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
+    for command in (shlex.split(named),) if named else ([name] for name in COMPILERS):
+        if command and (found := shutil.which(command[0])):
+            return [found, *command[1:]]
     raise NativeUnavailableError(
         f"CXX={named} is no program" if named else "there is no C++ compiler; install g++ or clang, or set CXX"
     )
 
 
-def _key(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:
+def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> str:
     digest = hashlib.sha256()
-    version = _run([compiler, "--version"])
+    version = _run([*compiler, "--version"])
     for part in (
-        compiler.encode(),
+        " ".join(compiler).encode(),
         version.stdout.encode(),
         " ".join(flags).encode(),
         _cpu().encode(),
@@ -102,7 +103,10 @@ def _key(compiler: str, flags: tuple[str, ...], sources: list[Path]) -> str:
 def _cpu() -> str:
     """What the CPU can do, which decides what `-march=native` means."""
     wanted = ("model name", "flags", "Features", "CPU part")
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError as error:
+        raise NativeUnavailableError(f"what this CPU can do is not known: {error}") from error
     return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
@@ -119,14 +123,14 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _compile(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
     started_s = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / target.name
-            done = _run([compiler, *flags, *(str(path) for path in sources), "-o", str(built)])
+            done = _run([*compiler, *flags, *(str(path) for path in sources), "-o", str(built)])
             if done.returncode:
-                raise NativeUnavailableError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+                raise NativeUnavailableError(f"{' '.join(compiler)} failed: {done.stderr.strip()[-2000:]}")
             built.replace(target)  # complete or not there, whoever compiles beside us
     except OSError as error:
         raise NativeUnavailableError(f"{target} cannot be written: {error}; set XDG_CACHE_HOME") from error

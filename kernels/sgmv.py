@@ -46,8 +46,8 @@ class Tiles:
     """[capacity], int32: number of rows, 1 to `rows`."""
     rows: int = 16
     """Upper bound of `length`: 16 suits decode, 64 or 128 long prefill chunks."""
-    checked: set[Hashable] = field(default_factory=set, repr=False, compare=False)
-    """Kinds of operands that a kernel has been called with for these tiles, and found sound."""
+    checked: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
+    """Kinds of operands that a kernel has found sound for these tiles, with what is known by its address in them."""
 
 
 @dataclass(frozen=True, slots=True)

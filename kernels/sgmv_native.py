@@ -11,6 +11,9 @@ from weft.kernels.checks import expect_that
 from weft.kernels.native_library import native_function
 from weft.kernels.sgmv import GROUP_ROWS, SgmvSite, SgmvTables, Tiles, check_operands
 
+MAX_RANK = 256
+"""What `native/sgmv.cpp` has room for."""
+
 
 def sgmv(
     x: torch.Tensor,
@@ -33,11 +36,14 @@ def sgmv(
     key = (site, x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, id(arena_elements), id(tables))
     if key not in tiles.checked:
         check_operands(x, y, arena_elements, tables, tiles, site, layer)
+        expect_that(
+            "offsets", tables.offsets.shape[4] * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape
+        )
         for name in ("slot", "start", "length"):
             _expect_contiguous(f"tiles.{name}", getattr(tiles, name))
         for name in ("offsets", "ranks", "scalings"):
             _expect_contiguous(name, getattr(tables, name))
-        tiles.checked.add(key)
+        tiles.checked[key] = (arena_elements, tables)
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
     num_slices = len(site.modules)

@@ -85,24 +85,26 @@ void pack_queries(const Call<T>& call, const Task& task, int64_t head, Room<T>& 
     }
 }
 
-// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the tokens from `first` to `end`; later ones are zero.
+// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. Tokens that no row of
+// the task sees, all but [start, end), are not read, and zero.
 template <class T>
-void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t end, Room<T>& room) {
+void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t start, int64_t end,
+                Room<T>& room) {
     using P = Packed<T>;
     const T *keys[BLOCK], *values[BLOCK];
     const int32_t* pages = call.block_table + task.request * call.max_blocks;
     int64_t page = first / call.pages.page_tokens, token = first % call.pages.page_tokens;
     for (int64_t t = 0; t < BLOCK; t++) {
-        if (first + t >= end) {
+        if (first + t < start || first + t >= end) {
             keys[t] = values[t] = room.zeros.data();
-            continue;
-        }
-        const int64_t place = call.pages.offset(pages[page], head, token);
-        keys[t] = call.pages.k + place;
-        values[t] = call.pages.v + place;
-        for (int64_t d = 0; d < call.head_dim; d += 64 / sizeof(T)) {
-            __builtin_prefetch(keys[t] + d);
-            __builtin_prefetch(values[t] + d);
+        } else {
+            const int64_t place = call.pages.offset(pages[page], head, token);
+            keys[t] = call.pages.k + place;
+            values[t] = call.pages.v + place;
+            for (int64_t d = 0; d < call.head_dim; d += 64 / sizeof(T)) {
+                __builtin_prefetch(keys[t] + d);
+                __builtin_prefetch(values[t] + d);
+            }
         }
         if (++token == call.pages.page_tokens) {
             token = 0;
@@ -210,7 +212,7 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
     std::fill_n(room.maxima.data(), rows, NOTHING);
     std::fill_n(room.totals.data(), rows * LANES, 0.0f);
     for (int64_t first = start / BLOCK * BLOCK; first < last; first += BLOCK) {
-        pack_block(call, task, head, first, last, room);
+        pack_block(call, task, head, first, start, last, room);
         multiply_panel<T>(rows, room.queries.data(), room.features, room.units, room.keys.data(), PANEL,
                           [&](int64_t row, int64_t key, Floats products) {
                               store(&room.scores[row * BLOCK + key], products * scale);

@@ -2,7 +2,7 @@
 
 import logging
 import os
-import shutil
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from weft.kernels import native_library, rows_native
 from weft.kernels.dispatch import kernels_for, torch_kernels
 from weft.kernels.native_library import FLAGS, NativeUnavailableError, load_library, native_function
 
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
 QUICK = (*FLAGS, "-O0")
 """Flags for tests that compile and compute little."""
 
@@ -38,6 +39,16 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
+@pytest.fixture
+def little_sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources that are compiled in no time, for tests that do not compute."""
+    folder = tmp_path_factory.mktemp("native")
+    (folder / "nothing.h").write_text("// nothing\n")
+    (folder / "nothing.cpp").write_text('#include "nothing.h"\n')
+    monkeypatch.setattr(native_library, "SOURCES", folder)
+    return folder
+
+
 def fail(*_: object) -> None:
     raise AssertionError("something was compiled")
 
@@ -56,22 +67,21 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @needs_compiler
-def test_other_flags_cpus_and_sources_are_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = tmp_path / "native"
-    shutil.copytree(native_library.SOURCES, sources)
-    monkeypatch.setattr(native_library, "SOURCES", sources)
-    load_library(QUICK, tmp_path)
+def test_other_flags_cpus_and_sources_are_other_libraries(
+    little_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library(FLAGS, tmp_path)
     monkeypatch.setattr(native_library, "_compile", fail)
-    load_library(QUICK, tmp_path)
+    load_library(FLAGS, tmp_path)
     with pytest.raises(AssertionError, match="something was compiled"):
-        load_library((*QUICK, "-g"), tmp_path)
+        load_library((*FLAGS, "-g"), tmp_path)
     with monkeypatch.context() as changed:
         changed.setattr(native_library, "_cpu", lambda: "another")
         with pytest.raises(AssertionError, match="something was compiled"):
-            load_library(QUICK, tmp_path)
-    (sources / "simd.h").write_text((sources / "simd.h").read_text() + "\n")
+            load_library(FLAGS, tmp_path)
+    (little_sources / "nothing.h").write_text("// nothing else\n")
     with pytest.raises(AssertionError, match="something was compiled"):
-        load_library(QUICK, tmp_path)
+        load_library(FLAGS, tmp_path)
 
 
 @needs_compiler
@@ -148,11 +158,12 @@ def test_a_folder_of_another_user_is_refused(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("little_sources")
 def test_a_folder_that_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = os.umask(0o002)
     try:
-        load_library(QUICK)
+        load_library(FLAGS)
     finally:
         os.umask(before)
     assert (tmp_path / "weft" / "kernels").stat().st_mode & 0o777 == 0o700

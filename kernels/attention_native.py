@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,17 +36,20 @@ def paged_attention(
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
+        MemoryError: There is none left.
     """
     check_operands(q, k_pages, v_pages, batch, sliding_window)
     expect_that("q", q.stride(2) == 1, "consecutive elements", q.stride())
+    tasks = _tasks(batch, q.shape[1], k_pages.shape[1])
     out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
-    native_function("attention", q.dtype, "i" * 16 + "ffii")(
+    is_short = native_function("attention", q.dtype, "i" * 16 + "ffii", ctypes.c_bool)(
         *(q.data_ptr(), q.stride(0), q.stride(1)),
         *_page_arguments(k_pages, v_pages),
-        *_task_arguments(_tasks(batch, q.shape[1], k_pages.shape[1]), batch),
+        *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
         *(k_pages.shape[1], q.shape[1] // k_pages.shape[1], q.shape[2]),
         *(scale, softcap or 0.0, sliding_window or 0, out.data_ptr()),
     )
+    _expect_memory(is_short)
     return out
 
 
@@ -76,6 +80,7 @@ def attend(
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
+        MemoryError: There is none left.
     """
     # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
     key = (
@@ -94,25 +99,28 @@ def attend(
 
     prepared: _Prepared = batch.keep(key, prepare)
     q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
-    native_function("attend", qkv.dtype, "iiiifiii" + "i" * 13 + "fii")(
+    tasks = prepared.tasks
+    is_short = native_function("attend", qkv.dtype, "iiiifiii" + "i" * 13 + "fii", ctypes.c_bool)(
         *(qkv.data_ptr(), len(qkv), q_norm, k_norm, eps),
         *(cos.data_ptr(), sin.data_ptr(), slot_mapping.mapping.data_ptr()),
         *_page_arguments(k_pages, v_pages),
-        *_task_arguments(prepared.tasks, batch),
+        *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
         *(heads, num_heads // heads, head_dim),
         *(scale, sliding_window or 0, prepared.out.data_ptr()),
     )
+    _expect_memory(is_short)
     return prepared.out
+
+
+def _expect_memory(is_short: bool) -> None:
+    if is_short:
+        raise MemoryError("no memory left for attention; see memory.gib and memory.host_gib, which may be smaller")
 
 
 def _page_arguments(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[int, ...]:
     strides = k_pages.stride()
     expect_that("v_pages", v_pages.stride() == strides, f"the strides of k_pages, {strides}", v_pages.stride())
     return (k_pages.data_ptr(), v_pages.data_ptr(), *strides[:3], k_pages.shape[2])
-
-
-def _task_arguments(tasks: np.ndarray, batch: AttentionBatch) -> tuple[int, ...]:
-    return (batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks))
 
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:

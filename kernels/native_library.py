@@ -2,8 +2,9 @@
 
 They are compiled here and not shipped, because the best code for a CPU is that for this very CPU, and one pure Python
 wheel then serves all. The compiled library lies in the user's cache folder under a name that is the hash of all that
-went into it: sources, compiler, flags and CPU. Where there is no compiler, the kernels in torch operators serve; they
-are slower, and that is logged once. The library shares torch's OpenMP runtime and so its threads.
+went into it: sources, compiler, flags and CPU. It must run on the OpenMP runtime that torch has loaded, so that both
+share one pool of threads; what another runtime was linked to (clang links its own) is not used. Where there is no
+library, the kernels in torch operators serve; they are slower, and that is logged once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,8 +33,10 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+FLAGS = ("-std=c++17", "-O3", NATIVE_FLAG, "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
 COMPILE_TIMEOUT_S = 300
+OTHER_FOLDER = "set XDG_CACHE_HOME to another folder"
 NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """Formats that the kernels are compiled for, and how their functions' names end."""
 
@@ -68,21 +72,26 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
     target = (folder or _cache_folder()) / f"weft-{_key(compiler, flags, sources)}.so"
     if not target.exists():
         _compile(compiler, flags, sources, target)
-    # RTLD_LOCAL; libgomp is the one that torch has loaded, because names of shared objects are looked up once.
     try:
+        _check_owner(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
-        raise NativeUnavailableError(f"{target} cannot be loaded: {error}") from error
+        target.unlink(missing_ok=True)  # damaged, perhaps: the next start compiles it again
+        raise NativeUnavailableError(f"{target} cannot be loaded: {error}; {OTHER_FOLDER}") from error
 
 
 def _compiler() -> list[str]:
     """The compiler's command, which may be two words, as in CXX="ccache g++"."""
     named = environment().get("CXX")
-    for command in (shlex.split(named),) if named else ([name] for name in COMPILERS):
+    try:
+        commands = [shlex.split(named)] if named else [[name] for name in COMPILERS]
+    except ValueError as error:
+        raise NativeUnavailableError(f"CXX={named} is no command: {error}") from error
+    for command in commands:
         if command and (found := shutil.which(command[0])):
             return [found, *command[1:]]
     raise NativeUnavailableError(
-        f"CXX={named} is no program" if named else "there is no C++ compiler; install g++ or clang, or set CXX"
+        f"CXX={named} is no program" if named else "there is no C++ compiler; install g++, or set CXX"
     )
 
 
@@ -111,19 +120,25 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path:
-    base = environment().get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "weft" / "kernels"
+    base = Path(environment().get("XDG_CACHE_HOME", ""))
     try:
+        folder = (base if base.is_absolute() else Path.home() / ".cache") / "weft" / "kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = folder.stat()
-    except (OSError, RuntimeError) as error:
-        raise NativeUnavailableError(f"no folder to keep them in: {error}; set XDG_CACHE_HOME") from error
-    if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NativeUnavailableError(f"{folder} is another user's or can be written by others")
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+        raise NativeUnavailableError(f"no folder to keep them in: {error}; {OTHER_FOLDER}") from error
+    _check_owner(folder)
     return folder
 
 
+def _check_owner(path: Path) -> None:
+    """Code is loaded from there, so nobody else may write to it."""
+    state = path.stat()
+    if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NativeUnavailableError(f"{path} is another user's or can be written by others; {OTHER_FOLDER}")
+
+
 def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+    logger.info("compiling the CPU kernels into %s", target.parent)
     started_s = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -131,29 +146,53 @@ def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], t
             done = _run([*compiler, *flags, *(str(path) for path in sources), "-o", str(built)])
             if done.returncode:
                 raise NativeUnavailableError(f"{' '.join(compiler)} failed: {done.stderr.strip()[-2000:]}")
+            _check_openmp(built, compiler)
+            built.chmod(0o700)
+            with built.open("rb") as file:
+                os.fsync(file.fileno())  # a name must never lead to half a library, even after a power cut
             built.replace(target)  # complete or not there, whoever compiles beside us
     except OSError as error:
-        raise NativeUnavailableError(f"{target} cannot be written: {error}; set XDG_CACHE_HOME") from error
-    logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - started_s, target)
+        raise NativeUnavailableError(f"{target} cannot be written: {error}; {OTHER_FOLDER}") from error
+    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started_s)
+
+
+def _check_openmp(library: Path, compiler: list[str]) -> None:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {Path(line.split()[-1]).name for line in maps if "omp" in line}
+    content = library.read_bytes()
+    if not any(name.encode() + b"\0" in content for name in loaded):
+        raise NativeUnavailableError(
+            f"{' '.join(compiler)} links another OpenMP runtime than torch's ({', '.join(sorted(loaded)) or 'none'}); "
+            "set CXX to a g++"
+        )
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(  # noqa: S603 - the compiler is the user's own choice
-            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailableError(f"{command[0]} failed: {error}") from error
 
 
 @functools.cache
-def native_function(name: str, dtype: torch.dtype, arguments: str) -> Callable[..., None]:
+def native_function(
+    name: str, dtype: torch.dtype, arguments: str, result: type[ctypes.c_bool] | None = None
+) -> Callable[..., Any]:
     """The function `name` for tensors of `dtype`.
 
     Args:
         name: Without the ending for the dtype.
         dtype: Of the tensors.
         arguments: One letter each: i for an integer or an address, f for a float.
+        result: What it returns.
 
     Raises:
         ValueError: There is none for this dtype.
@@ -164,6 +203,6 @@ def native_function(name: str, dtype: torch.dtype, arguments: str) -> Callable[.
     if library is None:
         raise NativeUnavailableError("the CPU kernels are not compiled")
     function: ctypes._NamedFuncPointer = getattr(library, f"{name}_{NATIVE_DTYPES[dtype]}")
-    function.restype = None
+    function.restype = result
     function.argtypes = [ctypes.c_int64 if letter == "i" else ctypes.c_float for letter in arguments]
     return function

@@ -40,11 +40,6 @@ class PageGeometry:
         """Elements of one page."""
         return self.page_bytes // self.dtype_bytes
 
-    @property
-    def unit_elements(self) -> int:
-        """Elements in one table unit of `PITCH_BYTES`."""
-        return PITCH_BYTES // self.dtype_bytes
-
     def blocks(self, num_tokens: int) -> int:
         """KV blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_tokens)

@@ -1,10 +1,11 @@
 // Paged causal attention with running maxima and sums (FlashAttention, arXiv:2205.14135), keys 64 at a time.
 //
-// Blocks of keys begin at multiples of 64, and a row's arithmetic does not depend on the rows beside it, so a token comes
-// out bitwise the same alone, in a batch, and in whichever chunk of a prompt. What a row does not see has weight 0, so a
-// value that is no number reaches rows of its own request that do not see it, as in any product; never another request.
+// Blocks of keys begin at multiples of 64, and a row's arithmetic does not depend on the rows beside it, so a token
+// comes out bitwise the same alone, in a batch, and in whichever chunk of a prompt, as long as all values are finite:
+// what a row does not see has weight 0, and 0 times NaN is NaN, in rows of the same request only.
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <new>
 
 #include "rows.h"
@@ -85,8 +86,8 @@ void pack_queries(const Call<T>& call, const Task& task, int64_t head, Room<T>& 
     }
 }
 
-// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. Tokens that no row of
-// the task sees, all but [start, end), are not read, and zero.
+// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. Tokens that no row
+// of the task sees, all but [start, end), are not read, and zero.
 template <class T>
 void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t start, int64_t end,
                 Room<T>& room) {
@@ -227,7 +228,7 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
         }
     }
     for (int64_t row = 0; row < rows; row++) {
-        const int64_t place = (task.row + row / call.group) * call.heads * call.group + head * call.group + row % call.group;
+        const int64_t place = ((task.row + row / call.group) * call.heads + head) * call.group + row % call.group;
         const Floats totals = load(&room.totals[row * LANES]), total = sums_of<1>(&totals);
         for (int64_t d = 0; d < call.head_dim; d += LANES) {
             const Floats result = load(&room.sums[row * width + d]) / total;
@@ -236,24 +237,34 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
     }
 }
 
+// Returns whether there was too little memory; nothing is computed then.
 template <class T>
-void attention(const Call<T>& call) {
+bool attention(const Call<T>& call) {
     int64_t most = 0, work = 0;
     for (int64_t i = 0; i < call.num_tasks; i++) {
         most = std::max<int64_t>(most, call.tasks[i].count);
         work += int64_t{call.tasks[i].count} * call.tasks[i].end;
     }
+    bool is_short = false;
 #pragma omp parallel if (work * call.heads * call.group * call.head_dim >= MIN_PARALLEL)
     {
-        Room<T> room(most * call.group, call.head_dim);
+        std::unique_ptr<Room<T>> room;
+        try {
+            room = std::make_unique<Room<T>>(most * call.group, call.head_dim);
+        } catch (const std::bad_alloc&) {  // an exception must not leave a parallel region
+#pragma omp atomic write
+            is_short = true;
+        }
+#pragma omp barrier
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < call.num_tasks * call.heads; i++) {
-            attend(call, call.tasks[i / call.heads], i % call.heads, room);
+            if (!is_short) attend(call, call.tasks[i / call.heads], i % call.heads, *room);
         }
     }
+    return is_short;
 }
 
-// The rows of a fused projection of q, k and v, before attention: norms where there are any, rotated, keys and values stored.
+// The rows of a fused projection of q, k and v, before attention.
 template <class T>
 struct Projection {
     Heads<T> q, k, v;
@@ -264,6 +275,7 @@ struct Projection {
     int64_t rows;
 };
 
+// Norms the heads where there are norms, rotates them, and stores keys and values.
 template <class T>
 void place(const Projection<T>& x, const Pages<T>& pages) {
     const auto normalise_heads = [](const Heads<T>& heads, int64_t row, const T* weight, float eps) {
@@ -288,17 +300,17 @@ void place(const Projection<T>& x, const Pages<T>& pages) {
 }  // namespace weft
 
 #define WEFT_ATTENTION(DTYPE, T)                                                                                       \
-    extern "C" void attention_##DTYPE(                                                                                 \
+    extern "C" bool attention_##DTYPE(                                                                                 \
         T* q, int64_t q_row, int64_t q_head, T* k_pages, T* v_pages, int64_t page_stride, int64_t head_stride,         \
         int64_t token_stride, int64_t page_tokens, const int32_t* block_table, int64_t max_blocks,                     \
         const weft::Task* tasks, int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale,       \
         float softcap, int64_t window, T* out) {                                                                       \
-        weft::attention<T>({{q, q_row, q_head, heads * group, head_dim},                                               \
-                            {k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens},                   \
-                            block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, softcap, window, \
-                            out});                                                                                     \
+        return weft::attention<T>({{q, q_row, q_head, heads * group, head_dim},                                        \
+                                   {k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens},            \
+                                   block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, softcap,  \
+                                   window, out});                                                                      \
     }                                                                                                                  \
-    extern "C" void attend_##DTYPE(                                                                                    \
+    extern "C" bool attend_##DTYPE(                                                                                    \
         T* qkv, int64_t rows, const T* q_norm, const T* k_norm, float eps, const float* cos, const float* sin,         \
         const int64_t* slots, T* k_pages, T* v_pages, int64_t page_stride, int64_t head_stride, int64_t token_stride,  \
         int64_t page_tokens, const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks,                  \
@@ -309,8 +321,8 @@ void place(const Projection<T>& x, const Pages<T>& pages) {
         const weft::Heads<T> v{k.at(0, heads), width, head_dim, heads, head_dim};                                      \
         const weft::Pages<T> pages{k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens};             \
         weft::place<T>({q, k, v, q_norm, k_norm, eps, cos, sin, slots, rows}, pages);                                  \
-        weft::attention<T>({q, pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, 0.0f,  \
-                            window, out});                                                                             \
+        return weft::attention<T>({q, pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, \
+                                   0.0f, window, out});                                                                \
     }
 WEFT_ATTENTION(float32, float)
 WEFT_ATTENTION(bfloat16, weft::Bfloat16)

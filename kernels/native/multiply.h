@@ -16,10 +16,10 @@ constexpr int PANEL = 64;   // columns of a panel
 constexpr int64_t MIN_PARALLEL = 1 << 14;  // elements or multiply-adds worth a second thread
 static_assert(PANEL % (VECTORS * LANES) == 0);
 
-// Some columns of a @ panel for R rows, strides in elements; `finish(row, column, values)` takes the result, 16 columns at a time.
+// Some columns of a @ panel for R rows; `finish(row, column, values)` takes the result, 16 columns at a time.
 template <class T, int R, class Finish>
-WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units, const uint32_t* panel,
-                           Finish finish) {
+WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
+                                const uint32_t* panel, Finish finish) {
     using P = Packed<T>;
     Floats sums[R][VECTORS] = {};
     for (int64_t u = 0; u < units; u++) {
@@ -35,8 +35,8 @@ WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_s
     }
 }
 
-// a [rows, units] @ panel [units, PANEL], of which at least the first `columns` are computed, all where those are more. A row's result does not
-// depend on the other rows.
+// a [rows, units] @ panel [units, PANEL]: at least the first `columns`, of which there may be more than a panel has.
+// Strides are in elements. A row's result does not depend on the other rows.
 template <class T, class Finish>
 inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
                            const uint32_t* panel, int64_t columns, Finish finish) {

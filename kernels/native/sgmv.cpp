@@ -36,7 +36,9 @@ struct Call {
     int64_t entry(int64_t tile, int64_t slice) const {
         return (int64_t{tile_slot[tile]} * sites.layers + layer) * sites.modules + module + slice;
     }
-    int64_t rank(int64_t tile, int64_t slice) const { return tile_slot[tile] < 0 ? 0 : sites.ranks[entry(tile, slice)]; }
+    int64_t rank(int64_t tile, int64_t slice) const {
+        return tile_slot[tile] < 0 ? 0 : sites.ranks[entry(tile, slice)];
+    }
     int64_t start(int64_t tile) const { return tile_start[tile]; }
     int64_t length(int64_t tile) const { return tile_length[tile]; }
     const T* group(int64_t tile, int64_t slice, int64_t part, int64_t index) const {

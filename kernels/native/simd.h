@@ -105,8 +105,8 @@ WEFT_INLINE Floats combine_pairs(Floats a, Floats b, Combine combine) {
                    WEFT_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 }
 
-// Lane i combines the lanes of vector i % N; N is a power of two, at most LANES. The order in which a vector's lanes are
-// combined does not depend on N.
+// Lane i combines the lanes of vector i % N; N is a power of two, at most LANES. The order in which a vector's lanes
+// are combined does not depend on N.
 template <int N, int LEFT = LANES, class Combine>
 WEFT_INLINE Floats combine_lanes(const Floats* vectors, Combine combine) {
     if constexpr (LEFT == 1) {
@@ -126,7 +126,8 @@ WEFT_INLINE Floats sums_of(const Floats* vectors) {
     return combine_lanes<N>(vectors, [](Floats a, Floats b) { return a + b; });
 }
 
-// 2^x for x <= 0, within 2 units in the last place: exactly 1 at 0, exactly 0 from -150 on down, NaN for NaN.
+// 2^x for x <= 0, within 2 units in the last place down to -126: exactly 1 at 0, exactly 0 from -150 on down (without
+// AVX-512 from -126 on), NaN for NaN.
 WEFT_INLINE Floats power_of_two(Floats x) {
 #ifdef __AVX512F__
     const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x);  // NaN if x is

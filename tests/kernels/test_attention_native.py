@@ -1,5 +1,6 @@
 """Attention in C++, as it is compiled for this CPU and for lesser ones: sizes that matter, and results bit by bit."""
 
+import ctypes
 import functools
 import itertools
 
@@ -11,6 +12,7 @@ from kernel_numerics import assert_rows_close
 from scattered_kv import BF16, F32, AttentionCase, ScatteredKv
 from weft.kernels.attention_native import TASK_ROWS, paged_attention
 from weft.kernels.attention_reference import paged_attention as reference
+from weft.kernels.native_library import native_function
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "native_build")
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -134,3 +136,14 @@ def test_scores_beyond_the_range_of_weights_are_no_error(dtype: torch.dtype) -> 
     operands.scale = 300.0
     out = operands.attend(paged_attention)
     assert_rows_close(out, operands.attend(reference), 1000 if dtype == F32 else 1)
+
+
+def test_as_many_requests_as_a_server_has() -> None:
+    operands = ScatteredKv(AttentionCase(tuple((1, 3 + index % 7) for index in range(150))))
+    assert_rows_close(operands.attend(paged_attention), operands.attend(reference), 1)
+
+
+def test_too_little_memory_is_an_error_and_not_the_end_of_the_process() -> None:
+    task = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    attention = native_function("attention", F32, "i" * 16 + "ffii", ctypes.c_bool)
+    assert attention(*[0] * 10, 0, task.data_ptr(), 1, 1, 1, 1 << 50, 1.0, 0.0, 0, 0)

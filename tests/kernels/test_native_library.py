@@ -44,7 +44,9 @@ def little_sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     """Sources that are compiled in no time, for tests that do not compute."""
     folder = tmp_path_factory.mktemp("native")
     (folder / "nothing.h").write_text("// nothing\n")
-    (folder / "nothing.cpp").write_text('#include "nothing.h"\n')
+    (folder / "nothing.cpp").write_text(
+        '#include <omp.h>\n#include "nothing.h"\nint n() { return omp_get_num_threads(); }\n'
+    )
     monkeypatch.setattr(native_library, "SOURCES", folder)
     return folder
 
@@ -93,7 +95,7 @@ def test_threads_are_those_of_torch() -> None:
 
 @pytest.mark.usefixtures("forgotten_library", "no_compiler")
 def test_without_a_compiler_torch_operators_serve_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NativeUnavailableError, match=r"no C\+\+ compiler; install g\+\+ or clang, or set CXX"):
+    with pytest.raises(NativeUnavailableError, match=r"no C\+\+ compiler; install g\+\+, or set CXX"):
         load_library(FLAGS)
     with caplog.at_level(logging.WARNING):
         assert native_library.native_library() is None
@@ -102,7 +104,7 @@ def test_without_a_compiler_torch_operators_serve_and_that_is_said_once(caplog: 
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "torch operators, which is slower" in record.getMessage()
-    assert "install g++ or clang, or set CXX" in record.getMessage()
+    assert "install g++, or set CXX" in record.getMessage()
     with pytest.raises(NativeUnavailableError, match="not compiled"):
         rows_native.silu_and_mul(torch.ones(1, 2))
 
@@ -110,7 +112,11 @@ def test_without_a_compiler_torch_operators_serve_and_that_is_said_once(caplog: 
 @pytest.mark.usefixtures("forgotten_library")
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("/nowhere/compiler", "CXX=/nowhere/compiler is no program"), ("/bin/false", "/bin/false failed")],
+    [
+        ("/nowhere/compiler", "CXX=/nowhere/compiler is no program"),
+        ("/bin/false", "/bin/false failed"),
+        ("'g++", "is no command: No closing quotation"),
+    ],
 )
 def test_a_compiler_that_the_user_names_and_that_fails_is_reported(
     compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -244,3 +250,67 @@ def test_two_processes_that_compile_at_once_both_end_with_a_library(tmp_path: Pa
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected one of torch\.float32, torch\.bfloat16, got torch\.float64"):
         native_function("rms_norm", torch.float64, "i")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_compiler_of_two_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env c++")
+    load_library(FLAGS, tmp_path)
+    assert len(list(tmp_path.glob("*.so"))) == 1
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_library_on_another_openmp_runtime_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        NativeUnavailableError, match=r"another OpenMP runtime than torch's \(libgomp.*set CXX to a g\+\+"
+    ):
+        load_library((*(flag for flag in FLAGS if flag != "-fopenmp"), "-Wno-unknown-pragmas", "-nostdlib"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as damaging:
+        damaging.setattr(native_library, "_compile", lambda *arguments: arguments[-1].touch(mode=0o700))
+        with pytest.raises(NativeUnavailableError, match=r"cannot be loaded.*set XDG_CACHE_HOME"):
+            load_library(FLAGS, tmp_path)
+    load_library(FLAGS, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert kept.stat().st_size > 0
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_library_that_others_can_write_to_is_not_loaded(tmp_path: Path) -> None:
+    load_library(FLAGS, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.chmod(0o777)
+    with pytest.raises(NativeUnavailableError, match="can be written by others"):
+        load_library(FLAGS, tmp_path)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_without_a_home_torch_operators_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(NativeUnavailableError, match=r"no folder to keep them in.*set XDG_CACHE_HOME"):
+        load_library(FLAGS)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_cache_folder_that_depends_on_where_one_stands_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    load_library(FLAGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]

@@ -24,7 +24,7 @@ from weft.adapters.tables import AdapterTables
 from weft.memory.arena import Arena
 from weft.memory.copies import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.geometry import PageGeometry, page_geometry
+from weft.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
 from weft.memory.host_slab import HostSlab
 from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
@@ -180,7 +180,7 @@ class ResidencyParts:
 
     def matches(self, slot: int, lora: RandomLora) -> bool:
         """Whether the arena holds exactly this adapter where the tables say."""
-        unit = self.arena.geometry.unit_elements
+        unit = PITCH_BYTES // self.arena.geometry.dtype_bytes
         elements = self.arena.elements.view(-1)
         for (layer, module), a in lora.lora_a.items():
             for part, rows in ((0, a), (1, lora.lora_b[layer, module].t())):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from weft.adapters.base_shape import SITES, BaseShape
+from weft.adapters.lora_step import LoraStep
 from weft.adapters.segments import build_segments, build_tiles, tile_rows
 from weft.adapters.tables import AdapterTables
 from weft.kernels.dispatch import Sgmv, kernels_for
@@ -35,7 +36,7 @@ class PagedLora:
             for index, site in enumerate(SITES)
         ]
 
-    def prepare(self, row_slots: Sequence[int], /) -> PagedStep | None:
+    def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:
         """Prepare the adapters of a step, once for all layers; the contract is `LoraBatcher.prepare`."""
         segments, num_rows = build_segments(row_slots), len(row_slots)
         used = self.tables.touched([segment.slot for segment in segments])

@@ -108,7 +108,7 @@ def timed_parts() -> Generator[PartClock]:
             self.apply = clock.around("LoRA", step.apply)
 
     class TimedPagedLora(PagedLora):
-        def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:  # type: ignore[override]
+        def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:
             step = clock.around("LoRA preparation", super().prepare)(row_slots)
             return None if step is None else TimedLora(step)
 

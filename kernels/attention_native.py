@@ -32,7 +32,8 @@ def paged_attention(
     """Causal attention of a step's query rows over keys and values in pages.
 
     Semantics and arguments: `weft.kernels.attention_reference.paged_attention`. Keys and values must have the same
-    strides. A row comes out bitwise the same whatever else is in the batch and however its prompt was cut.
+    strides. As long as values are finite, a row comes out bitwise the same whatever else is in the batch and however
+    its prompt was cut.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.

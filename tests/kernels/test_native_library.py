@@ -186,21 +186,6 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
         load_library(QUICK)
 
 
-@needs_compiler
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
-def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(NativeUnavailableError, match=r"cannot be written: .*; set XDG_CACHE_HOME"):
-        load_library(QUICK, tmp_path)
-
-
-@needs_compiler
-def test_a_broken_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_library, "_compile", lambda *arguments: arguments[-1].write_bytes(b"no library"))
-    with pytest.raises(NativeUnavailableError, match=r"\.so cannot be loaded"):
-        load_library(QUICK, tmp_path)
-
-
 # Waits until both processes compile, so that neither finds the library of the other.
 PATIENT_COMPILER = """#!/bin/sh
 [ "$1" = --version ] && exec c++ --version

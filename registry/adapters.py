@@ -210,8 +210,8 @@ async def grant_adapter(session: AsyncSession, tenant_id: str, name: str, grante
     other = await tenant_row(session, grantee)
     if other.id == tenant_id:
         raise InvalidRequestError("The owner needs no grant.", param="tenant")
-    if await session.get(GrantRow, (adapter.id, other.id)) is None:
-        session.add(GrantRow(adapter_id=adapter.id, tenant_id=other.id, created_at=to_micros(now)))
+    if await session.get(GrantRow, (adapter.id, other.id, 0)) is None:
+        session.add(GrantRow(adapter_id=adapter.id, tenant_id=other.id, version=0, created_at=to_micros(now)))
         await session.flush()
     return (await _records(session, [(adapter, owner)]))[0]
 
@@ -224,7 +224,7 @@ async def withdraw_grant(session: AsyncSession, tenant_id: str, name: str, grant
     """
     adapter, owner = await _adapter_row(session, tenant_id, name)
     other = await tenant_row(session, grantee)
-    grant = await session.get(GrantRow, (adapter.id, other.id))
+    grant = await session.get(GrantRow, (adapter.id, other.id, 0))
     if grant is None:
         raise NotFoundError("There is no such grant.")
     await session.delete(grant)
@@ -291,19 +291,15 @@ def _alias_version(alias: str | None) -> ScalarSelect[int]:
 async def _point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping[str, int | None]) -> None:
     for alias, version in aliases.items():
         check_alias(alias)
-        row = await session.get(AliasRow, (adapter_id, alias))
         if version is None:
-            if row is not None:
-                await session.delete(row)
+            await session.execute(delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias))
             continue
         check_integer(version, "aliases", low=1, high=_LARGEST_VERSION)
         if await session.get(VersionRow, (adapter_id, version)) is None:
             raise InvalidRequestError(f"There is no version {version} for the alias `{alias}`.", param="aliases")
-        if row is None:
-            session.add(AliasRow(adapter_id=adapter_id, alias=alias, version=version))
-        else:
-            row.version = version
-    await session.flush()
+        await session.execute(delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias))
+        session.add(AliasRow(adapter_id=adapter_id, alias=alias, version=version, weight=1))
+        await session.flush()
     count = select(func.count()).select_from(AliasRow).where(AliasRow.adapter_id == adapter_id)
     if aliases and (await session.scalar(count) or 0) > MAX_ALIASES:
         raise InvalidRequestError(f"An adapter takes at most {MAX_ALIASES} aliases.", param="aliases")

@@ -63,6 +63,7 @@ class KeyRow(Base):
     expires_at: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger)
+    limits: Mapped[dict[str, Any]] = mapped_column(JSON, server_default="{}")
 
 
 class AdapterRow(Base):
@@ -99,10 +100,12 @@ class VersionRow(Base):
     parameters: Mapped[int] = mapped_column(BigInteger)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     created_at: Mapped[int] = mapped_column(BigInteger)
+    report: Mapped[dict[str, Any]] = mapped_column(JSON, server_default="{}")
+    """What the check noticed, in the form in which clients see it."""
 
 
 class AliasRow(Base):
-    """A name for a version; goes with the version."""
+    """A name for a version, or for several by weight; goes with its versions."""
 
     __tablename__ = "adapter_aliases"
     __table_args__ = (
@@ -113,17 +116,44 @@ class AliasRow(Base):
 
     adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     alias: Mapped[str] = mapped_column(String(63), primary_key=True)
-    version: Mapped[int] = mapped_column(Integer)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    weight: Mapped[int] = mapped_column(Integer, server_default="1")
+    """The version's share of the requests is its part of the alias's sum."""
 
 
 class GrantRow(Base):
-    """Another tenant that may call an adapter."""
+    """Another tenant that may call an adapter, or one version of it."""
 
     __tablename__ = "adapter_grants"
 
     adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False, server_default="0")
+    """0 means every version."""
     created_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class UploadRow(Base):
+    """An upload in pieces: announced, and not yet an adapter version."""
+
+    __tablename__ = "uploads"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    key_id: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(63))
+    description: Mapped[str | None] = mapped_column(Text)
+    activate: Mapped[bool]
+    manifest: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """File name to its size in bytes and its SHA-256."""
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    """What it reserves of its tenant's storage."""
+    state: Mapped[str] = mapped_column(String(16))
+    """uploading, ready or rejected."""
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    """How it ended: the error, or which version it became."""
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
 
 
 class UsageEventRow(Base):
@@ -164,6 +194,7 @@ class UsageRollupRow(Base):
     adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True, index=True)
     adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    status: Mapped[str] = mapped_column(String(64), primary_key=True, server_default="")
     tenant: Mapped[str] = mapped_column(String(63))
     adapter: Mapped[str] = mapped_column(String(127))
     requests: Mapped[int] = mapped_column(BigInteger)

@@ -45,7 +45,7 @@ MAX_ROWS = 10_000
 
 _BUCKETS = {None: 0, "1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-_KEYS = ("at", "tenant_id", "adapter_id", "adapter_version", "key_id")
+_KEYS = ("at", "tenant_id", "adapter_id", "adapter_version", "key_id", "status")
 _NAMES = ("tenant", "adapter")
 _GROUP_COLUMNS = {
     "tenant": ("tenant_id",),

@@ -41,7 +41,7 @@ async def test_opening_twice_upgrades_once(tmp_path: Path) -> None:
     for _ in range(2):
         database = await Database.open(None, tmp_path)
         async with database.read() as session:
-            assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0001"
+            assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0002"
         await database.close()
 
 

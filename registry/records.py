@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from weft.adapters.ref import AdapterRef, LoraSpec
 
 Scope = Literal["infer", "adapters", "usage"]
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
+
+UploadState = Literal["uploading", "ready", "rejected"]
 
 Bucket = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant", "adapter", "version", "key"]
@@ -128,6 +131,49 @@ class Adapter:
             weights_sha256=version.weights_sha256,
             config=version.spec,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """A file as its sender announced it."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """64 hex digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadDraft:
+    """What an upload in pieces is to become."""
+
+    name: str
+    description: str | None
+    activate: bool
+    files: Mapping[str, FileFacts]
+    """By the names that PEFT gives to config and weights."""
+
+    @property
+    def weights(self) -> FileFacts:
+        """The file that takes the room."""
+        return self.files[WEIGHTS_FILE]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """An upload in pieces."""
+
+    id: str
+    tenant_id: str
+    tenant: str
+    draft: UploadDraft
+    state: UploadState
+    has_weights: bool
+    """Whether a version of this tenant has these weights already."""
+    result: Mapping[str, Any] | None
+    """How it ended: the adapter's body, or the error."""
+    created_at: datetime
+    expires_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

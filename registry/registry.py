@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry import adapters, audit, keys, tenants
+from weft.registry import adapters, audit, keys, quotas, tenants
 from weft.registry.clock import Clock, utc_now
 from weft.registry.database import Database
 from weft.registry.keys import KeyRing, read_pepper
@@ -34,6 +34,7 @@ from weft.registry.records import (
     VersionFacts,
 )
 from weft.registry.references import unreferenced_weights
+from weft.registry.uploads import Terms, Uploads, settle
 
 ADMIN = "admin"
 
@@ -56,6 +57,8 @@ class Registry:
     ) -> None:
         self.usage = ledger
         """The usage ledger: `record`, `progress`, `flush`, `query`, `summary`."""
+        self.uploads = Uploads(database, clock)
+        """Uploads in pieces, and the answers to changes that are sent again."""
         self._database = database
         self._key_ring = key_ring
         self._resolved = resolved
@@ -208,6 +211,7 @@ class Registry:
         activate: bool = True,
         *,
         actor: str = ADMIN,
+        terms: Terms | None = None,
     ) -> tuple[Adapter, AdapterVersion, bool]:
         """Make an upload the adapter's next version, and the adapter itself if it is its first.
 
@@ -218,7 +222,9 @@ class Registry:
             The adapter with `current` as the published version, that version, and whether it is new.
 
         Raises:
-            NotFoundError: There is no such tenant.
+            NotFoundError: There is no such tenant, or the upload of the `terms` is gone.
+            ForbiddenError: The tenant may not store as much; codes quota.*.
+            AnsweredBeforeError: By the `terms`, the same change was made before.
         """
         async with self._change() as session:
             adapter, created = await adapters.publish_version(
@@ -236,6 +242,12 @@ class Registry:
                 digest=version.digest,
                 activate=activate,
             )
+            if terms is not None:
+                await settle(session, tenant_id, adapter, created, terms, self._clock())
+            if created:
+                await quotas.check_storage(session, tenant_id, self._clock())
+                if version.version == 1:
+                    await quotas.check_adapters(session, tenant_id)
         return adapter, version, created
 
     async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:

@@ -1,0 +1,247 @@
+"""Uploads in pieces: announced, filled file by file, and at the end a version, refused, or forgotten after 24 hours.
+
+Knows what is due and how it ended; the bytes lie with whoever takes them. Another tenant's upload looks like one that
+does not exist.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+from sqlalchemy import delete, exists, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.errors import ConflictError, NotFoundError
+from weft.registry import idempotency, quotas
+from weft.registry.clock import Clock, from_micros, to_micros
+from weft.registry.database import Database
+from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry
+from weft.registry.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
+from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text
+from weft.registry.quotas import UPLOADING
+from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, UploadState
+
+LIFETIME = timedelta(hours=24)
+MAX_OPEN = 100
+"""Uploads that a tenant may have open at once."""
+MAX_PAGE = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What else the transaction that publishes a version decides and writes down."""
+
+    answer: Callable[[Adapter, bool], Answer]
+    """What the client is told of the adapter, and of whether its version is new."""
+    pages: int | None = None
+    """Pages that the version takes on the device, for the tenant's limit."""
+    retry: Retry | None = None
+    upload_id: str | None = None
+    """The upload in pieces that ends with this version."""
+
+
+async def settle(
+    session: AsyncSession, tenant_id: str, adapter: Adapter, is_new: bool, terms: Terms, now: datetime
+) -> None:
+    """Hold a published version against the tenant's limits, and write down what its client is told.
+
+    Raises:
+        ForbiddenError: A limit is exceeded; codes quota.*.
+        AnsweredBeforeError: The same change was made before.
+        NotFoundError: The upload is gone.
+    """
+    answer = terms.answer(adapter, is_new)
+    if terms.upload_id is not None:
+        row = await _row(session, tenant_id, terms.upload_id, now)
+        if row.state != UPLOADING:
+            raise AnsweredBeforeError(Answer(status=200, body=row.result or {}))
+        row.state, row.result = "ready", dict(answer.body)
+        await session.flush()
+    if terms.retry is not None:
+        await idempotency.keep(session, tenant_id, terms.retry, answer, now)
+    if is_new and terms.pages is not None:
+        await quotas.check_pages(session, tenant_id, terms.pages)
+
+
+class Uploads:
+    """Uploads in pieces, and the answers to changes that are sent again. Thread: the event loop's.
+
+    Each method is one transaction and raises `CapacityError` when the database cannot answer.
+    """
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def answered(self, tenant_id: str, retry: Retry) -> Answer | None:
+        """What this change was answered, if it was made in the last 24 hours.
+
+        Raises:
+            InvalidRequestError: The key was used for another change; code idempotency.key_reused.
+        """
+        async with self._database.read() as session:
+            return await idempotency.find(session, tenant_id, retry, self._clock())
+
+    async def storage_left(self, tenant_id: str, key: str | None = None) -> int | None:
+        """Bytes that the tenant may still store, below 0 when there are too many.
+
+        None without a limit, and where `key` has an answer already: a change that was made stores nothing again.
+        """
+        async with self._database.read() as session:
+            if key is not None and await session.get(IdempotencyRow, (tenant_id, key)) is not None:
+                return None
+            return await quotas.storage_left(session, tenant_id, self._clock())
+
+    async def create(
+        self,
+        tenant_id: str,
+        draft: UploadDraft,
+        key_id: str | None,
+        retry: Retry | None,
+        answer: Callable[[Upload], Answer],
+    ) -> Answer:
+        """Announce an upload, which reserves its storage.
+
+        Raises:
+            NotFoundError: There is no such tenant.
+            ConflictError: The tenant has 100 uploads open; code upload.too_many_open.
+            ForbiddenError: A limit is exceeded; codes quota.*.
+            InvalidRequestError: A text cannot be stored.
+            AnsweredBeforeError: The same change was made before.
+        """
+        check_name(draft.name, "name")
+        now = self._clock()
+        async with self._database.write() as session:
+            if await session.get(TenantRow, tenant_id) is None:
+                raise NotFoundError("There is no such tenant.")
+            await _check_open(session, tenant_id, now)
+            row = UploadRow(
+                # Ids that begin with the time are in the order in which the uploads were made.
+                id=f"upl_{to_micros(now):014x}{secrets.token_hex(6)}",
+                tenant_id=tenant_id,
+                key_id=key_id or "",
+                name=draft.name,
+                description=_checked(draft.description),
+                activate=draft.activate,
+                manifest={name: {"size": file.size, "sha256": file.sha256} for name, file in draft.files.items()},
+                size_bytes=draft.weights.size,
+                state=UPLOADING,
+                result=None,
+                created_at=to_micros(now),
+                expires_at=to_micros(now + LIFETIME),
+            )
+            session.add(row)
+            await session.flush()
+            made = answer((await _records(session, [row]))[0])
+            if retry is not None:
+                await idempotency.keep(session, tenant_id, retry, made, now)
+            await quotas.check_storage(session, tenant_id, now)
+            known = exists().where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name)
+            if not await session.scalar(select(known)):
+                await quotas.check_adapters(session, tenant_id, to_come=1)
+        return made
+
+    async def get(self, tenant_id: str, upload_id: str) -> Upload:
+        """One of a tenant's uploads.
+
+        Raises:
+            NotFoundError: The tenant has none of this id, or it has expired.
+        """
+        async with self._database.read() as session:
+            return (await _records(session, [await _row(session, tenant_id, upload_id, self._clock())]))[0]
+
+    async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
+        """A tenant's uploads, oldest first; those after the id `after`."""
+        check_integer(limit, "limit", low=1, high=MAX_PAGE)
+        own = select(UploadRow).where(UploadRow.tenant_id == tenant_id, UploadRow.expires_at > to_micros(self._clock()))
+        if after is not None:
+            own = own.where(UploadRow.id > check_text(after, "after", 64))
+        async with self._database.read() as session:
+            rows = (await session.scalars(own.order_by(UploadRow.id).limit(limit + 1))).all()
+            items = await _records(session, rows[:limit])
+        return Page(items=items, next=items[-1].id if len(rows) > limit else None)
+
+    async def reject(self, tenant_id: str, upload_id: str, error: Mapping[str, Any]) -> None:
+        """End an upload whose adapter was refused; `error` says why. Does nothing where it has ended already."""
+        async with self._database.write() as session:
+            row = await session.get(UploadRow, upload_id)
+            if row is not None and row.tenant_id == tenant_id and row.state == UPLOADING:
+                row.state, row.result = "rejected", dict(error)
+
+    async def delete(self, tenant_id: str, upload_id: str) -> None:
+        """Forget an upload; a version that it became stays.
+
+        Raises:
+            NotFoundError: The tenant has none of this id.
+        """
+        async with self._database.write() as session:
+            await session.delete(await _row(session, tenant_id, upload_id, self._clock()))
+
+    async def forget_old(self) -> tuple[int, int]:
+        """Remove expired uploads and the answers that nobody may ask for any more; returns how many of each."""
+        now = self._clock()
+        async with self._database.write() as session:
+            expired = delete(UploadRow).where(UploadRow.expires_at <= to_micros(now)).returning(UploadRow.id)
+            return len((await session.scalars(expired)).all()), await idempotency.forget_old(session, now)
+
+    async def open_ids(self) -> frozenset[str]:
+        """Every tenant's uploads that still take bytes."""
+        is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(self._clock()))
+        async with self._database.read() as session:
+            return frozenset(await session.scalars(select(UploadRow.id).where(*is_open)))
+
+
+def _checked(description: str | None) -> str | None:
+    return None if description is None else check_text(description, "description", MAX_DESCRIPTION)
+
+
+async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> None:
+    own = select(UploadRow.id).where(
+        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(now)
+    )
+    if len((await session.scalars(own.limit(MAX_OPEN))).all()) == MAX_OPEN:
+        raise ConflictError(
+            f"A tenant may have {MAX_OPEN} uploads open; complete or delete one.", code="upload.too_many_open"
+        )
+
+
+async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datetime) -> UploadRow:
+    own = (UploadRow.id == check_text(upload_id, "upload", 64), UploadRow.tenant_id == tenant_id)
+    row = await session.scalar(select(UploadRow).where(*own, UploadRow.expires_at > to_micros(now)))
+    if row is None:
+        raise NotFoundError("There is no such upload.")
+    return row
+
+
+async def _records(session: AsyncSession, rows: Sequence[UploadRow]) -> tuple[Upload, ...]:
+    records = []
+    for row in rows:
+        files = {name: FileFacts(**facts) for name, facts in row.manifest.items()}
+        draft = UploadDraft(name=row.name, description=row.description, activate=row.activate, files=files)
+        # Only the tenant's own versions count: who knows no more than a digest must not come by another's adapter.
+        stored = exists().where(
+            VersionRow.adapter_id == AdapterRow.id,
+            AdapterRow.tenant_id == row.tenant_id,
+            VersionRow.weights_sha256 == draft.weights.sha256,
+            VersionRow.size_bytes == draft.weights.size,
+        )
+        owner = select(TenantRow.name, stored.label("stored")).where(TenantRow.id == row.tenant_id)
+        tenant, has_weights = (await session.execute(owner)).one()
+        records.append(
+            Upload(
+                id=row.id,
+                tenant_id=row.tenant_id,
+                tenant=tenant,
+                draft=draft,
+                state=cast(UploadState, row.state),
+                has_weights=has_weights,
+                result=row.result,
+                created_at=from_micros(row.created_at),
+                expires_at=from_micros(row.expires_at),
+            )
+        )
+    return tuple(records)

@@ -41,7 +41,7 @@ class BlobWriter:
         self._name = secrets.token_hex(16) + ".part"
         self._hash = hashlib.sha256()
         self.size = 0
-        with _folder(blobs.root, ("tmp",)) as folder, _full_disk_is_capacity():
+        with _folder(blobs.root, ("tmp",)) as folder, full_disk_is_capacity():
             self._fd = os.open(self._name, _CREATE_FLAGS, 0o600, dir_fd=folder)
 
     @property
@@ -57,7 +57,7 @@ class BlobWriter:
         """
         rest = memoryview(chunk).cast("B")
         self._hash.update(rest)
-        with _full_disk_is_capacity():
+        with full_disk_is_capacity():
             while rest:
                 written = os.write(self._fd, rest)
                 self.size += written
@@ -77,7 +77,7 @@ class BlobWriter:
             CapacityError: The disk is full (code storage_full); discard the writer.
         """
         digest = self.sha256()
-        with _full_disk_is_capacity():
+        with full_disk_is_capacity():
             os.fsync(self._fd)
             self._blobs.make_folders(digest)
             with _folder(self._blobs.root, ("tmp",)) as source, _folder(self._blobs.root, _parents(digest)) as target:
@@ -285,7 +285,8 @@ def _folder(root: Path, names: tuple[str, ...]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _full_disk_is_capacity() -> Iterator[None]:
+def full_disk_is_capacity() -> Iterator[None]:
+    """Turn a full disk into a CapacityError with code storage_full."""
     try:
         yield
     except OSError as error:

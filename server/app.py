@@ -15,6 +15,7 @@ from weft.server import (
     routes_models,
     routes_tenants,
     routes_tokens,
+    routes_uploads,
     routes_usage,
 )
 from weft.server.auth import AuthMiddleware
@@ -27,6 +28,7 @@ ROUTERS = (
     routes_generation.router,
     routes_models.router,
     routes_adapters.router,
+    routes_uploads.router,
     routes_tenants.router,
     routes_usage.router,
     routes_tokens.router,

@@ -58,6 +58,30 @@ class Drain:
             if not self._running:
                 self._idle.set()
 
+    @contextmanager
+    def cancelling(self) -> Iterator[None]:
+        """Register the block as work that is ended by cancelling its task.
+
+        Raises:
+            DrainingError: The server is shutting down, now or before the block's end.
+        """
+        task = asyncio.current_task()
+        ended: list[DrainingError] = []
+
+        def cut(error: DrainingError) -> None:
+            if task is not None:
+                ended.append(error)
+                task.cancel()
+
+        with self.running(cut):
+            try:
+                yield
+            except asyncio.CancelledError:
+                if not ended or task is None:
+                    raise
+                task.uncancel()
+                raise ended[0] from None
+
     async def drain(self, limit_s: float) -> int:
         """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut."""
         self.is_draining = True

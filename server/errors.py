@@ -43,15 +43,24 @@ ANSWERS: dict[type[WeftError], tuple[int, str]] = {
     errors.DrainingError: (503, "overloaded_error"),
     errors.EngineUnavailableError: (503, "overloaded_error"),
     errors.AdapterUnavailableError: (503, "overloaded_error"),
+    errors.BusyError: (409, "conflict_error"),
     errors.EngineError: (500, "server_error"),
     errors.PageAccountingError: (500, "server_error"),
     errors.StaleSlotError: (500, "server_error"),
 }
 """Status and `type` of every error class."""
-STATUS_BY_CODE = {"storage_full": 507, "config.too_large": 413, "headers_too_large": 431}
+STATUS_BY_CODE = {
+    "storage_full": 507,
+    "config.too_large": 413,
+    "headers_too_large": 431,
+    "upload.too_many": 429,
+    "idempotency.key_reused": 422,
+}
 """Codes whose status differs from that of their class."""
 LAST_BYTES = frozenset({401, 408, 413, 431})
 """Answers given before the body was read to its end: the connection is closed after them."""
+LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
+"""The same, where the status alone does not say it."""
 INTERNAL_MESSAGE = "The server had an internal error. The request id names it in the server's log."
 _PLAIN_CODES = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
 
@@ -84,7 +93,7 @@ def error_headers(error: WeftError) -> dict[str, str]:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if status in LAST_BYTES:
+    if status in LAST_BYTES or error.code in LAST_BYTES_CODES:
         headers["connection"] = "close"
     return headers
 

@@ -38,9 +38,35 @@ def takes_upload() -> dict[str, Any]:
             "tenant": {**text, "description": "For admins."},
             "description": text,
             "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},
+            "sha256": {**text, "description": "Of the weights; other bytes are refused."},
         },
     }
     return _request_body("multipart/form-data", schema)
+
+
+def takes_retries() -> dict[str, Any]:
+    """`openapi_extra` of a route that may be called again under the same key."""
+    header = {
+        "name": "Idempotency-Key",
+        "in": "header",
+        "required": False,
+        "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+        "description": "The same request under the same key is done once, and answered the same for 24 hours.",
+    }
+    return {"parameters": [header]}
+
+
+def takes_file() -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is a file, or the part of it that is due."""
+    part = {
+        "name": "Content-Range",
+        "in": "header",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": "`bytes FIRST-LAST/SIZE`: goes on with byte FIRST; without it the file begins anew.",
+    }
+    body = _request_body("application/octet-stream", {"type": "string", "format": "binary"})
+    return {**body, "parameters": [part]}
 
 
 def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:

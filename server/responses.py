@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -140,6 +140,42 @@ class AdapterView(View):
     created_at: str
     usage: AdapterUsageView | None = None
     """On GET only."""
+
+
+class UploadFileView(View):
+    """A file of an upload."""
+
+    size: int
+    sha256: str
+    received: int
+    """Bytes that are here: the next one to send."""
+
+
+class UploadView(View):
+    """An upload in pieces."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    name: str
+    tenant: str
+    description: str | None
+    activate: bool
+    state: Literal["uploading", "ready", "rejected"]
+    files: dict[str, UploadFileView]
+    missing: list[str]
+    """Files that are not all here."""
+    result: dict[str, Any] | None
+    """How it ended: the adapter as the answer showed it, or the error."""
+    expires_at: str
+    created_at: str
+
+
+class UploadList(View):
+    """A page of uploads, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[UploadView]
+    next: str | None
 
 
 class AdapterList(View):

@@ -14,7 +14,7 @@ from weft.registry.records import AdapterUsage
 from weft.server.access import Caller, TenantReader, TenantWriter, UploadCaller
 from weft.server.adapter_fit import FitItem, Room, find_fit, planned_item, waste
 from weft.server.json_body import json_body
-from weft.server.openapi import takes, takes_upload
+from weft.server.openapi import takes, takes_retries, takes_upload
 from weft.server.pins import settle_pins
 from weft.server.publish import receive_adapter
 from weft.server.removal import remove_unreferenced
@@ -31,15 +31,13 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 @router.post(
     "/v1/adapters",
     status_code=201,
-    openapi_extra=takes_upload(),
+    response_model=AdapterView,
+    openapi_extra={**takes_upload(), **takes_retries()},
     responses={200: {"model": AdapterView, "description": "These very bytes were there already."}},
 )
-async def upload_adapter(request: Request, response: Response, services: Wired, caller: UploadCaller) -> AdapterView:
+async def upload_adapter(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Upload the first or next version of an adapter."""
-    adapter, is_new = await receive_adapter(request, services, caller)
-    response.status_code = 201 if is_new else 200
-    residency = await residency_now(services)
-    return adapter_view(adapter, await services.check.pages(adapter.current), residency.of(adapter.current.digest))
+    return await receive_adapter(request, services, caller)
 
 
 @router.get("/v1/adapters")

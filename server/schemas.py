@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.config import MAX_RANK_LIMIT
 from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.registry.names import MAX_DESCRIPTION
 from weft.server import neutral
 
 INT64 = 1 << 63
@@ -384,3 +385,23 @@ class AdapterPatchBody(Body):
     pinned: bool | None = None
     aliases: dict[str, int | None] | None = Field(None, max_length=64)
     """Merged into what is there; null removes an alias."""
+
+
+class UploadFileBody(Body):
+    """A file that is going to be sent."""
+
+    size: int = Field(ge=1, lt=1 << 53)
+    """Bytes."""
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class UploadBody(Body):
+    """Body of POST /v1/uploads."""
+
+    name: str = Field(max_length=512)
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
+    activate: bool = True
+    """Let the plain name mean the version once it is there."""
+    files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = Field(min_length=2)
+    tenant: str | None = Field(None, max_length=512)
+    """For admins."""

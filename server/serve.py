@@ -31,17 +31,17 @@ from weft.server.http_protocol import BoundedProtocol
 from weft.server.logs import configure_logs
 from weft.server.metrics import Metrics
 from weft.server.pins import settle_pins
-from weft.server.removal import delete_blobs, end_removals
+from weft.server.removal import end_removals
 from weft.server.services import Services
+from weft.server.staged_files import StagedFiles
+from weft.server.sweeper import Sweeper
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
 DEFAULT_TENANT = "default"
-STALE_UPLOAD_S = 3600.0
 KEEP_ALIVE_S = 65
 STOP_S = 3
 """Seconds that connections have to close once everything was drained."""
-BLOBS_AT_ONCE = 500
 
 
 def serve(config: Config, announce: Announce) -> int:
@@ -112,10 +112,13 @@ async def open_services(
         check=AdapterCheck(ready, blobs),
         metrics=Metrics(config.adapter.slots),
         drain=drain,
+        staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
     stack.push_async_callback(end_removals, services)
-    await _sweep(services)
+    sweeper = Sweeper(services)
+    stack.push_async_callback(sweeper.stop)
+    await sweeper.start()
     await settle_pins(services)
     return services
 
@@ -258,14 +261,6 @@ async def _default_tenant(registry: Registry) -> Tenant:
         return await registry.get_tenant(DEFAULT_TENANT)
     except NotFoundError:
         return await registry.create_tenant(DEFAULT_TENANT)
-
-
-async def _sweep(services: Services) -> None:
-    """Remove what a crash left: stale temporary files, and blobs that never got a version."""
-    await asyncio.to_thread(services.blobs.sweep, STALE_UPLOAD_S)
-    digests = await asyncio.to_thread(lambda: list(services.blobs.digests()))
-    for start in range(0, len(digests), BLOBS_AT_ONCE):
-        await delete_blobs(services, digests[start : start + BLOBS_AT_ONCE])
 
 
 async def _stop(server: ApiServer, serving: asyncio.Task[None]) -> None:

@@ -25,7 +25,9 @@ from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.drain import Drain
 from weft.server.incoming import Pace
+from weft.server.intake import Intake
 from weft.server.metrics import Metrics
+from weft.server.staged_files import StagedFiles
 
 STATUS_S = 10.0
 """Longest wait for the engine's word on itself."""
@@ -76,6 +78,10 @@ class Services:
     check: AdapterCheck
     metrics: Metrics
     drain: Drain
+    staged: StagedFiles
+    """Files of uploads in pieces, while they come."""
+    intake: Intake = field(default_factory=Intake)
+    """What is being taken in right now."""
     default_tenant: Tenant | None = None
     """Whom an admin stands for by default: set where authentication is off."""
     blob_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -5,7 +5,7 @@ Weights go to a temporary blob while they are hashed; nothing else touches the d
 
 from __future__ import annotations
 
-import asyncio
+import re
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -15,14 +15,21 @@ from starlette.requests import Request
 from weft.adapters.adapter_config import MAX_CONFIG_BYTES
 from weft.adapters.blobs import BlobWriter
 from weft.errors import AdapterFormatError, InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
-from weft.registry.names import is_name
 from weft.server.incoming import Pace, read_chunks
+from weft.server.threads import in_thread
 
 FORM_BYTES = 1 << 20
 """What an upload may have beside the weights: the other parts, headers, boundaries."""
 WRITE_BYTES = 1 << 20
 """Weights are written in pieces of about this size."""
-TEXT_LIMITS = {"name": 1024, "tenant": 1024, "description": 16 * 1024, "activate": 16, "config": MAX_CONFIG_BYTES + 1}
+TEXT_LIMITS = {
+    "name": 1024,
+    "tenant": 1024,
+    "description": 16 * 1024,
+    "activate": 16,
+    "sha256": 80,
+    "config": MAX_CONFIG_BYTES + 1,
+}
 WEIGHTS = "weights"
 MAX_HEADERS = 8
 MAX_HEADER_BYTES = 4096
@@ -37,20 +44,8 @@ class UploadForm:
 
     @property
     def name(self) -> str:
-        """The adapter's name.
-
-        Raises:
-            AdapterFormatError: Not a name; code adapter.name_invalid.
-        """
-        name = self._text("name") or ""
-        if not is_name(name):
-            raise AdapterFormatError(
-                "The adapter's name must be 1 to 63 lower-case letters, digits, dots, underscores or hyphens, start "
-                "and end with a letter or digit, and not contain two dots in a row.",
-                code="adapter.name_invalid",
-                param="name",
-            )
-        return name
+        """The adapter's name, which may be none."""
+        return self._text("name") or ""
 
     @property
     def tenant(self) -> str | None:
@@ -69,6 +64,19 @@ class UploadForm:
         if word not in ("true", "false", "1", "0"):
             raise InvalidRequestError("activate must be true or false.", param="activate")
         return word in ("true", "1")
+
+    def check_digest(self, sha256: str) -> None:
+        """Return if the weights have the digest that was announced, or none was.
+
+        Raises:
+            InvalidRequestError: What was announced is no SHA-256.
+            AdapterFormatError: Other bytes came; code upload.digest_mismatch.
+        """
+        announced = (self._text("sha256") or sha256).removeprefix("sha256:").lower()
+        if not re.fullmatch(r"[0-9a-f]{64}", announced):
+            raise InvalidRequestError("sha256 must be 64 hex digits.", param="sha256")
+        if announced != sha256:
+            raise digest_mismatch(WEIGHTS)
 
     @property
     def config(self) -> bytes:
@@ -116,8 +124,8 @@ async def read_upload(request: Request, weights: BlobWriter, limit: int, pace: P
             for start in range(0, len(chunk), WRITE_BYTES):
                 reader.feed(chunk[start : start + WRITE_BYTES])
                 if reader.num_pending >= WRITE_BYTES:
-                    await asyncio.to_thread(weights.write, reader.take())
-        await asyncio.to_thread(weights.write, reader.take())
+                    await in_thread(weights.write, reader.take())
+        await in_thread(weights.write, reader.take())
     except TimeoutExceededError as error:
         raise TimeoutExceededError(error.message, code="upload.timeout") from error
     except FormParserError as error:
@@ -197,8 +205,8 @@ class _FormReader:
         is_new = part not in self.form.texts and not (part == WEIGHTS and self.form.has_weights)
         if part is None or not is_new or (part != WEIGHTS and part not in TEXT_LIMITS):
             raise InvalidRequestError(
-                "An upload has the parts name, config and weights, and may have tenant, description and activate, "
-                "each once.",
+                "An upload has the parts name, config and weights, and may have tenant, description, activate and "
+                "sha256 (of the weights), each once.",
                 code="upload.unexpected_part",
             )
         if part == WEIGHTS:
@@ -226,6 +234,15 @@ class _FormReader:
 
     def _end(self) -> None:
         self._has_ended = True
+
+
+def digest_mismatch(file: str) -> AdapterFormatError:
+    """The refusal of a file that is not what was announced."""
+    return AdapterFormatError(
+        f"The bytes of {file} do not have the SHA-256 that was announced; send the file again.",
+        code="upload.digest_mismatch",
+        param=file,
+    )
 
 
 def _malformed(message: str) -> InvalidRequestError:

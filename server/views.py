@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
 from weft.engine.status import EngineStatus
 from weft.errors import EngineUnavailableError
-from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, Key, Tenant
+from weft.registry.records import WEIGHTS_FILE, Adapter, AdapterUsage, AdapterVersion, Key, Tenant, Upload
 from weft.server.adapter_fit import AdapterFit
 from weft.server.responses import (
     AdapterFitItem,
@@ -18,6 +19,8 @@ from weft.server.responses import (
     FitNumbers,
     KeyView,
     TenantView,
+    UploadFileView,
+    UploadView,
     VersionView,
 )
 from weft.server.services import Services
@@ -90,6 +93,30 @@ def version_view(adapter: Adapter, version: AdapterVersion, residency: Residency
         size_bytes=version.size_bytes,
         residency=residency,
         created_at=iso(version.created_at),
+    )
+
+
+def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:
+    """An upload's body; `received` has the bytes of each file that lie staged."""
+    draft, is_ready = upload.draft, upload.state == "ready"
+    files = {}
+    for name, file in draft.files.items():
+        is_here = is_ready or (name == WEIGHTS_FILE and upload.has_weights and received[name] != file.size)
+        files[name] = UploadFileView(
+            size=file.size, sha256=file.sha256, received=file.size if is_here else received[name]
+        )
+    return UploadView(
+        id=upload.id,
+        name=draft.name,
+        tenant=upload.tenant,
+        description=draft.description,
+        activate=draft.activate,
+        state=upload.state,
+        files=files,
+        missing=[name for name, file in files.items() if file.received != file.size],
+        result=None if upload.result is None else dict(upload.result),
+        expires_at=iso(upload.expires_at),
+        created_at=iso(upload.created_at),
     )
 
 

@@ -21,6 +21,7 @@
       - DrainingError
       - EngineUnavailableError      the engine is starting, restarting, or died under the request
       - AdapterUnavailableError     the adapter's blob is missing or corrupt, or its load failed
+      - BusyError                   409   another request does the very same just now
     * EngineError                   ours, does not pass; 500 with a constant body
       - PageAccountingError         pages were freed twice, handed out twice, or lost
       - StaleSlotError              a step refers to an adapter slot that was reused
@@ -176,6 +177,12 @@ class AdapterUnavailableError(CapacityError):
     """The adapter's weights cannot be loaded: the blob is missing or corrupt, or the load failed."""
 
     code = "adapter_load_failed"
+
+
+class BusyError(CapacityError):
+    """Another request of the caller does the very same just now."""
+
+    code = "in_progress"
 
 
 class EngineError(WeftError):

@@ -13,6 +13,8 @@ from api_server import ADMIN_KEY, BASE, Api
 pytestmark = pytest.mark.anyio
 COMPLETION = {"model": BASE, "prompt": "x"}
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "x"}]}
+FILE = {"size": 1, "sha256": "0" * 64}
+ANNOUNCED = {"name": "new", "files": {"adapter_config.json": FILE, "adapter_model.safetensors": FILE}}
 USAGE = "/v1/organization/usage/completions"
 
 # method, path, body, and the status for: another tenant, the admin, the right tenant
@@ -39,6 +41,14 @@ TABLE: list[tuple[str, str, Any, int, int, int]] = [
     ("POST", "/v1/adapters", None, 400, 400, 400),
     ("POST", "/v1/adapters:fit", {"adapters": ["mine"]}, 404, 404, 200),
     ("POST", "/v1/adapters:fit?tenant=acme", {"adapters": ["mine"]}, 404, 200, 200),
+    ("POST", "/v1/uploads", ANNOUNCED, 201, 400, 201),
+    ("POST", "/v1/uploads", {**ANNOUNCED, "tenant": "acme"}, 404, 201, 201),
+    ("GET", "/v1/uploads", None, 200, 400, 200),
+    ("GET", "/v1/uploads/{upload}", None, 404, 400, 200),
+    ("GET", "/v1/uploads/{upload}?tenant=acme", None, 404, 200, 200),
+    ("PUT", "/v1/uploads/{upload}/files/adapter_config.json", None, 404, 400, 200),
+    ("POST", "/v1/uploads/{upload}/complete", None, 404, 400, 409),
+    ("DELETE", "/v1/uploads/{upload}", None, 404, 400, 204),
     ("DELETE", "/v1/adapters/mine", None, 404, 400, 204),
     ("GET", "/v1/usage", None, 200, 200, 200),
     ("GET", "/v1/usage?tenant=acme", None, 404, 200, 200),
@@ -64,11 +74,12 @@ async def call(api: Api, key: str | None, method: str, path: str, body: Any) -> 
 async def test_each_caller_gets_what_is_due(api: Api) -> None:
     acme, rival = await api.key("acme"), await api.key("rival")
     assert (await upload(api.client(acme), "mine")).status_code == 201
+    announced = (await api.client(acme).post("/v1/uploads", json=ANNOUNCED)).json()
     callers = {None: 401, "weft_wrong_key": 401, ADMIN_KEY + "x": 401}
     wrong = []
     for method, path, body, other, admin, right in TABLE:
         for key, expected in {**callers, rival: other, acme: right, ADMIN_KEY: admin}.items():
-            status, answer = await call(api, key, method, path, body)
+            status, answer = await call(api, key, method, path.replace("{upload}", announced["id"]), body)
             if status != expected or (status >= 400 and set(answer["error"]) != {"message", "type", "param", "code"}):
                 wrong.append((method, path, key, expected, status, answer))
     assert wrong == []
@@ -135,6 +146,8 @@ async def test_scopes_limit_a_key(api: Api) -> None:
         ("usage", "GET", "/v1/usage", None, 200),
         ("infer", "DELETE", "/v1/adapters/mine", None, 403),
         ("infer", "POST", "/v1/adapters", None, 403),
+        ("infer", "POST", "/v1/uploads", ANNOUNCED, 403),
+        ("infer", "DELETE", "/v1/uploads/upl_none", None, 403),
         ("infer", "GET", "/v1/adapters", None, 200),
     ]
     for scope, method, path, body, expected in cases:

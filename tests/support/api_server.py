@@ -25,6 +25,7 @@ from weft.server.http_protocol import BoundedProtocol
 from weft.server.incoming import Pace
 from weft.server.metrics import Metrics
 from weft.server.services import Services
+from weft.server.staged_files import StagedFiles
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 BASE = "demo"
@@ -119,6 +120,7 @@ async def api(root: Path, pace: Pace | None = None, **server_fields: Any) -> Asy
         check=AdapterCheck(ready, blobs),
         metrics=Metrics(config.adapter.slots),
         drain=Drain(),
+        staged=StagedFiles(server.data_dir / "uploads"),
         default_tenant=default,
         pace=pace or Pace(),
     )

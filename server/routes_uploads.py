@@ -1,4 +1,4 @@
-"""Uploads in pieces."""
+"""Ways to an adapter version besides one form: uploads in pieces, and imports by the admin."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from fastapi import APIRouter, Query, Request, Response
 
 from weft.registry.idempotency import Answer, Retry, body_digest
 from weft.server import piecewise
-from weft.server.access import TenantReader, TenantWriter, UploadCaller
+from weft.server.access import Admin, TenantReader, TenantWriter, UploadCaller, bound, for_tenant
+from weft.server.adapter_import import fetch, reader_of
 from weft.server.json_body import json_body
 from weft.server.openapi import takes, takes_file, takes_retries
-from weft.server.publish import owner_of
+from weft.server.publish import Draft, checked_name, owner_of, publish
 from weft.server.responses import AdapterView, UploadList, UploadView
 from weft.server.retries import change_once, retry_key
-from weft.server.schemas import UploadBody
+from weft.server.schemas import ImportBody, UploadBody
 from weft.server.services import Wired
 from weft.server.staged_files import FILES
 
@@ -93,3 +94,29 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
         await services.registry.uploads.delete(caller.tenant_id, upload_id)
         await asyncio.to_thread(services.staged.delete, upload_id)
     return Response(status_code=204)
+
+
+@router.post(
+    "/v1/adapters:import",
+    status_code=201,
+    response_model=AdapterView,
+    openapi_extra={**takes(ImportBody), **takes_retries()},
+    responses={200: {"model": AdapterView, "description": "These very bytes were there already."}},
+)
+async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
+    """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""
+    key = retry_key(request)
+    server = services.config.server
+    with services.drain.cancelling(), services.intake.retrying(admin.role, key):
+        body = await json_body(request, ImportBody, server.max_body_bytes, services.pace)
+        owner = bound(await for_tenant(services, admin, body.tenant))
+        name, read = checked_name(services, body.name), reader_of(body.source)
+
+        async def change(retry: Retry | None) -> Answer:
+            with services.blobs.create() as weights:
+                config = await fetch(read, weights, server.max_upload_bytes)
+                draft = Draft(name=name, description=body.description, activate=body.activate, config=config)
+                return await publish(services, owner, draft, weights, retry)
+
+        digest = body_digest("POST /v1/adapters:import", body.model_dump_json())
+        return await change_once(services, owner.tenant_id, key, digest, change)

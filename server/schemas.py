@@ -405,3 +405,14 @@ class UploadBody(Body):
     files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = Field(min_length=2)
     tenant: str | None = Field(None, max_length=512)
     """For admins."""
+
+
+class ImportBody(Body):
+    """Body of POST /v1/adapters:import."""
+
+    name: str = Field(max_length=512)
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
+    activate: bool = True
+    source: str = Field(max_length=2048)
+    """`hf://organization/repository[@revision]` or `s3://bucket/prefix`."""
+    tenant: str | None = Field(None, max_length=512)

@@ -49,6 +49,7 @@ TABLE: list[tuple[str, str, Any, int, int, int]] = [
     ("PUT", "/v1/uploads/{upload}/files/adapter_config.json", None, 404, 400, 200),
     ("POST", "/v1/uploads/{upload}/complete", None, 404, 400, 409),
     ("DELETE", "/v1/uploads/{upload}", None, 404, 400, 204),
+    ("POST", "/v1/adapters:import", {"name": "a", "source": "ftp://x", "tenant": "acme"}, 403, 400, 403),
     ("DELETE", "/v1/adapters/mine", None, 404, 400, 204),
     ("GET", "/v1/usage", None, 200, 200, 200),
     ("GET", "/v1/usage?tenant=acme", None, 404, 200, 200),

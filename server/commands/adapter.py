@@ -81,14 +81,11 @@ def push(  # noqa: PLR0913 - one parameter per option
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Upload an adapter, or its next version."""
-    config, weights = adapter_files(folder)
-    form = {"name": name or folder.resolve().name, "activate": "true" if activate else "false"}
-    if description is not None:
-        form["description"] = description
-    with config.open("rb") as config_file, weights.open("rb") as weights_file:
-        files = {"config": (CONFIG, config_file), "weights": (WEIGHTS, weights_file)}
-        body = call(url, key, "POST", "/v1/adapters", data=form, files=files, params={"tenant": tenant})
+    """Upload an adapter, or its next version. After a broken connection it goes on, also when started again."""
+    from weft.server.commands.push import push_files
+
+    draft = {"name": name or folder.resolve().name, "description": description, "activate": activate}
+    body = push_files(adapter_files(folder), draft, url, key, tenant)
     show(body, as_json, COLUMNS)
     if not as_json:
         selector = body["name"]

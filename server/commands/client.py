@@ -41,15 +41,32 @@ def call(url: str, key: str | None, method: str, path: str, **arguments: Any) ->
     """
     import httpx
 
-    arguments["params"] = {name: value for name, value in (arguments.get("params") or {}).items() if value is not None}
-    if key and not (key.isascii() and key.isprintable()):
-        fail("the API key must be printable ASCII; set --key or WEFT_KEY to the key as it was shown.", 2)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, **arguments)
+        answer = send(url, key, method, path, **arguments)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error).rstrip(".")
         fail(f"cannot reach {url}: {reason}. Is `weft serve` running there? Set --url or WEFT_URL.", 1)
+    return body_of(answer, url, key)
+
+
+def send(url: str, key: str | None, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
+    """Call the server as `call` does, and leave it to the caller what to make of the answer, or of there being none.
+
+    Raises:
+        httpx.HTTPError, httpx.InvalidURL: There is none.
+    """
+    import httpx
+
+    arguments["params"] = {name: value for name, value in (arguments.get("params") or {}).items() if value is not None}
+    if key and not (key.isascii() and key.isprintable()):
+        fail("the API key must be printable ASCII; set --key or WEFT_KEY to the key as it was shown.", 2)
+    own = {"authorization": f"Bearer {key}"} if key else {}
+    headers = {**own, **arguments.pop("headers", {})}
+    return httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, **arguments)
+
+
+def body_of(answer: httpx.Response, url: str, key: str | None) -> Any:  # noqa: ANN401 - JSON
+    """The parsed body, None when there is none; a refusal ends the command."""
     if answer.is_error:
         fail(_reason(answer, key), 2 if answer.status_code in BAD_INPUT else 1)
     return _body(answer, url) if answer.status_code != NO_CONTENT else None

@@ -103,20 +103,6 @@ def test_a_bad_folder_exits_with_2_and_the_reason(tmp_path: Path) -> None:
     assert "weights." in broken.output
 
 
-def test_push_sends_the_folder(recorder: Recorder, tmp_path: Path) -> None:
-    folder = tmp_path / "my-adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_bytes(sound().config)
-    (folder / "adapter_model.safetensors").write_bytes(sound().weights)
-    recorder.body = {"name": "my-adapter", "version": 1}
-    pushed = run("adapter", "push", str(folder), "--url", recorder.url, "--key", "k", "--json")
-    assert pushed.exit_code == 0, pushed.output
-    ((method, path, authorization, sent),) = recorder.calls
-    assert (method, path, authorization) == ("POST", "/v1/adapters", "Bearer k")
-    assert sound().weights in sent
-    assert b"my-adapter" in sent
-
-
 def test_commands_call_their_routes(recorder: Recorder) -> None:
     environ = {"WEFT_URL": recorder.url, "WEFT_KEY": "secret"}
     for arguments, method, path, status in (
@@ -232,14 +218,6 @@ def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> 
     recorder.body = {"object": "key", "id": "key_1", "tenant": "acme", "scopes": ["infer"], "key": secret}
     lines = run("key", "create", "acme", "--url", recorder.url, COLUMNS="40").output.splitlines()
     assert any(line.split() == ["key", secret] for line in lines)
-
-
-@pytest.mark.parametrize(("current", "selector"), [(2, '"support"'), (1, '"support@2"')])
-def test_push_says_how_to_ask_for_the_version(recorder: Recorder, current: int, selector: str) -> None:
-    recorder.status = 201
-    recorder.body = {"object": "adapter", "name": "support", "version": 2, "aliases": {"default": current}}
-    printed = run("adapter", "push", str(DEMO_ADAPTER), "--name", "support", "--url", recorder.url).output
-    assert printed.splitlines()[-1] == f'ready: ask for it with "model": {selector}'
 
 
 def test_lists_are_tables_without_folded_cells(recorder: Recorder) -> None:

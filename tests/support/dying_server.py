@@ -1,0 +1,120 @@
+"""`weft` without a model, which kills itself where a file says: what a crash at that very moment leaves behind.
+
+The file holds the name of one point and is removed on the way out, so that the next start lives on. Everything is
+imported once; each line of stdin, a JSON list of arguments, starts a server in a child process, and its pid and exit
+status go to stdout.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fake_engine import FakeEngine, demo_tokenizer
+from weft.adapters import blobs
+from weft.cli import main
+from weft.config import environment
+from weft.engine.status import EngineReady
+from weft.registry import registry, uploads
+from weft.registry.registry import Registry
+from weft.server import piecewise, retries, serve
+from weft.server.adapter_check import AdapterCheck
+from weft.server.staged_files import StagedFiles, StagedWriter
+
+WHERE = Path(environment()["DIE_WHERE"])
+POINTS: list[str] = []
+
+
+class EngineOfNobody(FakeEngine):
+    """Stands where the engine's client does."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    async def start(self) -> EngineReady:
+        assert self.ready is not None
+        return self.ready
+
+    async def close(self) -> None: ...
+
+
+def _die_at(point: str) -> None:
+    if WHERE.exists() and WHERE.read_text() == point:
+        WHERE.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch(owner: Any, name: str, point: str, when: Callable[..., bool] = lambda *_, **__: True) -> None:
+    """Die before and after each call of `owner.name`; `when` says of its arguments whether the call counts."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if not when(*arguments, **options):
+            return function(*arguments, **options)
+        _die_at(f"before {point}")
+        result = function(*arguments, **options)
+        if inspect.isawaitable(result):
+            return _wait(result, point)
+        _die_at(f"after {point}")
+        return result
+
+    setattr(owner, name, run)
+
+
+async def _wait(result: Any, point: str) -> Any:
+    found = await result
+    _die_at(f"after {point}")
+    return found
+
+
+def install() -> None:
+    """Watch every step of both ways in."""
+    vars(serve)["EngineClient"] = EngineOfNobody
+    _watch(blobs.BlobWriter, "write", "temporary bytes", lambda _, chunk: len(chunk) > 0)
+    _watch(AdapterCheck, "check", "check")
+    _watch(blobs.BlobWriter, "commit", "blob")
+    _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
+    _watch(registry, "settle", "settling")  # in the transaction, its rows are written and not committed
+    _watch(Registry, "publish_version", "transaction")
+    _watch(retries, "answered", "answer")
+    _watch(uploads.Uploads, "create", "announcement")
+    _watch(StagedWriter, "write", "staged bytes", lambda _, chunk: len(chunk) > 0)
+    _watch(StagedWriter, "sync", "staged sync")
+    _watch(piecewise, "_gather", "gathering")
+    _watch(StagedFiles, "delete", "clearing")
+
+
+def _serve(arguments: list[str]) -> None:
+    status = 1
+    try:
+        sys.argv = ["weft", *arguments]
+        with open(environment()["LOG"], "ab", buffering=0) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        main()
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the child must not go on as its parent
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    install()
+    demo_tokenizer()
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            _serve(json.loads(line))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -69,11 +69,7 @@ class KeyRing:
         digest = self.digest(secret)
         if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
             return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
-        known = self._recent.get(digest)
-        if known is None:
-            epoch = self._recent.epoch
-            known = await _read_known(database, secret, digest)
-            self._recent.remember(digest, known, epoch)
+        known = await self._recent.ask(digest, lambda: _read_known(database, secret, digest))
         if known.expires_at is not None and known.expires_at <= self._clock():
             raise _refusal()
         return known.identity

@@ -368,12 +368,12 @@ class Registry:
         Raises:
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
         """
-        adapter = self._resolved.get((tenant_id, selector))
-        if adapter is None:
-            epoch = self._resolved.epoch
+
+        async def read() -> Adapter:
             async with self._database.read() as session:
-                adapter = await adapters.resolve(session, tenant_id, selector)
-            self._resolved.remember((tenant_id, selector), adapter, epoch)
+                return await adapters.resolve(session, tenant_id, selector)
+
+        adapter = await self._resolved.ask((tenant_id, selector), read)
         return adapter, adapter.current
 
     async def list_audit(self, before: int | None = None, limit: int = 100) -> tuple[AuditEntry, ...]:
@@ -383,13 +383,16 @@ class Registry:
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[AsyncSession]:
+        has_begun = False
         try:
             async with self._database.write() as session:
+                has_begun = True
                 yield session
         finally:
             # Also when the caller is cancelled: the change may have been committed.
-            self._key_ring.forget()
-            self._resolved.forget()
+            if has_begun:
+                self._key_ring.forget()
+                self._resolved.forget()
 
 
 def _prepare(data_dir: Path, pepper: str | None) -> bytes:

@@ -16,6 +16,7 @@ from datetime import UTC
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     FromClause,
     Label,
@@ -23,6 +24,7 @@ from sqlalchemy import (
     Select,
     Subquery,
     case,
+    cast,
     func,
     literal,
     or_,
@@ -30,7 +32,7 @@ from sqlalchemy import (
     tuple_,
     union_all,
 )
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
@@ -106,6 +108,7 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
         rows.setdefault(event.id, _row(event))
     if not rows:
         return 0
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     statement = insert(UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
     inserted = list(await session.scalars(statement, list(rows.values())))
     sums = _sum_by_hour(rows[event_id] for event_id in inserted)
@@ -126,7 +129,7 @@ async def query(session: AsyncSession, query: UsageQuery) -> UsageReport:
     """
     _check_query(query)
     facts = _facts(query)
-    sums = [func.coalesce(func.sum(facts.c[name]), 0).label(name) for name in _SUMS]
+    sums = [_sum(facts.c[name]) for name in _SUMS]
     grouped, order = _grouped(query, facts, sums)
     page = select(grouped).where(grouped.c.requests > 0).order_by(*order).limit(query.limit + 1)
     if query.after is not None:
@@ -143,7 +146,7 @@ async def query(session: AsyncSession, query: UsageQuery) -> UsageReport:
 
 async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, AdapterUsage]:
     """All that was ever asked of these adapters, by whomever; ids without usage are missing."""
-    sums = [func.sum(_rollups[name]).label(name) for name in _SUMS]
+    sums = [_sum(_rollups[name]) for name in _SUMS]
     statement = select(_rollups.adapter_id, func.max(_rollups.last_at).label("last_at"), *sums)
     statement = statement.where(_rollups.adapter_id.in_(set(adapter_ids) - {""})).group_by(_rollups.adapter_id)
     found = (await session.execute(statement)).mappings()
@@ -162,6 +165,11 @@ async def count_differences(session: AsyncSession) -> int:
     differs = or_(*(func.sum(both.c[name]) != 0 for name in _SUMS))
     wrong = select(both.c.at).group_by(*(both.c[name] for name in _KEYS)).having(differs).subquery()
     return await session.scalar(select(func.count()).select_from(wrong)) or 0
+
+
+def _sum(column: ColumnElement[int]) -> Label[int]:
+    """0 for no rows; an integer in PostgreSQL too, which sums 64-bit integers to decimal numbers."""
+    return cast(func.coalesce(func.sum(column), 0), BigInteger).label(column.name)
 
 
 def _row(event: UsageEvent) -> dict[str, Any]:

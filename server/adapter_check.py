@@ -35,7 +35,7 @@ PAGES_CACHED = 4096
 _REFUSALS: dict[str, type[WeftError]] = {
     cls.__name__: cls for cls in (AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError)
 }
-_HIDDEN_FROM_CHILD = ("WEFT_ADMIN_KEY", "WEFT_KEY")
+_HIDDEN_FROM_CHILD = ("WEFT_ADMIN_KEY", "WEFT_KEY", "WEFT_PEPPER", "WEFT_REGISTRY__DATABASE_URL")
 
 
 class AdapterCheck:

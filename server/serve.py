@@ -95,7 +95,9 @@ async def open_services(
         ConfigError: A setting is wrong.
         EngineUnavailableError: The engine does not start.
     """
-    registry = await Registry.open(config.registry.database_url, config.server.data_dir, key.secret)
+    registry = await Registry.open(
+        config.registry.database_url, config.server.data_dir, key.secret, pepper=environment().get("WEFT_PEPPER")
+    )
     stack.push_async_callback(registry.close)
     blobs = await asyncio.to_thread(LocalBlobs, config.blob_dir)
     engine = EngineClient(config, announce=announce)

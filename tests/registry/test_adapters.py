@@ -93,9 +93,11 @@ async def test_fifty_identical_uploads_at_once_make_one_version(registry: Regist
     assert len({adapter.id for adapter, _, _ in published}) == 1
 
 
-async def test_two_processes_publishing_at_once_make_one_version(registry: Registry, tmp_path: Path) -> None:
+async def test_two_processes_publishing_at_once_make_one_version(
+    registry: Registry, tmp_path: Path, database_url: str | None
+) -> None:
     acme = await registry.create_tenant("acme")
-    other = await Registry.open(f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
+    other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
     published = await asyncio.gather(
         *(
             process.publish_version(acme.id, "support", facts(content))

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 import weft
 from api_adapters import sound
 from fake_engine import DEMO_MODEL
+from postgres_server import fresh_database
 from weft.cli import make_app
+from weft.errors import ConfigError
 
 DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
 
@@ -64,7 +66,7 @@ def run(*arguments: str, **environ: str) -> Any:
 
 def test_help_lists_every_command() -> None:
     text = run("--help").output
-    for command in ("serve", "doctor", "adapter", "fit", "ps", "tenant", "key", "usage", "version", "config"):
+    for command in ("serve", "doctor", "adapter", "fit", "ps", "tenant", "key", "usage", "version", "config", "db"):
         assert command in text
 
 
@@ -258,3 +260,13 @@ def test_the_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch,
     found = {finding["check"]: finding for finding in json.loads(run(*arguments).stdout)}
     assert found["CPU kernels"]["result"] == "warn"
     assert "CXX=no-such-compiler is no program" in found["CPU kernels"]["detail"]
+
+
+def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -> None:
+    folder = ["db", "upgrade", "--data-dir", str(tmp_path / "data")]
+    assert run(*folder).output == "schema none -> 0002\n"
+    assert run(*folder).output == "schema 0002: up to date\n"
+    url = fresh_database()
+    assert run("db", "upgrade", WEFT_REGISTRY__DATABASE_URL=url).output == "schema none -> 0002\n"
+    assert run("db", "upgrade", "--database-url", url).output == "schema 0002: up to date\n"
+    assert isinstance(run("db", "upgrade", "--database-url", "mysql://h/d").exception, ConfigError)

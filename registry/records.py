@@ -18,6 +18,9 @@ SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
 Bucket = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant", "adapter", "version", "key"]
 
+Shares = Mapping[int, int]
+"""Versions by number, each with its weight among them."""
+
 RecordT = TypeVar("RecordT")
 
 
@@ -112,10 +115,10 @@ class Adapter:
     description: str | None
     pinned: bool
     created_at: datetime
-    aliases: Mapping[str, int]
-    """Alias to version; `default` is what the plain name means, and may be missing."""
+    aliases: Mapping[str, Shares]
+    """What each alias means; `default` is what the plain name means, and may be missing."""
     current: AdapterVersion
-    """The version that was asked for; where none was, what `default` means, else the latest."""
+    """The version that was asked for; where none was, what `default` means most often, else the latest."""
 
     def ref(self, version: AdapterVersion | None = None) -> AdapterRef:
         """The reference by which engine and residency know `version` (`current` when None)."""
@@ -128,6 +131,28 @@ class Adapter:
             weights_sha256=version.weights_sha256,
             config=version.spec,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """What a selector means to a caller."""
+
+    adapter: Adapter
+    choices: tuple[tuple[AdapterVersion, int], ...]
+    """Versions with their weights; one, unless an alias splits its requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Another tenant may call an adapter."""
+
+    tenant_id: str
+    """The grantee."""
+    tenant: str
+    """The grantee's name."""
+    version: int | None
+    """None means every version."""
+    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

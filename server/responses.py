@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -135,7 +135,8 @@ class AdapterView(View):
     """Pages it takes on the device; null where its weights cannot be read now."""
     residency: Literal["stored", "host", "device"]
     pinned: bool
-    aliases: dict[str, int]
+    aliases: dict[str, int | dict[str, int]]
+    """Alias to version, or to the weights of the versions among which it splits its requests."""
     description: str | None
     created_at: str
     usage: AdapterUsageView | None = None
@@ -147,6 +148,49 @@ class AdapterList(View):
 
     object: Literal["list"] = "list"
     data: list[AdapterView]
+    next: str | None
+
+
+class GrantView(View):
+    """Another tenant may call an adapter."""
+
+    object: Literal["grant"] = "grant"
+    adapter: str
+    tenant: str
+    """Name of the grantee."""
+    tenant_id: str
+    version: int | None
+    """Null means every version."""
+    created_at: str
+
+
+class GrantList(View):
+    """An adapter's grants."""
+
+    object: Literal["list"] = "list"
+    data: list[GrantView]
+    next: str | None
+
+
+class AuditView(View):
+    """One change of what exists."""
+
+    id: str
+    object: Literal["audit.entry"] = "audit.entry"
+    at: str
+    actor: str
+    """A key's id, or `admin`."""
+    action: str
+    tenant: str
+    target: str
+    detail: dict[str, Any]
+
+
+class AuditList(View):
+    """A page of the audit log, newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[AuditView]
     next: str | None
 
 

@@ -127,7 +127,7 @@ async def delete_adapter(
 
 async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> FitItem:
     try:
-        model = await resolve_model(services.registry, caller, services.served_name, selector, None)
+        model = await resolve_model(services.registry, caller, services.served_name, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter, version = model.adapter, model.version

@@ -7,7 +7,7 @@ from typing import Literal
 
 from weft.engine.status import EngineStatus
 from weft.errors import EngineUnavailableError
-from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, Key, Tenant
+from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, AuditEntry, Grant, Key, Shares, Tenant
 from weft.server.adapter_fit import AdapterFit
 from weft.server.responses import (
     AdapterFitItem,
@@ -15,7 +15,9 @@ from weft.server.responses import (
     AdapterUsageView,
     AdapterView,
     AppliedModules,
+    AuditView,
     FitNumbers,
+    GrantView,
     KeyView,
     TenantView,
     VersionView,
@@ -69,10 +71,34 @@ def adapter_view(
         pages=pages,
         residency=residency,
         pinned=adapter.pinned,
-        aliases=dict(adapter.aliases),
+        aliases={alias: _alias_view(shares) for alias, shares in adapter.aliases.items()},
         description=adapter.description,
         created_at=iso(adapter.created_at),
         usage=_usage_view(usage) if usage else None,
+    )
+
+
+def grant_view(adapter: str, grant: Grant) -> GrantView:
+    """A grant's body."""
+    return GrantView(
+        adapter=adapter,
+        tenant=grant.tenant,
+        tenant_id=grant.tenant_id,
+        version=grant.version,
+        created_at=iso(grant.created_at),
+    )
+
+
+def audit_view(entry: AuditEntry) -> AuditView:
+    """An audit entry's body."""
+    return AuditView(
+        id=str(entry.id),
+        at=iso(entry.at),
+        actor=entry.actor,
+        action=entry.action,
+        tenant=entry.tenant,
+        target=entry.target,
+        detail=dict(entry.detail),
     )
 
 
@@ -148,3 +174,9 @@ def _usage_view(usage: AdapterUsage) -> AdapterUsageView:
         completion_tokens=usage.completion_tokens,
         last_used_at=iso(usage.last_used_at) if usage.last_used_at else None,
     )
+
+
+def _alias_view(shares: Shares) -> int | dict[str, int]:
+    if len(shares) == 1:
+        return next(iter(shares))
+    return {str(version): weight for version, weight in shares.items()}

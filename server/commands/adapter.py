@@ -119,6 +119,44 @@ def show_adapter(
     show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
 
 
+@app.command("alias")
+def set_aliases(
+    name: str,
+    aliases: Annotated[
+        list[str],
+        typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
+    ],
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Say which version an alias means; `default` is what the plain name means, so default=1 rolls back to 1."""
+    body = {"aliases": dict(_alias(text) for text in aliases)}
+    path = f"/v1/adapters/{_quoted(name)}"
+    show(call(url, key, "PATCH", path, json=body, params={"tenant": tenant}), as_json, COLUMNS)
+
+
+@app.command()
+def grant(
+    name: str,
+    grantee: Annotated[str, typer.Argument(help="Id of the other tenant; admins may give its name.")],
+    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")] = False,
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+) -> None:
+    """Let another tenant call an adapter as `tenant/name`, or take that back."""
+    path = f"/v1/adapters/{_quoted(name)}/grants"
+    if withdraw:
+        call(url, key, "DELETE", f"{path}/{_quoted(grantee)}", params={"tenant": tenant, "version": version})
+        typer.echo(f"{grantee} may no longer call {name}")
+        return
+    made = call(url, key, "POST", path, json={"tenant": grantee, "version": version}, params={"tenant": tenant})
+    typer.echo(f"{made['tenant']} may call {name}" + (f"@{version}" if version else ""))
+
+
 @app.command("rm")
 def remove(
     name: str,
@@ -170,3 +208,17 @@ def _quoted(name: str) -> str:
         tenant, _, own = name.partition("/")
         fail(f"expected an adapter's own name, got {name!r}. For another tenant's: {own} --tenant {tenant}", 2)
     return quote(name, safe="")
+
+
+def _alias(text: str) -> tuple[str, dict[str, int] | int | None]:
+    """An alias and its meaning, from `prod=2`, `prod=2:90,3:10` or `prod=`."""
+    alias, equals, meaning = text.partition("=")
+    shares = [part.partition(":") for part in meaning.split(",")] if meaning else []
+    numbers = [number for version, _, weight in shares for number in (version, weight or "1")]
+    if not equals or not all(number.isascii() and number.isdigit() for number in numbers):
+        fail(f"{text!r} must be ALIAS=VERSION, ALIAS=VERSION:WEIGHT,VERSION:WEIGHT or ALIAS=.", 2)
+    if not shares:
+        return alias, None
+    if len(shares) == 1:
+        return alias, int(shares[0][0])
+    return alias, {version: int(weight or 1) for version, _, weight in shares}

@@ -16,7 +16,7 @@ Scope = Literal["infer", "adapters", "usage"]
 SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
 
 Bucket = Literal["1m", "1h", "1d"]
-GroupBy = Literal["tenant", "adapter", "version", "key"]
+GroupBy = Literal["tenant", "adapter", "version", "key", "status"]
 
 Shares = Mapping[int, int]
 """Versions by number, each with its weight among them."""
@@ -120,6 +120,10 @@ class Adapter:
     current: AdapterVersion
     """The version that was asked for; where none was, what `default` means most often, else the latest."""
 
+    def name_for(self, tenant_id: str | None) -> str:
+        """How this tenant calls it: by its name, or as `owner/name`."""
+        return self.name if tenant_id == self.tenant_id else f"{self.tenant}/{self.name}"
+
     def ref(self, version: AdapterVersion | None = None) -> AdapterRef:
         """The reference by which engine and residency know `version` (`current` when None)."""
         version = version or self.current
@@ -181,7 +185,7 @@ class UsageEvent:
     adapter_id: str | None
     """None for the base model."""
     adapter: str | None
-    """The adapter's name, kept so that history outlives the adapter."""
+    """The adapter's name, `owner/name` for one that was granted; kept so that history outlives the adapter."""
     adapter_version: int | None
     adapter_digest: str | None
     request_id: str
@@ -207,6 +211,8 @@ class UsageTotals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    cost: int = 0
+    """In units of 10^-10 of the currency; 0 without prices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,9 +228,11 @@ class UsageQuery:
     group_by: tuple[GroupBy, ...] = ()
     tenant_id: str | None = None
     """Only this tenant's usage; always set it for a tenant's own query."""
-    adapter: str | None = None
-    """Only adapters of this name; the empty text means the base model."""
-    key_id: str | None = None
+    adapters: tuple[str, ...] = ()
+    """Only adapters of these names; the empty text means the base model. No names, no filter; so for all filters."""
+    versions: tuple[int, ...] = ()
+    key_ids: tuple[str, ...] = ()
+    statuses: tuple[str, ...] = ()
     after: str | None = None
     """`next` of the page before."""
     limit: int = 1000
@@ -243,6 +251,7 @@ class UsageRow(UsageTotals):
     """The adapter's name; with grouping by adapter or version None means the base model."""
     version: int | None = None
     key_id: str | None = None
+    status: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

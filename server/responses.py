@@ -261,6 +261,8 @@ class UsageTotalsView(View):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    cost: str | None = None
+    """Exact, as a decimal number; absent where no prices are set."""
 
 
 class UsageRowView(UsageTotalsView):
@@ -273,6 +275,7 @@ class UsageRowView(UsageTotalsView):
     """Null is the base model, where grouped by adapter."""
     version: int | None = None
     key: str | None = None
+    status: str | None = None
 
 
 class UsageList(View):
@@ -282,6 +285,41 @@ class UsageList(View):
     data: list[UsageRowView]
     next: str | None
     totals: UsageTotalsView
+    currency: str | None = None
+    """Of the costs; absent where no prices are set."""
+
+
+class UsageEventView(View):
+    """One billable fact: a request, however it ended."""
+
+    id: str
+    object: Literal["usage.event"] = "usage.event"
+    at: str
+    """When the request ended."""
+    tenant: str | None
+    key: str | None
+    adapter: str | None
+    """Null is the base model."""
+    version: int | None
+    digest: str | None
+    request_id: str
+    endpoint: str
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    duration_s: float | None
+    adapter_state: str | None
+
+
+class UsageEventList(View):
+    """A page of usage events, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[UsageEventView]
+    next: str | None
 
 
 class UsageDetails(View):

@@ -137,7 +137,7 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
     return FitItem(
-        adapter=adapter.name if adapter.tenant_id == caller.tenant_id else f"{adapter.tenant}/{adapter.name}",
+        adapter=adapter.name_for(caller.tenant_id),
         version=version.version,
         digest=version.digest,
         rank=version.rank,

@@ -31,6 +31,7 @@ from weft.server.http_protocol import BoundedProtocol
 from weft.server.logs import configure_logs
 from weft.server.metrics import Metrics
 from weft.server.pins import settle_pins
+from weft.server.price_file import read_prices
 from weft.server.removal import delete_blobs, end_removals
 from weft.server.services import Services
 
@@ -95,6 +96,7 @@ async def open_services(
         ConfigError: A setting is wrong.
         EngineUnavailableError: The engine does not start.
     """
+    prices = read_prices(config.registry.price_file) if config.registry.price_file else None
     registry = await Registry.open(
         config.registry.database_url, config.server.data_dir, key.secret, pepper=environment().get("WEFT_PEPPER")
     )
@@ -114,6 +116,7 @@ async def open_services(
         check=AdapterCheck(ready, blobs),
         metrics=Metrics(config.adapter.slots),
         drain=drain,
+        prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
     stack.push_async_callback(end_removals, services)

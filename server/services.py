@@ -20,6 +20,7 @@ from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineReady, EngineStatus
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
+from weft.registry.prices import PriceTable
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
@@ -76,6 +77,8 @@ class Services:
     check: AdapterCheck
     metrics: Metrics
     drain: Drain
+    prices: PriceTable | None = None
+    """What tokens cost; None shows no cost."""
     default_tenant: Tenant | None = None
     """Whom an admin stands for by default: set where authentication is off."""
     blob_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -7,7 +7,17 @@ from typing import Literal
 
 from weft.engine.status import EngineStatus
 from weft.errors import EngineUnavailableError
-from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, AuditEntry, Grant, Key, Shares, Tenant
+from weft.registry.records import (
+    Adapter,
+    AdapterUsage,
+    AdapterVersion,
+    AuditEntry,
+    Grant,
+    Key,
+    Shares,
+    Tenant,
+    UsageEvent,
+)
 from weft.server.adapter_fit import AdapterFit
 from weft.server.responses import (
     AdapterFitItem,
@@ -20,6 +30,7 @@ from weft.server.responses import (
     GrantView,
     KeyView,
     TenantView,
+    UsageEventView,
     VersionView,
 )
 from weft.server.services import Services
@@ -141,6 +152,29 @@ def fit_view(fit: AdapterFit) -> AdapterFitView:
             for item in fit.items
         ],
         message=fit.message,
+    )
+
+
+def usage_event_view(event: UsageEvent) -> UsageEventView:
+    """A usage event's body."""
+    return UsageEventView(
+        id=event.id,
+        at=iso(event.at),
+        tenant=event.tenant,
+        key=event.key_id,
+        adapter=event.adapter,
+        version=event.adapter_version,
+        digest=event.adapter_digest,
+        request_id=event.request_id,
+        endpoint=event.endpoint,
+        status=event.status,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        queue_s=event.queue_s,
+        ttft_s=event.ttft_s,
+        duration_s=event.duration_s,
+        adapter_state=event.adapter_state,
     )
 
 

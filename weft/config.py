@@ -202,9 +202,11 @@ class RegistryConfig:
     """Where the registry keeps its rows and blobs."""
 
     database_url: str | None = None
-    """SQLAlchemy URL; None takes SQLite in the data folder."""
+    """sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE; None takes SQLite in the data folder."""
     blob_url: str | None = None
     """Folder of the adapter blobs; None takes blobs/ in the data folder."""
+    price_file: Path | None = None
+    """YAML file of prices per million tokens; with it, usage shows its cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

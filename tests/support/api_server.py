@@ -64,7 +64,7 @@ class Api:
 
     def files(self) -> list[Path]:
         """Everything in the blob store."""
-        return sorted(path for path in self.services.blobs.root.rglob("*") if path.is_file())
+        return sorted(path for path in self.services.config.blob_dir.rglob("*") if path.is_file())
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:

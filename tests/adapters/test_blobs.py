@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from s3_server import S3Server, s3_server
+from s3_server import S3Server
 from weft.adapters.blob_store import BlobStore
 from weft.adapters.blobs import PIECE_BYTES, LocalBlobs
 from weft.adapters.s3_blobs import S3Blobs
@@ -55,12 +54,6 @@ class Kept:
         else:
             self.s3.put(self.bucket, f"sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}", content)
             self.local.delete(DIGEST)
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
 
 
 @pytest.fixture(params=["a folder", "S3"])

@@ -6,16 +6,17 @@ import hashlib
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
 
-from s3_server import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
+from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from weft.adapters import s3_blobs
 from weft.adapters.blob_store import BlobStore, open_blobs
 from weft.adapters.blobs import LocalBlobs
@@ -27,12 +28,6 @@ CONTENT = b"some weights " * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 KEY = f"team/a/sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}"
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -405,3 +400,17 @@ def test_a_variable_that_obstore_does_not_take_is_a_wrong_setting(
     monkeypatch.setenv(name, "rot13")
     with pytest.raises(ConfigError, match=r"AWS_\.\.\."):
         open_blobs(RegistryConfig(blob_url="s3://bucket"), tmp_path)
+
+
+def test_without_obstore_the_setting_says_what_to_install(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nsys.modules['obstore'] = None\n"
+        "from weft.adapters.blob_store import open_blobs\nfrom weft.config import RegistryConfig\n"
+        "from weft.errors import ConfigError\n"
+        "open_blobs(RegistryConfig(), Path(sys.argv[1]))\n"
+        "try:\n    open_blobs(RegistryConfig(blob_url='s3://bucket'), Path(sys.argv[1]))\n"
+        "except ConfigError as error:\n    print(error.message)\n"
+    )
+    command = [sys.executable, "-P", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pip install 'weft[s3]'" in done.stdout

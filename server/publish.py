@@ -51,6 +51,7 @@ async def _publish(
     services: Services, owner: TenantCaller, form: UploadForm, facts: VersionFacts, weights: BlobWriter
 ) -> tuple[Adapter, bool]:
     try:
+        await asyncio.to_thread(weights.prepare)
         async with services.blob_lock:
             await asyncio.to_thread(weights.commit)
             adapter, _, is_new = await services.registry.publish_version(

@@ -15,12 +15,12 @@ from pathlib import Path
 import structlog
 import uvicorn
 
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blob_store import BlobStore, open_blobs
 from weft.config import Config, environment
 from weft.engine.client import EngineClient
 from weft.engine.status import EngineReady
 from weft.engine.tokenizer import Tokenizer
-from weft.errors import ConfigError, NotFoundError
+from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
@@ -101,7 +101,7 @@ async def open_services(
         config.registry.database_url, config.server.data_dir, key.secret, pepper=environment().get("WEFT_PEPPER")
     )
     stack.push_async_callback(registry.close)
-    blobs = await asyncio.to_thread(LocalBlobs, config.blob_dir)
+    blobs = await asyncio.to_thread(_open_blobs, config)
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
@@ -120,7 +120,10 @@ async def open_services(
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
     stack.push_async_callback(end_removals, services)
-    await _sweep(services)
+    try:
+        await _sweep(services)
+    except CapacityError as error:
+        log.warning("blobs_not_swept", code=error.code)
     await settle_pins(services)
     return services
 
@@ -263,6 +266,15 @@ async def _default_tenant(registry: Registry) -> Tenant:
         return await registry.get_tenant(DEFAULT_TENANT)
     except NotFoundError:
         return await registry.create_tenant(DEFAULT_TENANT)
+
+
+def _open_blobs(config: Config) -> BlobStore:
+    blobs = open_blobs(config.registry, config.server.data_dir)
+    try:
+        blobs.probe()
+    except CapacityError as error:  # it passes, and adapters that are copied or resident are served all the same
+        log.warning("blob_store_unavailable", code=error.code)
+    return blobs
 
 
 async def _sweep(services: Services) -> None:

@@ -13,7 +13,7 @@ from fastapi import Depends
 from starlette.requests import Request
 
 import weft
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blob_store import BlobStore
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
@@ -73,7 +73,7 @@ class Services:
     tokenizer: Tokenizer
     tokenizer_settings: Mapping[str, object]
     """What the checkpoint's tokenizer_config.json says, for clients."""
-    blobs: LocalBlobs
+    blobs: BlobStore
     check: AdapterCheck
     metrics: Metrics
     drain: Drain

@@ -24,7 +24,7 @@ from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
-from weft.server.admin_key import AdminKey, admin_key
+from weft.server.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.app import MetricsApp, create_app
 from weft.server.drain import Drain
 from weft.server.http_protocol import BoundedProtocol
@@ -98,7 +98,7 @@ async def open_services(
     """
     prices = read_prices(config.registry.price_file) if config.registry.price_file else None
     registry = await Registry.open(
-        config.registry.database_url, config.server.data_dir, key.secret, pepper=environment().get("WEFT_PEPPER")
+        config.registry.database_url, config.server.data_dir, key.secret, pepper=given_pepper(environment())
     )
     stack.push_async_callback(registry.close)
     blobs = await asyncio.to_thread(_open_blobs, config)

@@ -214,7 +214,7 @@ def _alias(text: str) -> tuple[str, dict[str, int] | int | None]:
     """An alias and its meaning, from `prod=2`, `prod=2:90,3:10` or `prod=`."""
     alias, equals, meaning = text.partition("=")
     shares = [part.partition(":") for part in meaning.split(",")] if meaning else []
-    numbers = [number for version, _, weight in shares for number in (version, weight or "1")]
+    numbers = [number for version, colon, weight in shares for number in (version, weight if colon else "1")]
     if not equals or not all(number.isascii() and number.isdigit() for number in numbers):
         fail(f"{text!r} must be ALIAS=VERSION, ALIAS=VERSION:WEIGHT,VERSION:WEIGHT or ALIAS=.", 2)
     if not shares:

@@ -133,6 +133,10 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         (("key", "create", "acme", "--scope", "infer"), "POST", "/v1/tenants/acme/keys", 200),
         (("key", "ls", "acme"), "GET", "/v1/tenants/acme/keys", 200),
         (("key", "revoke", "key_1"), "DELETE", "/v1/keys/key_1", 204),
+        (("key", "rotate", "key_1", "--grace-s", "5"), "POST", "/v1/keys/key_1/rotate", 200),
+        (("adapter", "alias", "a", "prod=2", "--tenant", "acme"), "PATCH", "/v1/adapters/a?tenant=acme", 200),
+        (("adapter", "grant", "a", "ten_1", "--withdraw"), "DELETE", "/v1/adapters/a/grants/ten_1", 204),
+        (("audit", "--tenant", "acme"), "GET", "/v1/audit?tenant=acme&limit=50", 200),
         (("usage", "--by", "key", "--json"), "GET", "/v1/usage?group_by=key", 200),
     ):
         recorder.status = status
@@ -146,6 +150,24 @@ def test_pin_and_unpin_send_what_they_say(recorder: Recorder) -> None:
         done = run("adapter", command, "a", "--url", recorder.url)
         assert done.output == f"{command}ned a\n"
         assert json.loads(recorder.calls[-1][3]) == {"pinned": pinned}
+
+
+def test_aliases_are_versions_splits_or_nothing(recorder: Recorder) -> None:
+    done = run("adapter", "alias", "a", "prod=2", "default=1:90,3:10", "old=", "--url", recorder.url)
+    assert done.exit_code == 0, done.output
+    meant = {"prod": 2, "default": {"1": 90, "3": 10}, "old": None}
+    assert json.loads(recorder.calls[-1][3]) == {"aliases": meant}
+    for wrong in ("prod", "prod=x", "prod=1:2,", "prod=1:-1", "prod=1:a,2:b"):
+        refused = run("adapter", "alias", "a", wrong, "--url", recorder.url)
+        assert (refused.exit_code, "ALIAS=VERSION" in refused.output) == (2, True), refused.output
+    assert len(recorder.calls) == 1
+
+
+def test_a_grant_says_who_may_call_what(recorder: Recorder) -> None:
+    recorder.body = {"object": "grant", "tenant": "other"}
+    done = run("adapter", "grant", "a", "ten_1", "--version", "2", "--url", recorder.url)
+    assert (done.exit_code, done.output) == (0, "other may call a@2\n")
+    assert json.loads(recorder.calls[-1][3]) == {"tenant": "ten_1", "version": 2}
 
 
 def test_a_name_with_its_tenant_is_refused_with_the_way_to_say_it(recorder: Recorder) -> None:

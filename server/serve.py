@@ -32,7 +32,7 @@ from weft.server.logs import configure_logs
 from weft.server.metrics import Metrics
 from weft.server.pins import settle_pins
 from weft.server.removal import delete_blobs, end_removals
-from weft.server.services import Services
+from weft.server.services import Services, base_names
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
@@ -109,7 +109,7 @@ async def open_services(
         tokenizer=tokenizer,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
-        check=AdapterCheck(ready, blobs),
+        check=AdapterCheck(ready, blobs, base_names(config)),
         metrics=Metrics(config.adapter.slots),
         drain=drain,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,

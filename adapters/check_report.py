@@ -44,6 +44,7 @@ def report_on(
         _untrained([entry.name in zeros for entry, name in tensors if name.place.part == "b"]),
         _moved(names[0].stem, "language_model" in names[0].stem),
         _unused(spec, config, names),
+        _overlap(spec),
         _other_base(config.get("base_model_name_or_path") or config.get("model"), base_names),
     ]
     return {
@@ -70,7 +71,7 @@ def _unused(spec: LoraSpec, config: Mapping[str, object], names: Sequence[Tensor
     """A warning of modules that the config names and the file does not hold."""
     paths = [f"{name.stem}.{name.place.layer}.{MODULE_PATHS[name.place.module]}".split(".") for name in names]
     endings = {".".join(path[start:]) for path in paths for start in range(len(path))}
-    targets = config.get("target_modules")
+    targets = None if config.get("exclude_modules") else config.get("target_modules")
     wanted = [*spec.rank_pattern, *spec.alpha_pattern, *(targets if isinstance(targets, list) else [])]
     missing = sorted({key for key in wanted if unwrapped(key) not in endings})
     if not missing:
@@ -78,6 +79,19 @@ def _unused(spec: LoraSpec, config: Mapping[str, object], names: Sequence[Tensor
     more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
     listed = ", ".join(shown(key) for key in missing[:MAX_NAMES])
     return f"The config names modules of which the file holds nothing: {listed}{more}. Nothing is changed there."
+
+
+def _overlap(spec: LoraSpec) -> str:
+    """A warning of keys whose order decides; of ranks the tensors' sizes tell already."""
+    for key in spec.alpha_pattern:
+        parts = key.split(".")
+        for shorter in (".".join(parts[start:]) for start in range(1, len(parts))):
+            if shorter in spec.alpha_pattern:
+                return (
+                    f"alpha_pattern has {shown(key)} and {shown(shorter)}, which match the same modules. The first in "
+                    "the file counts, as in PEFT; as PEFT sorts them when it saves, in training another may have."
+                )
+    return ""
 
 
 def _other_base(trained_on: object, base_names: Sequence[str]) -> str:

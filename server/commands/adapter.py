@@ -120,6 +120,7 @@ def show_adapter(
         show({**body, "versions": versions["data"]}, True, ())
         return
     show(body, False, COLUMNS)
+    _tell(body.get("report") or {})
     typer.echo("")
     show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
 

@@ -172,7 +172,10 @@ def _check_tensors(
 def _rank_of(spec: LoraSpec, path: str, named: _Named) -> int:
     """The rank of one module; refuses patterns that mean something else on the wrapped model that was trained."""
     rank, written = spec.module_rank(path), named[1].written
-    if (rank, spec.module_scaling(path)) != (spec.module_rank(written), spec.module_scaling(written)):
+    if written != path and (rank, spec.module_scaling(path)) != (
+        spec.module_rank(written),
+        spec.module_scaling(written),
+    ):
         raise AdapterIncompatibleError(
             f"Tensor {named[0].name} is of a wrapped model, where rank_pattern and alpha_pattern match other modules "
             f"than on the plain one: {path} is {written} there. Write the patterns by module name alone, as in q_proj, "

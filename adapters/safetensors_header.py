@@ -30,9 +30,9 @@ _TORCH_SAVE = "a zip archive, as torch.save writes"
 _PICKLED = "a Python pickle"
 CONVERT = (
     "Pickles are never read here. Where you trust the file, save the adapter with PEFT's "
-    'save_pretrained(..., safe_serialization=True), or convert it: python -c "import torch; from safetensors.torch '
-    "import save_file; save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True, "
-    "map_location='cpu').items()}, 'adapter_model.safetensors')\""
+    'save_pretrained(..., safe_serialization=True), or convert it: python -c "from torch import load; from '
+    "safetensors.torch import save_file; save_file({k: v.contiguous() for k, v in load('adapter_model.bin', "
+    "weights_only=True, map_location='cpu').items()}, 'adapter_model.safetensors')\""
 )
 _MAGICS = (
     (b"PK\x03\x04", _TORCH_SAVE),

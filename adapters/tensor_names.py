@@ -138,4 +138,6 @@ class TensorNames:
 
 def unwrapped(name: str) -> str:
     """The name without what DDP, torch.compile, FSDP and activation checkpointing put into it."""
+    if not any(wrapper in name for wrapper in (_DDP, *_WRAPPERS)):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix(_DDP)

@@ -629,7 +629,7 @@ REFUSED: dict[str, Refused] = {
         ".bin",
         lambda base, folder: save(trained(base, lora()), folder, safe_serialization=False),
         "weights.not_safetensors",
-        ("adapter_model.bin", "torch.load", "weights_only=True", "save_file"),
+        ("adapter_model.bin", "load(", "weights_only=True", "save_file"),
     ),
 }
 

@@ -319,6 +319,7 @@ def _version_row(adapter: AdapterRow, facts: VersionFacts, now: datetime) -> Ver
         total=facts.total,
         parameters=facts.parameters,
         size_bytes=facts.size_bytes,
+        report=dict(facts.report),
         created_at=to_micros(now),
     )
 
@@ -336,5 +337,6 @@ def _version(row: VersionRow) -> AdapterVersion:
         total=row.total,
         parameters=row.parameters,
         size_bytes=row.size_bytes,
+        report=row.report,
         created_at=from_micros(row.created_at),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from weft.adapters.ref import AdapterRef, LoraSpec
 
@@ -91,6 +91,8 @@ class VersionFacts:
     """Modules of the base that an adapter could change."""
     parameters: int
     size_bytes: int
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """What the check noticed, as JSON types; empty for versions from before there were reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,12 @@ class AdapterCheck:
     Args:
         ready: Base shape, page geometry and rank limit.
         blobs: Where stored weights lie.
+        base_names: What the base is called, the served name first.
     """
 
-    def __init__(self, ready: EngineReady, blobs: BlobStore) -> None:
+    def __init__(self, ready: EngineReady, blobs: BlobStore, base_names: Sequence[str] = ()) -> None:
         self._ready = ready
+        self._base_names = base_names
         self._blobs = blobs
         self._at_once = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._pages: dict[str, int] = {}
@@ -87,6 +90,7 @@ class AdapterCheck:
             total=found["total"],
             parameters=found["parameters"],
             size_bytes=size_bytes,
+            report=found["report"],
         )
 
     async def pages(self, version: VersionFacts) -> int | None:
@@ -118,6 +122,7 @@ class AdapterCheck:
             "config": base64.b64encode(config).decode(),
             "weights": str(weights),
             "base": dataclasses.asdict(self._ready.base),
+            "base_names": self._base_names,
             "max_rank": self._ready.max_rank,
             "cpu_s": cpu_s,
         }

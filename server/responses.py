@@ -90,6 +90,18 @@ class AdapterUsageView(View):
     last_used_at: str | None
 
 
+class ReportView(View):
+    """What the check of an upload noticed."""
+
+    dtype: list[str]
+    layout: Literal["peft", "mlx"]
+    """How the matrices lie in the file; MLX's are the transposes of PEFT's."""
+    renamed: int
+    """Tensors in whose names wrappers, an adapter's name or a multimodal model's were passed over."""
+    warnings: list[str]
+    """What looks like a mistake; the adapter is served all the same."""
+
+
 class VersionView(View):
     """One immutable upload."""
 
@@ -106,6 +118,8 @@ class VersionView(View):
     size_bytes: int
     residency: Literal["stored", "host", "device"]
     created_at: str
+    report: ReportView | None
+    """Null for versions from before there were reports."""
 
 
 class VersionList(View):
@@ -139,6 +153,8 @@ class AdapterView(View):
     """Alias to version, or to the weights of the versions among which it splits its requests."""
     description: str | None
     created_at: str
+    report: ReportView | None
+    """Of the version; null where it is from before there were reports."""
     usage: AdapterUsageView | None = None
     """On GET only."""
 

@@ -33,7 +33,7 @@ from weft.server.metrics import Metrics
 from weft.server.pins import settle_pins
 from weft.server.price_file import read_prices
 from weft.server.removal import delete_blobs, end_removals
-from weft.server.services import Services
+from weft.server.services import Services, base_names
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
@@ -113,7 +113,7 @@ async def open_services(
         tokenizer=tokenizer,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
-        check=AdapterCheck(ready, blobs),
+        check=AdapterCheck(ready, blobs, base_names(config)),
         metrics=Metrics(config.adapter.slots),
         drain=drain,
         prices=prices,

@@ -136,4 +136,10 @@ Wired = Annotated[Services, Depends(_wired)]
 
 def served_name(config: Config) -> str:
     """`model.served_name`, or the last part of the model's path."""
-    return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]
+    return config.model.served_name or base_names(config)[-1]
+
+
+def base_names(config: Config) -> tuple[str, ...]:
+    """What the base is called: by clients, where they are told another name, and by its path's last part."""
+    own = config.model.path.rstrip("/").rsplit("/", 1)[-1]
+    return (config.model.served_name, own) if config.model.served_name else (own,)

@@ -29,6 +29,7 @@ from weft.server.responses import (
     FitNumbers,
     GrantView,
     KeyView,
+    ReportView,
     TenantView,
     UsageEventView,
     VersionView,
@@ -85,6 +86,7 @@ def adapter_view(
         aliases={alias: _alias_view(shares) for alias, shares in adapter.aliases.items()},
         description=adapter.description,
         created_at=iso(adapter.created_at),
+        report=_report_view(version),
         usage=_usage_view(usage) if usage else None,
     )
 
@@ -127,6 +129,7 @@ def version_view(adapter: Adapter, version: AdapterVersion, residency: Residency
         size_bytes=version.size_bytes,
         residency=residency,
         created_at=iso(version.created_at),
+        report=_report_view(version),
     )
 
 
@@ -198,6 +201,10 @@ async def residency_now(services: Services) -> ResidencyMap:
         return ResidencyMap(await services.engine_status(STATUS_S))
     except EngineUnavailableError:
         return ResidencyMap(None)
+
+
+def _report_view(version: AdapterVersion) -> ReportView | None:
+    return ReportView(**version.report) if version.report else None
 
 
 def _usage_view(usage: AdapterUsage) -> AdapterUsageView:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +14,6 @@ from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, cal
 if TYPE_CHECKING:
     from weft.adapters.base_shape import BaseShape
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COLUMNS = (
     "name",
     "tenant",
@@ -26,7 +26,7 @@ COLUMNS = (
     "pinned",
     "aliases",
 )
-Folder = Annotated[Path, typer.Argument(help=f"Folder with {CONFIG} and {WEIGHTS}.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(help="Folder that PEFT or mlx-lm saved the adapter to.", show_default=False)]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
 
@@ -52,7 +52,8 @@ def validate(
     except ConfigError as error:
         fail(error.message, 2)
     try:
-        found = read_checkpoint(config.read_bytes(), weights, base, max_rank)
+        names = (Path(model).resolve().name,) if model else ()
+        found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
     except WeftError as error:
         if as_json:
             typer.echo(json.dumps({"valid": False, "code": error.code, "message": error.message}))
@@ -66,8 +67,11 @@ def validate(
         "applied_modules": {"applied": found.applied, "total": found.total},
         "parameters": found.parameters,
         "checked_against": model or "itself",
+        "report": dict(found.report),
     }
-    show(facts, as_json, list(facts))
+    show(facts, as_json, list(facts)[:-1])
+    if not as_json:
+        _tell(found.report)
 
 
 @app.command()
@@ -87,10 +91,11 @@ def push(  # noqa: PLR0913 - one parameter per option
     if description is not None:
         form["description"] = description
     with config.open("rb") as config_file, weights.open("rb") as weights_file:
-        files = {"config": (CONFIG, config_file), "weights": (WEIGHTS, weights_file)}
+        files = {"config": (config.name, config_file), "weights": (weights.name, weights_file)}
         body = call(url, key, "POST", "/v1/adapters", data=form, files=files, params={"tenant": tenant})
     show(body, as_json, COLUMNS)
     if not as_json:
+        _tell(body.get("report") or {})
         selector = body["name"]
         if body["aliases"].get("default") != body["version"]:
             selector += f"@{body['version']}"
@@ -115,6 +120,7 @@ def show_adapter(
         show({**body, "versions": versions["data"]}, True, ())
         return
     show(body, False, COLUMNS)
+    _tell(body.get("report") or {})
     typer.echo("")
     show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
 
@@ -186,13 +192,21 @@ def unpin(name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = N
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
     """Config and weights of an adapter; ends the command where one is missing."""
-    if not folder.is_dir():
-        fail(f"there is no folder {folder}.", 2)
-    config, weights = folder / CONFIG, folder / WEIGHTS
-    for path in (config, weights):
-        if not path.is_file():
-            fail(f"{folder} has no {path.name}. Expected what PEFT's save_pretrained writes.", 2)
-    return config, weights
+    from weft.adapters import adapter_folder
+    from weft.errors import AdapterFormatError
+
+    try:
+        return adapter_folder.adapter_files(folder)
+    except AdapterFormatError as error:
+        fail(error.message, 2)
+
+
+def _tell(report: Mapping[str, Any]) -> None:
+    """Print what the check noticed, the warnings on stderr."""
+    if report.get("layout") == "mlx" or report.get("renamed"):
+        typer.echo(f"read as: {report['layout']}, {report['renamed']} tensors under other names than PEFT's")
+    for warning in report.get("warnings", ()):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _base(folder: Path) -> BaseShape:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import weft
-from api_adapters import sound
+from api_adapters import sound, sound_mlx
 from fake_engine import DEMO_MODEL
 from postgres_server import fresh_database
 from weft.cli import make_app
@@ -103,6 +103,48 @@ def test_a_bad_folder_exits_with_2_and_the_reason(tmp_path: Path) -> None:
     broken = run("adapter", "validate", str(tmp_path), "--json")
     assert broken.exit_code == 2
     assert "weights." in broken.output
+
+
+def mlx_folder(folder: Path, **fields: object) -> Path:
+    """A folder as mlx-lm leaves it, with a checkpoint of an earlier step."""
+    folder.mkdir()
+    made = sound_mlx(**fields)
+    (folder / "adapter_config.json").write_bytes(made.config)
+    (folder / "adapters.safetensors").write_bytes(made.weights)
+    (folder / "0000100_adapters.safetensors").write_bytes(b"an earlier step")
+    return folder
+
+
+def test_a_folder_of_mlx_is_validated_with_what_was_noticed(tmp_path: Path) -> None:
+    folder = mlx_folder(tmp_path / "mlx", model="meta/Big")
+    found = run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))
+    assert found.exit_code == 0, found.output
+    assert "read as: mlx" in found.stdout
+    assert "warning: The config says that the base was 'meta/Big', here it is 'model'" in found.stderr
+    as_json = json.loads(run("adapter", "validate", str(folder), "--json").stdout)
+    assert as_json["report"] == {"dtype": ["F32"], "layout": "mlx", "renamed": 0, "warnings": []}
+    dora = mlx_folder(tmp_path / "dora", fine_tune_type="dora")
+    refused = run("adapter", "validate", str(dora))
+    assert refused.exit_code == 2
+    assert "mlx_lm.lora --fine-tune-type lora" in refused.stderr
+
+
+def test_a_folder_of_mlx_is_pushed_as_it_is(recorder: Recorder, tmp_path: Path) -> None:
+    folder = mlx_folder(tmp_path / "mlx")
+    report = {"dtype": ["F32"], "layout": "mlx", "renamed": 0, "warnings": ["Something is odd."]}
+    recorder.body = {"name": "mlx", "version": 1, "aliases": {"default": 1}, "report": report}
+    pushed = run("adapter", "push", str(folder), "--url", recorder.url, "--key", "k")
+    assert pushed.exit_code == 0, pushed.output
+    assert sound_mlx().weights in recorder.calls[0][3]
+    assert "warning: Something is odd." in pushed.stderr
+
+
+def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(sound().config)
+    (tmp_path / "adapter_model.bin").write_bytes(b"PK\x03\x04")
+    found = run("adapter", "push", str(tmp_path))
+    assert found.exit_code == 2
+    assert "load('adapter_model.bin', weights_only=True" in found.stderr
 
 
 def test_push_sends_the_folder(recorder: Recorder, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from weft.server.drain import Drain
 from weft.server.http_protocol import BoundedProtocol
 from weft.server.incoming import Pace
 from weft.server.metrics import Metrics
-from weft.server.services import Services
+from weft.server.services import Services, base_names
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 BASE = "demo"
@@ -122,7 +122,7 @@ async def api(
         tokenizer=demo_tokenizer(),
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
-        check=AdapterCheck(ready, blobs),
+        check=AdapterCheck(ready, blobs, base_names(config)),
         metrics=Metrics(config.adapter.slots),
         drain=Drain(),
         default_tenant=default,

@@ -1,4 +1,4 @@
-"""Reads `adapter_config.json`: what changes the result goes into a `LoraSpec`, what is not served is refused by name.
+"""Reads PEFT's `adapter_config.json`: what changes the result goes into a `LoraSpec`, what is not served is refused.
 
 Nothing in the file is run, imported, opened or used as a pattern. Which modules an adapter changes is not read here:
 the tensors decide (`checkpoint`).
@@ -10,6 +10,7 @@ import math
 import re
 from typing import NoReturn
 
+from weft.adapters.mlx_config import as_peft, is_mlx
 from weft.adapters.module_paths import is_literal_path
 from weft.adapters.peft_fields import (
     BASE_CHANGING_INITIALISATIONS,
@@ -18,6 +19,8 @@ from weft.adapters.peft_fields import (
     INITIALISATIONS,
     MODULE_LIST_FIELDS,
     READ_FIELDS,
+    UNUSED,
+    is_one_of,
 )
 from weft.adapters.ref import LoraSpec
 from weft.adapters.strict_json import (
@@ -41,11 +44,10 @@ MIN_SCALING = 1e-8
 _MAX_ALPHA = MAX_SCALING * 256
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _TRANSFORMERS_MODULE = re.compile(r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}")
-_UNUSED: tuple[object, ...] = (None, False, "", [], {})
 
 
 def read_config(raw: bytes, max_rank: int) -> LoraSpec:
-    """Read and check an `adapter_config.json`.
+    """Read and check an `adapter_config.json` of PEFT or of mlx-lm.
 
     Args:
         raw: The file. The first `MAX_CONFIG_BYTES + 1` bytes of a longer one are enough for the right refusal.
@@ -56,7 +58,8 @@ def read_config(raw: bytes, max_rank: int) -> LoraSpec:
         AdapterFormatError: Not what PEFT writes; codes `config.*`.
         AdapterIncompatibleError: Sound, but not served; codes `config.*`.
     """
-    config = _parse(raw)
+    written = parse_config(raw)
+    config = as_peft(written) if is_mlx(written) else written
     _check_kind(config)
     for name, value in config.items():
         _check_field(name, value)
@@ -73,7 +76,7 @@ def read_config(raw: bytes, max_rank: int) -> LoraSpec:
             key: _alpha(f"alpha_pattern[{key}]", alpha) for key, alpha in _pattern(config, "alpha_pattern").items()
         },
     )
-    _check_values("", config)
+    _check_values("", written)
     return spec
 
 
@@ -92,7 +95,13 @@ def check_scaling(scaling: float, module: str) -> float:
     return scaling
 
 
-def _parse(raw: bytes) -> dict[str, object]:
+def parse_config(raw: bytes) -> dict[str, object]:
+    """The fields as they are written; nothing of them is checked.
+
+    Raises:
+        PayloadTooLargeError: Longer than 64 KiB (config.too_large).
+        AdapterFormatError: Not a JSON object (config.too_deep, .duplicate_key, .not_json, .not_object).
+    """
     try:
         if len(raw) > MAX_CONFIG_BYTES:
             check_depth(raw, MAX_DEPTH)
@@ -133,7 +142,7 @@ def _required(config: dict[str, object], name: str) -> object:
 def _check_field(name: str, value: object) -> None:
     feature = FEATURES.get(name)
     if feature is not None:
-        if not _is_one_of(value, feature.neutral):
+        if not is_one_of(value, feature.neutral):
             raise AdapterIncompatibleError(
                 f"{name} is {shown(value)}: {feature.what} is not served. {feature.mend}", code=feature.code
             )
@@ -144,16 +153,12 @@ def _check_field(name: str, value: object) -> None:
     elif name == "lora_dropout":
         if type(value) not in (int, float, type(None)):
             _refuse("value_invalid", f"lora_dropout must be a number, got {shown(value)}.")
-    elif name not in READ_FIELDS and name not in INERT_FIELDS and not _is_one_of(value, _UNUSED):
+    elif name not in READ_FIELDS and name not in INERT_FIELDS and not is_one_of(value, UNUSED):
         _unsupported(
             "field_unknown",
             f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes. "
             "Remove it if it does not.",
         )
-
-
-def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
-    return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
 def _check_module_list(name: str, value: object) -> None:

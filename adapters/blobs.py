@@ -23,6 +23,8 @@ from weft.errors import AdapterUnavailableError, CapacityError
 
 PIECE_BYTES = 1 << 20
 """Read and hashed in one go: about a millisecond."""
+CORRUPT = "adapter_blob_corrupt"
+"""The code of the error for bytes that do not have their digest."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -67,6 +69,15 @@ class BlobWriter:
         """Hex digest of everything written so far."""
         return self._hash.hexdigest()
 
+    def prepare(self) -> None:
+        """Do now what takes long in `commit`, all but naming the blob. Nothing else has to wait meanwhile.
+
+        Raises:
+            CapacityError: The bytes cannot be kept (code storage_full or storage_unavailable); discard the writer.
+        """
+        with full_disk_is_capacity():
+            os.fsync(self._fd)
+
     def commit(self) -> str:
         """Make the blob durable under its digest, replacing an equal one (which mends a corrupt one).
 
@@ -74,13 +85,13 @@ class BlobWriter:
             The digest, 64 hex digits.
 
         Raises:
-            CapacityError: The disk is full (code storage_full); discard the writer.
+            CapacityError: The bytes cannot be kept (code storage_full or storage_unavailable); discard the writer.
         """
         digest = self.sha256()
         with full_disk_is_capacity():
             os.fsync(self._fd)
             self._blobs.make_folders(digest)
-            with _folder(self._blobs.root, ("tmp",)) as source, _folder(self._blobs.root, _parents(digest)) as target:
+            with _folder(self._blobs.root, ("tmp",)) as source, _folder(self._blobs.root, parents(digest)) as target:
                 os.rename(self._name, digest, src_dir_fd=source, dst_dir_fd=target)
                 self._close()
                 os.fsync(target)
@@ -132,7 +143,7 @@ class BlobReader:
         while filled < len(buffer):
             got = self._read_piece(buffer[filled : filled + PIECE_BYTES])
             if got == 0:
-                raise _corrupt(self._sha256)
+                raise corrupt(self._sha256)
             filled += got
         return filled
 
@@ -146,7 +157,7 @@ class BlobReader:
         while self._read_piece(rest):
             pass
         if self._hash.hexdigest() != self._sha256:
-            raise _corrupt(self._sha256)
+            raise corrupt(self._sha256)
 
     def _read_piece(self, buffer: memoryview) -> int:
         got = os.readv(self._fd, [buffer])
@@ -182,7 +193,7 @@ class LocalBlobs:
 
     def path(self, sha256: str) -> Path:
         """Where a blob lies or would lie."""
-        return self.root.joinpath(*_parents(sha256), sha256)
+        return self.root.joinpath(*parents(sha256), sha256)
 
     @contextlib.contextmanager
     def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader]:
@@ -198,10 +209,19 @@ class LocalBlobs:
         with self._open(sha256) as fd:
             yield BlobReader(fd, sha256, pause)
 
+    def peek(self, sha256: str, num_bytes: int) -> tuple[bytes, int]:
+        """The first bytes of a blob, not checked against its digest, and the size of all of it.
+
+        Raises:
+            AdapterUnavailableError: Missing (adapter_blob_missing), or not even a file (adapter_blob_corrupt).
+        """
+        with self._open(sha256) as fd:
+            return os.pread(fd, num_bytes, 0), os.fstat(fd).st_size
+
     def delete(self, sha256: str) -> bool:
         """Remove a blob for good. Returns whether it was there."""
         try:
-            with _folder(self.root, _parents(sha256)) as folder:
+            with _folder(self.root, parents(sha256)) as folder:
                 os.unlink(sha256, dir_fd=folder)
                 os.fsync(folder)
         except FileNotFoundError:
@@ -234,38 +254,41 @@ class LocalBlobs:
                         removed += 1
         return removed
 
+    def probe(self) -> None:
+        """Make sure that blobs can be stored; raises CapacityError when the disk is full (code storage_full)."""
+        with self.create():
+            pass
+
     def make_folders(self, sha256: str) -> None:
         """Make the folders above a blob, each durable in its parent."""
-        parents = _parents(sha256)
-        for depth in range(1, len(parents)):
-            with _folder(self.root, parents[:depth]) as folder:
+        names = parents(sha256)
+        for depth in range(1, len(names)):
+            with _folder(self.root, names[:depth]) as folder:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(parents[depth], 0o700, dir_fd=folder)
+                    os.mkdir(names[depth], 0o700, dir_fd=folder)
                 os.fsync(folder)
 
     @contextlib.contextmanager
     def _open(self, sha256: str) -> Iterator[int]:
         try:
-            with _folder(self.root, _parents(sha256)) as folder:
+            with _folder(self.root, parents(sha256)) as folder:
                 fd = os.open(sha256, _READ_FLAGS, dir_fd=folder)
         except FileNotFoundError:
-            raise AdapterUnavailableError(
-                f"The adapter's weights (sha256 {sha256}) are not in the blob store; upload the adapter again.",
-                code="adapter_blob_missing",
-            ) from None
+            raise missing(sha256) from None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise _corrupt(sha256) from error
+                raise corrupt(sha256) from error
             raise
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise _corrupt(sha256)
+                raise corrupt(sha256)
             yield fd
         finally:
             os.close(fd)
 
 
-def _parents(sha256: str) -> tuple[str, str, str]:
+def parents(sha256: str) -> tuple[str, str, str]:
+    """Names of the folders above a blob."""
     if not _DIGEST.fullmatch(sha256):
         raise ValueError(f"A blob's digest is 64 lower-case hex digits, got {sha256!r}")
     return ("sha256", sha256[:2], sha256[2:4])
@@ -297,8 +320,17 @@ def full_disk_is_capacity() -> Iterator[None]:
         ) from error
 
 
-def _corrupt(sha256: str) -> AdapterUnavailableError:
+def missing(sha256: str) -> AdapterUnavailableError:
+    """The error for a blob that is not there."""
+    return AdapterUnavailableError(
+        f"The adapter's weights (sha256 {sha256}) are not in the blob store; upload the adapter again.",
+        code="adapter_blob_missing",
+    )
+
+
+def corrupt(sha256: str) -> AdapterUnavailableError:
+    """The error for bytes that have another digest."""
     return AdapterUnavailableError(
         f"The adapter's weights (sha256 {sha256}) no longer match their digest; upload the adapter again.",
-        code="adapter_blob_corrupt",
+        code=CORRUPT,
     )

@@ -1,4 +1,4 @@
-"""Reads a PEFT LoRA checkpoint and checks it whole, against the base where there is one. Loads nothing with PEFT.
+"""Reads a PEFT or MLX LoRA checkpoint and checks it whole, against the base where there is one, without PEFT.
 
 Every tensor must be the `lora_A` or `lora_B` of a linear layer that the base has, complete in pairs, of the base's
 sizes and of the rank that the config gives. What is not understood is refused, never skipped. Knows nothing of pages.
@@ -10,16 +10,17 @@ import io
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import NoReturn
 
-from weft.adapters.adapter_config import check_scaling, read_config
+from weft.adapters.adapter_config import check_scaling, parse_config, read_config
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape
+from weft.adapters.check_report import report_on
 from weft.adapters.ref import LoraSpec
 from weft.adapters.safetensors_header import TensorEntry, read_header
-from weft.adapters.tensor_names import Part, TensorNames, TensorPlace
+from weft.adapters.tensor_names import Part, TensorName, TensorNames, TensorPlace
 from weft.adapters.value_scan import scan_values as scan
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
 
@@ -32,7 +33,9 @@ class LoraTensor:
     module: int
     """Index into `BaseShape.modules`."""
     part: Part
-    """`a`: [rank, in]; `b`: [out, rank]."""
+    """`a`: rank and in; `b`: rank and out."""
+    rank_axis: int
+    """Which axis of `shape` is the rank: PEFT writes [rank, in] and [out, rank], MLX the transposes."""
     shape: tuple[int, int]
     dtype: str
     """F32, F16 or BF16, little-endian."""
@@ -61,12 +64,19 @@ class Checkpoint:
     """Linear layers that the adapter changes."""
     total: int
     """Linear layers that adapters of this base may change; without a base, of as many layers as the file reaches."""
+    report: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """What its owner should know (`check_report`); empty where the values were not looked at."""
 
 
 def read_checkpoint(
-    config_bytes: bytes, weights: Path, base: BaseShape | None, max_rank: int, scan_values: bool = True
+    config_bytes: bytes,
+    weights: Path,
+    base: BaseShape | None,
+    max_rank: int,
+    scan_values: bool = True,
+    base_names: Sequence[str] = (),
 ) -> Checkpoint:
-    """Read and check `adapter_config.json` and `adapter_model.safetensors`.
+    """Read and check a config and its weights, as PEFT's save_pretrained or MLX wrote them.
 
     Args:
         config_bytes: The config file.
@@ -74,6 +84,7 @@ def read_checkpoint(
         base: Shape of the base model; None checks sizes only against each other.
         max_rank: Largest rank that is served.
         scan_values: Whether to look at every value; only a file that was scanned before may go without.
+        base_names: What the base is called, to tell in the report of an adapter that was trained on another.
 
     Raises:
         PayloadTooLargeError: The config is longer than 64 KiB.
@@ -84,10 +95,11 @@ def read_checkpoint(
     spec = read_config(config_bytes, max_rank)
     with _open_plain(weights) as file:
         tensors = read_header(file, os.fstat(file.fileno()).st_size)
-        checkpoint = _check_tensors(spec, tensors, base)
-        if scan_values:
-            scan(file, tensors)
-    return checkpoint
+        checkpoint, names = _check_tensors(spec, tensors, base)
+        if not scan_values:
+            return checkpoint
+        zeros = scan(file, tensors)
+    return replace(checkpoint, report=report_on(spec, parse_config(config_bytes), names, zeros, base_names))
 
 
 def check_weights(
@@ -108,7 +120,7 @@ def check_weights(
     """
     tensors = read_header(io.BytesIO(header), file_size)
     pause()
-    return _check_tensors(spec, tensors, base)
+    return _check_tensors(spec, tensors, base)[0]
 
 
 def _open_plain(path: Path) -> BufferedReader:
@@ -119,29 +131,33 @@ def _open_plain(path: Path) -> BufferedReader:
     return open(fd, "rb")
 
 
-def _check_tensors(spec: LoraSpec, tensors: Sequence[TensorEntry], base: BaseShape | None) -> Checkpoint:
+_Named = tuple[TensorEntry, TensorName]
+
+
+def _check_tensors(
+    spec: LoraSpec, tensors: Sequence[TensorEntry], base: BaseShape | None
+) -> tuple[Checkpoint, Sequence[_Named]]:
     placed = _place(tensors, base)
     pairs = _pair(placed)
-    prefix = base.layer_prefix if base else "model.layers"
     widths: dict[int, tuple[int, int]] = {}
     if base:
         widths = {index: (module.in_features, module.out_features) for index, module in enumerate(base.modules)}
     ranks: dict[tuple[int, int], int] = {}
     scalings: dict[tuple[int, int], float] = {}
     for (layer, module), (lora_a, lora_b) in sorted(pairs.items()):
-        path = f"{prefix}.{layer}.{MODULE_PATHS[module]}"
+        path = f"{lora_a[1].stem}.{layer}.{MODULE_PATHS[module]}"
         # Without a base, the first layer that touches a module says how wide it is.
-        width_in, width_out = widths.setdefault(module, (lora_a.shape[-1], lora_b.shape[0]))
-        rank = spec.module_rank(path)
-        _check_shape(lora_a, (rank, width_in), rank_axis=0)
-        _check_shape(lora_b, (width_out, rank), rank_axis=1)
+        width_in, width_out = widths.setdefault(module, (_width(lora_a), _width(lora_b)))
+        rank = _rank_of(spec, path, lora_a)
+        _check_shape(lora_a, rank, width_in)
+        _check_shape(lora_b, rank, width_out)
         ranks[layer, module] = rank
         scalings[layer, module] = check_scaling(spec.module_scaling(path), path)
     modules = sorted({module for _, module in ranks})
     num_layers = base.num_layers if base else max(layer for layer, _ in ranks) + 1
-    return Checkpoint(
+    checkpoint = Checkpoint(
         spec=spec,
-        tensors=tuple(_lora_tensor(place, placed[place]) for place in sorted(placed)),
+        tensors=tuple(_lora_tensor(*placed[place]) for place in sorted(placed)),
         ranks=ranks,
         scalings=scalings,
         parameters=sum(rank * sum(widths[module]) for (_, module), rank in ranks.items()),
@@ -150,22 +166,60 @@ def _check_tensors(spec: LoraSpec, tensors: Sequence[TensorEntry], base: BaseSha
         applied=len(ranks),
         total=num_layers * (len(base.modules) if base else len(MODULE_PATHS)),
     )
+    return checkpoint, list(placed.values())
 
 
-def _place(tensors: Sequence[TensorEntry], base: BaseShape | None) -> dict[TensorPlace, TensorEntry]:
+def _rank_of(spec: LoraSpec, path: str, named: _Named) -> int:
+    """The rank of one module; refuses patterns that mean something else on the wrapped model that was trained."""
+    rank, written = spec.module_rank(path), named[1].written
+    if written != path and (rank, spec.module_scaling(path)) != (
+        spec.module_rank(written),
+        spec.module_scaling(written),
+    ):
+        raise AdapterIncompatibleError(
+            f"Tensor {named[0].name} is of a wrapped model, where rank_pattern and alpha_pattern match other modules "
+            f"than on the plain one: {path} is {written} there. Write the patterns by module name alone, as in q_proj, "
+            "or save the adapter from the model without its wrappers.",
+            code="config.pattern_unsupported",
+        )
+    return rank
+
+
+def _place(tensors: Sequence[TensorEntry], base: BaseShape | None) -> dict[TensorPlace, _Named]:
     names = TensorNames(base)
-    placed: dict[TensorPlace, TensorEntry] = {}
+    placed: dict[TensorPlace, _Named] = {}
+    spellings: dict[tuple[str | None, str, str], str] = {}
     for tensor in tensors:
-        place = names.place(tensor.name)
-        if place in placed:
+        name = names.read(tensor.name)
+        spellings.setdefault((name.adapter, name.stem, name.layout), tensor.name)
+        if len({adapter for adapter, _, _ in spellings if adapter is not None}) > 1:
+            _refuse_mixture(spellings)
+        if name.place in placed:
             _refuse(
                 "duplicate_tensor",
-                f"Tensors {placed[place].name} and {tensor.name} are the same matrix in two spellings. Keep one.",
+                f"Tensors {placed[name.place][0].name} and {tensor.name} are the same matrix in two spellings. Keep "
+                "one.",
             )
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             _refuse_degenerate(tensor)
-        placed[place] = tensor
+        placed[name.place] = (tensor, name)
+    if len(spellings) > 1:
+        _refuse_mixture(spellings)
     return placed
+
+
+def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoReturn:
+    (one, first), (other, second), *_ = spellings.items()
+    why = "are of two layouts"
+    if one[0] != other[0]:
+        why = f"belong to two adapters, {one[0] or 'one without a name'} and {other[0] or 'one without a name'}"
+    elif one[1] != other[1]:
+        why = f"belong to two models, with layers at {one[1]} and at {other[1]}"
+    raise AdapterIncompatibleError(
+        f"Tensors {first} and {second} {why}. Save each adapter by itself with PEFT's save_pretrained, and upload it "
+        "by itself.",
+        code="weights.tensor_not_allowed",
+    )
 
 
 def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
@@ -181,43 +235,48 @@ def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
     )
 
 
-def _pair(
-    placed: Mapping[TensorPlace, TensorEntry],
-) -> dict[tuple[int, int], tuple[TensorEntry, TensorEntry]]:
+def _pair(placed: Mapping[TensorPlace, _Named]) -> dict[tuple[int, int], tuple[_Named, _Named]]:
     pairs = {}
-    for place, tensor in placed.items():
+    for place, named in placed.items():
         other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
         if other is None:
             _refuse(
                 "pair_incomplete",
-                f"Tensor {tensor.name} has no partner: each module needs lora_A and lora_B. Save the adapter again.",
+                f"Tensor {named[0].name} has no partner: each module needs lora_A and lora_B. Save the adapter again.",
             )
-        pairs[place.layer, place.module] = (tensor, other) if place.part == "a" else (other, tensor)
+        pairs[place.layer, place.module] = (named, other) if place.part == "a" else (other, named)
     return pairs
 
 
-def _check_shape(tensor: TensorEntry, expected: tuple[int, int], rank_axis: int) -> None:
-    if tensor.shape == expected:
+def _width(named: _Named) -> int:
+    tensor, name = named
+    return tensor.shape[1 - name.rank_axis]
+
+
+def _check_shape(named: _Named, rank: int, width: int) -> None:
+    tensor, name = named
+    got_rank, got_width = tensor.shape[name.rank_axis], _width(named)
+    if (got_rank, got_width) == (rank, width):
         return
     got = list(tensor.shape)
-    width_axis = 1 - rank_axis
-    if tensor.shape[width_axis] == expected[width_axis]:
+    if got_width == width:
         raise AdapterFormatError(
-            f"Tensor {tensor.name} has shape {got}, so rank {got[rank_axis]}; the config gives this module rank "
-            f"{expected[rank_axis]}. Mend r or rank_pattern: they must say what was trained.",
+            f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank "
+            f"{rank}. Mend r or rank_pattern: they must say what was trained.",
             code="weights.rank_mismatch",
         )
-    transposed = " It looks transposed." if tensor.shape[rank_axis] == expected[width_axis] else ""
+    expected = [rank, width] if name.rank_axis == 0 else [width, rank]
+    transposed = " It looks transposed." if got_rank == width else ""
     raise AdapterIncompatibleError(
-        f"Tensor {tensor.name} has shape {got}, expected {list(expected)}.{transposed} The adapter was probably "
+        f"Tensor {tensor.name} has shape {got}, expected {expected}.{transposed} The adapter was probably "
         "trained on another base model.",
         code="weights.shape_mismatch",
     )
 
 
-def _lora_tensor(place: TensorPlace, tensor: TensorEntry) -> LoraTensor:
+def _lora_tensor(tensor: TensorEntry, name: TensorName) -> LoraTensor:
     rows, columns = tensor.shape
-    return LoraTensor(place.layer, place.module, place.part, (rows, columns), tensor.dtype, tensor.start, tensor.end)
+    return LoraTensor(*name.place, name.rank_axis, (rows, columns), tensor.dtype, tensor.start, tensor.end)
 
 
 def _refuse(code: str, message: str) -> NoReturn:

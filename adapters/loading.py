@@ -9,13 +9,14 @@ from typing import Protocol
 import torch
 
 from weft.adapters.base_shape import BaseShape
+from weft.adapters.blobs import CORRUPT
 from weft.adapters.checkpoint import Checkpoint, check_weights
 from weft.adapters.host_images import HostImage, HostImages
 from weft.adapters.layout import LoraLayout, plan_layout
 from weft.adapters.packing import pack
 from weft.adapters.ref import AdapterRef
 from weft.adapters.safetensors_header import LENGTH_BYTES, header_bytes
-from weft.errors import AdapterFormatError, AdapterIncompatibleError, NeverFitsError
+from weft.errors import AdapterFormatError, AdapterIncompatibleError, AdapterUnavailableError, NeverFitsError
 from weft.memory.geometry import PageGeometry
 
 
@@ -79,10 +80,19 @@ class AdapterLoader:
 
         Raises:
             AdapterUnavailableError: The blob is missing or corrupt.
+            CapacityError: The blob cannot be had now (codes storage_unavailable and storage_full).
             AdapterFormatError: The blob is not a LoRA checkpoint that fits its config.
             AdapterIncompatibleError: The adapter is not for this base, or its rank exceeds the setting.
             NeverFitsError: It needs more pages than it may have.
         """
+        try:
+            return self._load(ref)
+        except AdapterUnavailableError as error:
+            if error.code != CORRUPT:
+                raise
+            return self._load(ref)  # a store that keeps copies has dropped a corrupt one by now
+
+    def _load(self, ref: AdapterRef) -> HostImage:
         slab_pages: Sequence[int] | None = None
         try:
             with self._blobs.open(ref.weights_sha256, self._pause) as blob:

@@ -14,6 +14,8 @@ from weft.adapters.base_shape import MODULE_PATHS
 MAX_KEY_LENGTH = 256
 _KEY = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _DIGIT = "#"
+_LAYERS = ("layers.", "model.layers.", "language_model.layers.", "model.language_model.layers.")
+_HEADS = ("", *_LAYERS, "language_model.model.layers.")
 
 
 def is_literal_path(key: str) -> bool:
@@ -40,7 +42,7 @@ def _endings(length: int) -> tuple[str, ...]:
     """Endings, at a dot, of all module paths, as far as they have this length; `#` is a digit of the layer number."""
     endings = []
     for path in MODULE_PATHS:
-        for head in ("", "layers.", "model.layers."):
+        for head in _HEADS:
             digits = length - len(head) - 1 - len(path)
             if digits >= 1:
                 endings.append(f"{head}{_DIGIT * digits}.{path}")

@@ -39,7 +39,7 @@ def pack(
 ) -> None:
     """Write the page images of an adapter.
 
-    Rows of A, and rows of B transposed, are cast to the pages' dtype and put at the places of `layout`; all else (rank
+    The rank rows of A and B are cast to the pages' dtype and put at the places of `layout`; all else (rank
     padding, row padding, unused space) becomes zero, so that nothing of the pages' earlier content remains.
 
     Args:
@@ -103,4 +103,4 @@ def _rank_rows(tensor: LoraTensor, raw: torch.Tensor, dtype: torch.dtype) -> tup
     """The part a tensor belongs to, and its values as [rank, features] in `dtype`; `raw` are its bytes."""
     stored = raw.view(_SOURCE_DTYPES[tensor.dtype]).view(tuple(tensor.shape))
     values = stored.to(dtype)
-    return (PART_A, values) if tensor.part == "a" else (PART_B, values.t())
+    return PART_A if tensor.part == "a" else PART_B, values.t() if tensor.rank_axis else values

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNUSED: tuple[object, ...] = (None, False, "", [], {})
+"""Values of an unknown field that cannot change anything."""
 FEATURE = "config.feature_unsupported"
 FIELD = "config.field_unsupported"
 
@@ -93,3 +95,8 @@ FEATURES = {
     "megatron_core": Feature(("megatron.core", None), "a module to import", "Set it to null.", FIELD),
 }
 """By field name."""
+
+
+def is_one_of(value: object, choices: tuple[object, ...]) -> bool:
+    """Whether `value` is one of these, compared with their types: 0 is not False."""
+    return any(type(value) is type(choice) and value == choice for choice in choices)

@@ -26,8 +26,16 @@ _MAX_DEPTH = 4
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _MAGIC_BYTES = 512
 _TAR_MAGIC_AT = 257
+_TORCH_SAVE = "a zip archive, as torch.save writes"
+_PICKLED = "a Python pickle"
+CONVERT = (
+    "Pickles are never read here. Where you trust the file, save the adapter with PEFT's "
+    'save_pretrained(..., safe_serialization=True), or convert it: python -c "from torch import load; from '
+    "safetensors.torch import save_file; save_file({k: v.contiguous() for k, v in load('adapter_model.bin', "
+    "weights_only=True, map_location='cpu').items()}, 'adapter_model.safetensors')\""
+)
 _MAGICS = (
-    (b"PK\x03\x04", "a zip archive (torch.save writes these)"),
+    (b"PK\x03\x04", _TORCH_SAVE),
     (b"PK\x05\x06", "an empty zip archive"),
     (b"GGUF", "a GGUF file"),
     (b"\x1f\x8b", "a gzip file"),
@@ -114,11 +122,13 @@ def _header_length(head: bytes, file_size: int) -> int:
 def _refuse_other_formats(head: bytes) -> None:
     kind = next((kind for magic, kind in _MAGICS if head.startswith(magic)), None)
     if kind is None and _PICKLE.match(head):
-        kind = "a Python pickle"
+        kind = _PICKLED
     if kind is None and head[_TAR_MAGIC_AT:].startswith(b"ustar"):
         kind = "a tar archive"
     if kind is None and _TEXT.match(head):
         kind = "text"
+    if kind in (_TORCH_SAVE, _PICKLED):
+        raise AdapterFormatError(f"The file is {kind}. {CONVERT}", code="weights.not_safetensors")
     if kind is not None:
         _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.")
 

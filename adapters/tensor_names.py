@@ -12,27 +12,51 @@ from weft.adapters.base_shape import MODULE_PATHS, BaseShape
 from weft.errors import AdapterIncompatibleError
 
 Part = Literal["a", "b"]
+Layout = Literal["peft", "mlx"]
 
 MAX_LAYERS = 1024
 """Layers that are looked at when no base is given."""
 _ROOT = "base_model.model."
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module")
-_LORA = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])\.weight")
-_LAYER = re.compile(r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z_.]+)")
+_DDP = "module."
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module"})
+"""Modules that torch.compile, FSDP and activation checkpointing put around others, anywhere and several times."""
+_STEMS = ("{}", "model.language_{}", "language_model.{}")
+"""Where a multimodal model of the same layers has them, by where the base has them (`model.layers`)."""
+_LAYER = r"(?P<stem>[A-Za-z_.]+)\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>[A-Za-z_.]+)"
+_SPELLINGS: tuple[tuple[Layout, re.Pattern[str]], ...] = (
+    (
+        "peft",
+        re.compile(rf"base_model\.model\.{_LAYER}\.lora_(?P<part>[AB])(?:\.(?P<adapter>[A-Za-z0-9_-]+))?\.weight"),
+    ),
+    ("mlx", re.compile(rf"{_LAYER}\.lora_(?P<part>[ab])")),
+)
+_VOCABULARY = (
+    "so the vocabulary was changed or trained: leave embed_tokens and lm_head out of target_modules and "
+    "modules_to_save, do not resize the embedding, and save with save_embedding_layers=False."
+)
+_MEGATRON = "It belongs to a fused layer of Megatron or NeMo: convert the adapter to the layout of Hugging Face PEFT"
+_SEES = "It changes the part that sees, and only language is served: retrain on the language model's layers alone."
 _HINTS = (
     ("lora_magnitude_vector", "It belongs to DoRA: retrain with use_dora=false."),
-    ("base_layer", "It is a copy of a base weight: save with save_embedding_layers=False, and target no embeddings."),
-    ("modules_to_save", "It is a copy of a base module: retrain with modules_to_save=null."),
-    ("lora_embedding_", "It changes the embedding: leave embed_tokens out of target_modules and retrain."),
     ("token_adapter", "It changes single token embeddings: retrain without trainable_token_indices."),
     ("trainable_tokens", "It changes single token embeddings: retrain without trainable_token_indices."),
-    ("embed_tokens", "The embedding is the base's: leave it out of target_modules and modules_to_save."),
-    ("lm_head", "The output head is the base's: leave it out of target_modules and modules_to_save."),
+    ("modules_to_save", "It is a copy of a base module: retrain with modules_to_save=null."),
+    ("lora_embedding_", f"It changes the embedding, {_VOCABULARY}"),
+    ("embed_tokens", f"It belongs to the embedding, {_VOCABULARY}"),
+    ("lm_head", f"It belongs to the output head, {_VOCABULARY}"),
+    ("experts", "Mixture-of-experts layers are not served."),
+    ("base_layer", "It is a copy of a base weight: save with PEFT's save_pretrained, which leaves it out."),
+    ("v_head", "It belongs to a value head, which training alone uses: leave tensors of v_head out of the file."),
     ("ia3_", "It belongs to IA3: retrain as LoRA."),
     (".bias", 'Biases are not served: retrain with bias="none".'),
+    ("linear_qkv", f"{_MEGATRON}, with q_proj, k_proj and v_proj apart."),
+    ("linear_fc1", f"{_MEGATRON}, with gate_proj and up_proj apart."),
+    ("linear_fc2", f"{_MEGATRON}, where it is down_proj."),
+    ("linear_proj", f"{_MEGATRON}, where it is o_proj."),
     ("qkv", "It belongs to a fused layer: split it into q_proj, k_proj and v_proj."),
     ("gate_up_proj", "It belongs to a fused layer: split it into gate_proj and up_proj."),
-    ("experts", "Mixture-of-experts layers are not served."),
+    ("vision", _SEES),
+    ("visual", _SEES),
 )
 
 
@@ -45,70 +69,75 @@ class TensorPlace(NamedTuple):
     part: Part
 
 
+class TensorName(NamedTuple):
+    """A tensor's name, taken apart."""
+
+    place: TensorPlace
+    layout: Layout
+    """`peft`: A is [rank, in], B is [out, rank]; `mlx`: both are transposed."""
+    stem: str
+    """Where the file's model has its layers: the base's `model.layers`, or below a multimodal model."""
+    written: str
+    """The module's path as the file has it, wrappers included."""
+    adapter: str | None
+    """The adapter's name, where the tensors of a running PEFT model were dumped."""
+    is_renamed: bool
+    """Whether it is spelled in another way than PEFT's and MLX's own."""
+
+    @property
+    def rank_axis(self) -> int:
+        """Which axis of the matrix is the rank."""
+        return int((self.place.part == "b") == (self.layout == "peft"))
+
+
 class TensorNames:
-    """The names that a file for one base may use."""
+    """The names that a file for one base may use.
+
+    Args:
+        base: None allows the layers 0 to 1023 of any model with the usual module names.
+    """
 
     def __init__(self, base: BaseShape | None) -> None:
-        """Build the list of allowed names.
+        self._num_layers = base.num_layers if base else MAX_LAYERS
+        paths = [module.path for module in base.modules] if base else MODULE_PATHS
+        self._modules = {path: index for index, path in enumerate(paths)}
+        self._stem = base.layer_prefix if base else "model.layers"
+        self._stems = {stem.format(self._stem) for stem in _STEMS}
 
-        Args:
-            base: None allows the layers 0 to 1023 of any model with the usual module names.
-        """
-        self._num_layers = MAX_LAYERS if base is None else base.num_layers
-        self._modules = {path: index for index, path in enumerate(MODULE_PATHS)}
-        self._allowed: dict[str, TensorPlace] | None = None
-        if base is not None:
-            parts: tuple[tuple[Part, str], ...] = (("a", "lora_A"), ("b", "lora_B"))
-            self._modules = {module.path: index for index, module in enumerate(base.modules)}
-            self._allowed = {
-                f"{_ROOT}{base.layer_prefix}.{layer}.{path}.{lora}.weight": TensorPlace(layer, index, part)
-                for layer in range(base.num_layers)
-                for path, index in self._modules.items()
-                for part, lora in parts
-            }
-
-    def place(self, name: str) -> TensorPlace:
+    def read(self, name: str) -> TensorName:
         """What the tensor `name` is.
 
         Raises:
             AdapterIncompatibleError: A LoRA file for this base may not hold it (weights.tensor_not_allowed).
         """
-        place = self._look_up(canonical_name(name))
-        if place is None:
-            raise AdapterIncompatibleError(
-                f"Tensor {name} is not allowed in an adapter. {self._mend(name)}", code="weights.tensor_not_allowed"
-            )
-        return place
-
-    def _look_up(self, name: str) -> TensorPlace | None:
-        if self._allowed is not None:
-            return self._allowed.get(name)
-        lora = _LORA.fullmatch(name)
-        layer = _LAYER.fullmatch(lora["path"]) if lora else None
-        if lora is None or layer is None or layer["path"] not in self._modules or int(layer["layer"]) >= MAX_LAYERS:
-            return None
-        return TensorPlace(int(layer["layer"]), self._modules[layer["path"]], "a" if lora["part"] == "A" else "b")
+        plain = unwrapped(name)
+        for layout, spelling in _SPELLINGS:
+            found = spelling.fullmatch(plain if layout == "peft" else name)
+            if found and found["stem"] in self._stems and found["path"] in self._modules:
+                place = TensorPlace(
+                    int(found["layer"]), self._modules[found["path"]], "a" if found["part"] in "aA" else "b"
+                )
+                adapter = found["adapter"] if layout == "peft" else None
+                if place.layer < self._num_layers:
+                    is_renamed = plain != name or adapter is not None or found["stem"] != self._stem
+                    written = name.rpartition(".lora_")[0].removeprefix(_ROOT)
+                    return TensorName(place, layout, found["stem"], written, adapter, is_renamed)
+        raise AdapterIncompatibleError(
+            f"Tensor {name} is not allowed in an adapter. {self._mend(name)}", code="weights.tensor_not_allowed"
+        )
 
     def _mend(self, name: str) -> str:
         for part, hint in _HINTS:
             if part in name:
                 return hint
         return (
-            f"Expected {_ROOT}model.layers.<0 to {self._num_layers - 1}>.<module>.lora_A.weight or lora_B.weight with "
+            f"Expected {_ROOT}{self._stem}.<0 to {self._num_layers - 1}>.<module>.lora_A.weight or lora_B.weight with "
             f"<module> one of {', '.join(self._modules)}."
         )
 
 
-def canonical_name(name: str) -> str:
-    """The name as PEFT's save_pretrained writes it.
-
-    Takes away one `_orig_mod.` (torch.compile), one `_fsdp_wrapped_module.` (FSDP) and the adapter name in
-    `lora_A.default.weight` (a dumped state dict).
-    """
-    parts = name.split(".")
-    for wrapper in _WRAPPERS:
-        if wrapper in parts:
-            parts.remove(wrapper)
-    if parts[-2:] == ["default", "weight"] and len(parts) > 2 and parts[-3] in ("lora_A", "lora_B"):
-        del parts[-2]
-    return ".".join(parts)
+def unwrapped(name: str) -> str:
+    """The name without what DDP, torch.compile, FSDP and activation checkpointing put into it."""
+    if not any(wrapper in name for wrapper in (_DDP, *_WRAPPERS)):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix(_DDP)

@@ -36,23 +36,31 @@ _FORMATS = {
 }
 
 
-def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry]) -> None:
+def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry]) -> frozenset[str]:
     """Read the tensors' bytes once and check each value.
+
+    Returns:
+        Names of the tensors that hold nothing but zeros.
 
     Raises:
         AdapterFormatError: A value is NaN or infinite (weights.non_finite) or beyond 1e4 (weights.value_too_large), or
             the file ends early (weights.truncated).
     """
     window = memoryview(bytearray(WINDOW_BYTES))
+    zeros = []
     for tensor in tensors:
         file.seek(tensor.start)
+        largest = 0
         for done in range(0, tensor.end - tensor.start, WINDOW_BYTES):
             piece = window[: min(WINDOW_BYTES, tensor.end - tensor.start - done)]
             if _fill(file, piece) != len(piece):
                 raise AdapterFormatError(
                     f"The file ends inside {tensor.name}. Upload it again.", code="weights.truncated"
                 )
-            _check_window(tensor, piece, done)
+            largest = max(largest, _check_window(tensor, piece, done))
+        if not largest:
+            zeros.append(tensor.name)
+    return frozenset(zeros)
 
 
 def _fill(file: BufferedReader, piece: memoryview) -> int:
@@ -65,11 +73,13 @@ def _fill(file: BufferedReader, piece: memoryview) -> int:
     return filled
 
 
-def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> None:
+def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
+    """The bit pattern of the largest magnitude: 0 where all are zero."""
     fmt = _FORMATS[tensor.dtype]
     magnitudes = np.bitwise_and(np.frombuffer(piece, fmt.dtype), fmt.dtype.type(fmt.magnitude_mask))
-    if int(magnitudes.max()) <= fmt.limit_bits:
-        return
+    largest = int(magnitudes.max())
+    if largest <= fmt.limit_bits:
+        return largest
     first = int(np.argmax(magnitudes > fmt.limit_bits))
     element = done // fmt.dtype.itemsize + first
     index = [int(i) for i in np.unravel_index(element, tensor.shape)]

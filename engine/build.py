@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blob_store import open_blobs
 from weft.adapters.host_images import HostImages
 from weft.adapters.load_pace import LoadPace
 from weft.adapters.load_threads import copier_thread, loader_threads
@@ -214,7 +214,7 @@ def _residency(
 ) -> Residency:
     arena, pool, tables, images = memory.arena, memory.pool, memory.tables, memory.images
     loader = AdapterLoader(
-        LocalBlobs(config.blob_dir),
+        open_blobs(config.registry, config.server.data_dir),
         images,
         tables.base,
         arena.geometry,

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from weft.adapters.adapter_folder import adapter_files
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
@@ -30,7 +31,6 @@ from weft.engine.text import TextStream
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import (
     AdapterError,
-    AdapterFormatError,
     CapacityError,
     ConfigError,
     EngineError,
@@ -42,7 +42,6 @@ from weft.errors import RequestError as RefusedError
 BLOCKED_WAIT_S = 0.02
 _SECTIONS = {"model": ModelConfig, "memory": MemoryConfig, "adapter": AdapterConfig, "scheduler": SchedulerConfig}
 _COPY_BYTES = 1 << 20
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _Stamp = tuple[tuple[int, int, int], ...]
 """Inode, size and time of change of an adapter's files."""
 
@@ -91,10 +90,10 @@ class LLM:
         self._blobs = LocalBlobs(self._config.blob_dir)
 
     def load_adapter(self, path: str | Path) -> AdapterRef:
-        """Check a PEFT checkpoint and make it known; it comes to the device with its first request.
+        """Check a checkpoint of PEFT or mlx-lm and make it known; it comes to the device with its first request.
 
         Args:
-            path: Folder with `adapter_config.json` and `adapter_model.safetensors`.
+            path: Folder with `adapter_config.json` and `adapter_model.safetensors`, or MLX's `adapters.safetensors`.
 
         Raises:
             AdapterFormatError: A file is missing, or not what PEFT writes.
@@ -102,7 +101,7 @@ class LLM:
         """
         folder = Path(path)
         stamp = _stamp(folder)
-        config_file, weights = (folder / name for name in _ADAPTER_FILES)
+        config_file, weights = adapter_files(folder)
         ready = self._parts.ready
         checkpoint = read_checkpoint(config_file.read_bytes(), weights, ready.base, ready.max_rank)
         weights_sha256 = self._store(weights)
@@ -241,9 +240,7 @@ class _Run:
 
 def _stamp(folder: Path) -> _Stamp:
     stamp = []
-    for file in (folder / name for name in _ADAPTER_FILES):
-        if not file.is_file():
-            raise AdapterFormatError(f"An adapter's folder must have {file.name}, got {folder} without it.")
+    for file in adapter_files(folder):
         stat = file.stat()
         stamp.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return tuple(stamp)

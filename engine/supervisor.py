@@ -17,7 +17,7 @@ from weft.engine.messages import Launch, encode_launch
 SOCKET_NAME = "engine"
 MAX_SOCKET_PATH = 100
 """The system takes 107 characters; some room for the folder's random part."""
-KEPT_FROM_ENGINE = frozenset({"WEFT_ADMIN_KEY"})
+KEPT_FROM_ENGINE = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_REGISTRY__DATABASE_URL"})
 """Variables that the engine has no business with."""
 
 CRASH_LOOP_DEATHS = 3

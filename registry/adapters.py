@@ -1,4 +1,4 @@
-"""Adapters, versions, aliases and grants: rows in, records out. Each function runs in the caller's transaction.
+"""Adapters and their versions: rows in, records out. Each function runs in the caller's transaction.
 
 Every question names a tenant, so another tenant's adapter looks like one that does not exist.
 """
@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, ScalarSelect, Select, and_, delete, exists, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, delete, func, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from weft.adapters.ref import LoraSpec
-from weft.errors import InvalidRequestError, NotFoundError
+from weft.errors import NotFoundError
+from weft.registry.aliases import main_version, point_aliases, read_aliases
 from weft.registry.clock import from_micros, to_micros
+from weft.registry.grants import EVERY_VERSION, may_call
 from weft.registry.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
-from weft.registry.names import MAX_DESCRIPTION, check_alias, check_integer, check_name, check_text, is_name
-from weft.registry.records import Adapter, AdapterVersion, Page, Removed, VersionFacts
+from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name
+from weft.registry.records import Adapter, AdapterVersion, Page, Removed, Resolution, Shares, VersionFacts
 from weft.registry.references import only_referenced_by
 from weft.registry.selectors import DEFAULT_ALIAS, Selector, model_not_found, parse_selector
-from weft.registry.tenants import tenant_row
 
 MAX_PAGE = 1000
-MAX_ALIASES = 100
-_LARGEST_VERSION = (1 << 31) - 1
 _CHUNK = 500
 
 
@@ -76,7 +76,7 @@ async def publish_version(
         session.add(version)
     await session.flush()
     if activate:
-        await _point_aliases(session, adapter.id, {DEFAULT_ALIAS: version.version})
+        await point_aliases(session, adapter.id, {DEFAULT_ALIAS: version.version})
     return (await _records(session, [(adapter, owner.name)], {adapter.id: version}))[0], created
 
 
@@ -91,11 +91,22 @@ async def list_adapters(session: AsyncSession, tenant_id: str, after: str | None
     return Page(items=items, next=items[-1].name if len(rows) > limit else None)
 
 
-async def list_granted(session: AsyncSession, tenant_id: str) -> tuple[Adapter, ...]:
-    """Other tenants' adapters that this tenant may call, by owner and name."""
-    granted = select(GrantRow.adapter_id).where(GrantRow.tenant_id == tenant_id)
-    statement = _with_owner(AdapterRow.id.in_(granted)).order_by(TenantRow.name, AdapterRow.name)
-    return await _records(session, [(row, owner) for row, owner in await session.execute(statement)])
+async def list_granted(session: AsyncSession, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
+    """What this tenant may call of others, by owner and name: an adapter, or it at the one version that is granted."""
+    statement = (
+        select(AdapterRow, TenantRow.name, GrantRow.version)
+        .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+        .join(GrantRow, GrantRow.adapter_id == AdapterRow.id)
+        .where(GrantRow.tenant_id == tenant_id)
+        .order_by(TenantRow.name, AdapterRow.name, GrantRow.version)
+    )
+    found: list[tuple[Adapter, int | None]] = []
+    for row, owner, version in (await session.execute(statement)).all():
+        if version == EVERY_VERSION:
+            found.append(((await _records(session, [(row, owner)]))[0], None))
+        elif (granted := await session.get(VersionRow, (row.id, version))) is not None:
+            found.append(((await _records(session, [(row, owner)], {row.id: granted}))[0], version))
+    return tuple(found)
 
 
 async def get_adapter(session: AsyncSession, tenant_id: str, name: str) -> Adapter:
@@ -104,15 +115,19 @@ async def get_adapter(session: AsyncSession, tenant_id: str, name: str) -> Adapt
     Raises:
         NotFoundError: The tenant has none of this name.
     """
-    return (await _records(session, [await _adapter_row(session, tenant_id, name)]))[0]
+    return (await _records(session, [await own_row(session, tenant_id, name)]))[0]
 
 
 async def pinned_adapters(session: AsyncSession) -> tuple[Adapter, ...]:
-    """Every tenant's pinned adapters, those whose current version is oldest first."""
+    """Every tenant's pinned adapters, oldest current version first; several times what `default` splits by weight."""
     found = [(row, owner) for row, owner in await session.execute(_with_owner(AdapterRow.pinned.is_(True)))]
-    return tuple(
-        sorted(await _records(session, found), key=lambda adapter: (adapter.current.created_at, adapter.current.digest))
-    )
+    pinned = []
+    for adapter in await _records(session, found):
+        for version in set(adapter.aliases.get(DEFAULT_ALIAS, ())) - {adapter.current.version}:
+            row = await session.get(VersionRow, (adapter.id, version))
+            pinned += [replace(adapter, current=_version(row))] if row is not None else []
+        pinned.append(adapter)
+    return tuple(sorted(pinned, key=lambda adapter: (adapter.current.created_at, adapter.current.digest)))
 
 
 async def version_names(session: AsyncSession, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -140,7 +155,7 @@ async def list_versions(session: AsyncSession, tenant_id: str, name: str) -> tup
     Raises:
         NotFoundError: The tenant has none of this name.
     """
-    adapter, _ = await _adapter_row(session, tenant_id, name)
+    adapter, _ = await own_row(session, tenant_id, name)
     newest_first = select(VersionRow).where(VersionRow.adapter_id == adapter.id).order_by(VersionRow.version.desc())
     return tuple(_version(row) for row in await session.scalars(newest_first))
 
@@ -152,7 +167,7 @@ async def update_adapter(
     *,
     description: str | None,
     pinned: bool | None,
-    aliases: Mapping[str, int | None] | None,
+    aliases: Mapping[str, Shares | int | None] | None,
 ) -> Adapter:
     """Change what is not None; `aliases` merges, and None as its version removes one.
 
@@ -160,12 +175,12 @@ async def update_adapter(
         NotFoundError: The tenant has none of this name.
         InvalidRequestError: A text cannot be stored, or an alias means a version that does not exist.
     """
-    adapter, owner = await _adapter_row(session, tenant_id, name)
+    adapter, owner = await own_row(session, tenant_id, name)
     if description is not None:
         adapter.description = check_text(description, "description", MAX_DESCRIPTION)
     if pinned is not None:
         adapter.pinned = pinned
-    await _point_aliases(session, adapter.id, aliases or {})
+    await point_aliases(session, adapter.id, aliases or {})
     await session.flush()
     return (await _records(session, [(adapter, owner)]))[0]
 
@@ -181,7 +196,7 @@ async def delete_adapter(
     Raises:
         NotFoundError: The tenant has none of this name, or no such version.
     """
-    row, owner = await _adapter_row(session, tenant_id, name)
+    row, owner = await own_row(session, tenant_id, name)
     adapter = (await _records(session, [(row, owner)]))[0]
     versions = set(await session.scalars(select(VersionRow.version).where(VersionRow.adapter_id == row.id)))
     if version is not None and version not in versions:
@@ -195,67 +210,42 @@ async def delete_adapter(
         return and_(other.adapter_id == row.id, other.version == version)
 
     removed = await only_referenced_by(session, is_doomed)
+    await session.execute(delete(GrantRow).where(GrantRow.adapter_id == row.id, GrantRow.version == version))
     await session.execute(delete(VersionRow).where(is_doomed(VersionRow)))
     return adapter, removed
 
 
-async def grant_adapter(session: AsyncSession, tenant_id: str, name: str, grantee: str, now: datetime) -> Adapter:
-    """Let another tenant call an adapter.
-
-    Raises:
-        NotFoundError: No such adapter, or no such grantee.
-        InvalidRequestError: The grantee is the owner.
-    """
-    adapter, owner = await _adapter_row(session, tenant_id, name)
-    other = await tenant_row(session, grantee)
-    if other.id == tenant_id:
-        raise InvalidRequestError("The owner needs no grant.", param="tenant")
-    if await session.get(GrantRow, (adapter.id, other.id, 0)) is None:
-        session.add(GrantRow(adapter_id=adapter.id, tenant_id=other.id, version=0, created_at=to_micros(now)))
-        await session.flush()
-    return (await _records(session, [(adapter, owner)]))[0]
-
-
-async def withdraw_grant(session: AsyncSession, tenant_id: str, name: str, grantee: str) -> Adapter:
-    """Take a grant back.
-
-    Raises:
-        NotFoundError: No such adapter, grantee or grant.
-    """
-    adapter, owner = await _adapter_row(session, tenant_id, name)
-    other = await tenant_row(session, grantee)
-    grant = await session.get(GrantRow, (adapter.id, other.id, 0))
-    if grant is None:
-        raise NotFoundError("There is no such grant.")
-    await session.delete(grant)
-    return (await _records(session, [(adapter, owner)]))[0]
-
-
-async def resolve(session: AsyncSession, tenant_id: str, text: str) -> Adapter:
-    """The adapter that a caller of this tenant means, with `current` as the version that is meant.
+async def resolve(session: AsyncSession, tenant_id: str, text: str) -> Resolution:
+    """What a caller of this tenant means.
 
     Raises:
         NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
     """
     selector = parse_selector(text)
+    weight = literal(1) if selector.alias is None else AliasRow.weight
     statement = (
-        select(AdapterRow, TenantRow.name, VersionRow)
+        select(AdapterRow, TenantRow.name, VersionRow, weight)
         .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
         .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
-        .where(AdapterRow.name == selector.name, _may_call(tenant_id, selector), _is_meant(selector))
+        .where(AdapterRow.name == selector.name, *_is_meant(tenant_id, selector))
+        .order_by(VersionRow.version)
     )
-    found = (await session.execute(statement)).one_or_none()
-    if found is None:
+    found = (await session.execute(statement)).all()
+    if not found:
         raise model_not_found(text)
-    adapter, owner, version = found
-    return (await _records(session, [(adapter, owner)], {adapter.id: version}))[0]
+    adapter, owner, version, _ = found[0]
+    return Resolution(
+        adapter=(await _records(session, [(adapter, owner)], {adapter.id: version}))[0],
+        choices=tuple((_version(version), weight) for _, _, version, weight in found),
+    )
 
 
-def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
-    return select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id).where(*conditions)
+async def own_row(session: AsyncSession, tenant_id: str, name: str) -> tuple[AdapterRow, str]:
+    """The row of one of a tenant's own adapters, and the owner's name.
 
-
-async def _adapter_row(session: AsyncSession, tenant_id: str, name: str) -> tuple[AdapterRow, str]:
+    Raises:
+        NotFoundError: The tenant has none of this name.
+    """
     own = _with_owner(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
     found = (await session.execute(own)).one_or_none() if is_name(name) else None
     if found is None:
@@ -264,45 +254,19 @@ async def _adapter_row(session: AsyncSession, tenant_id: str, name: str) -> tupl
     return adapter, owner
 
 
-def _may_call(tenant_id: str, selector: Selector) -> ColumnElement[bool]:
-    if selector.tenant is None:
-        return AdapterRow.tenant_id == tenant_id
-    granted = exists().where(GrantRow.adapter_id == AdapterRow.id, GrantRow.tenant_id == tenant_id)
-    return and_(TenantRow.name == selector.tenant, or_(AdapterRow.tenant_id == tenant_id, granted))
+def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
+    return select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id).where(*conditions)
 
 
-def _is_meant(selector: Selector) -> ColumnElement[bool]:
+def _is_meant(tenant_id: str, selector: Selector) -> list[ColumnElement[bool]]:
+    owner = AdapterRow.tenant_id == tenant_id if selector.tenant is None else TenantRow.name == selector.tenant
+    meant = [owner, may_call(tenant_id)]
     if selector.version is not None:
-        return VersionRow.version == selector.version
+        return [*meant, VersionRow.version == selector.version]
     if selector.digest is not None:
-        return VersionRow.digest == selector.digest
-    return VersionRow.version == _alias_version(selector.alias)
-
-
-def _alias_version(alias: str | None) -> ScalarSelect[int]:
-    return (
-        select(AliasRow.version)
-        .where(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.alias == alias)
-        .correlate(VersionRow)
-        .scalar_subquery()
-    )
-
-
-async def _point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping[str, int | None]) -> None:
-    for alias, version in aliases.items():
-        check_alias(alias)
-        if version is None:
-            await session.execute(delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias))
-            continue
-        check_integer(version, "aliases", low=1, high=_LARGEST_VERSION)
-        if await session.get(VersionRow, (adapter_id, version)) is None:
-            raise InvalidRequestError(f"There is no version {version} for the alias `{alias}`.", param="aliases")
-        await session.execute(delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias))
-        session.add(AliasRow(adapter_id=adapter_id, alias=alias, version=version, weight=1))
-        await session.flush()
-    count = select(func.count()).select_from(AliasRow).where(AliasRow.adapter_id == adapter_id)
-    if aliases and (await session.scalar(count) or 0) > MAX_ALIASES:
-        raise InvalidRequestError(f"An adapter takes at most {MAX_ALIASES} aliases.", param="aliases")
+        return [*meant, VersionRow.digest == selector.digest]
+    shares = and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
+    return [*meant, shares, AliasRow.alias == selector.alias]
 
 
 async def _records(
@@ -312,10 +276,7 @@ async def _records(
 ) -> tuple[Adapter, ...]:
     """Records of adapters with their owners' names; `meant` has the `current` version where it is known."""
     ids = [adapter.id for adapter, _ in adapters]
-    aliases: dict[str, dict[str, int]] = {adapter_id: {} for adapter_id in ids}
-    statement = select(AliasRow).where(AliasRow.adapter_id.in_(ids)).order_by(AliasRow.alias)
-    for row in await session.scalars(statement):
-        aliases[row.adapter_id][row.alias] = row.version
+    aliases = await read_aliases(session, ids)
     current = meant or {row.adapter_id: row for row in await session.scalars(_current_versions(ids))}
     return tuple(
         Adapter(
@@ -341,7 +302,7 @@ def _current_versions(adapter_ids: Sequence[str] | Select[str]) -> Select[Versio
         .correlate(VersionRow)
         .scalar_subquery()
     )
-    plain_name = func.coalesce(_alias_version(DEFAULT_ALIAS), latest)
+    plain_name = func.coalesce(main_version(DEFAULT_ALIAS), latest)
     return select(VersionRow).where(VersionRow.adapter_id.in_(adapter_ids), VersionRow.version == plain_name)
 
 
@@ -358,6 +319,7 @@ def _version_row(adapter: AdapterRow, facts: VersionFacts, now: datetime) -> Ver
         total=facts.total,
         parameters=facts.parameters,
         size_bytes=facts.size_bytes,
+        report=dict(facts.report),
         created_at=to_micros(now),
     )
 
@@ -375,5 +337,6 @@ def _version(row: VersionRow) -> AdapterVersion:
         total=row.total,
         parameters=row.parameters,
         size_bytes=row.size_bytes,
+        report=row.report,
         created_at=from_micros(row.created_at),
     )

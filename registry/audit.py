@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry.clock import from_micros, to_micros
 from weft.registry.models import AuditRow
-from weft.registry.names import check_integer, storable
+from weft.registry.names import check_integer, check_text, storable
 from weft.registry.records import AuditEntry
 
 MAX_PAGE = 1000
@@ -31,12 +31,16 @@ def add(
     )
 
 
-async def list_entries(session: AsyncSession, before: int | None, limit: int) -> tuple[AuditEntry, ...]:
-    """Entries, newest first; those older than the entry `before`."""
+async def list_entries(
+    session: AsyncSession, before: int | None, limit: int, tenant: str | None
+) -> tuple[AuditEntry, ...]:
+    """Entries, newest first; those older than the entry `before`, and of one tenant's objects."""
     check_integer(limit, "limit", low=1, high=MAX_PAGE)
     statement = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit)
     if before is not None:
         statement = statement.where(AuditRow.id < check_integer(before, "before"))
+    if tenant is not None:
+        statement = statement.where(AuditRow.tenant == check_text(tenant, "tenant", 512))
     return tuple(
         AuditEntry(
             id=row.id,

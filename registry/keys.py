@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import cast
 
@@ -69,11 +69,7 @@ class KeyRing:
         digest = self.digest(secret)
         if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
             return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
-        known = self._recent.get(digest)
-        if known is None:
-            epoch = self._recent.epoch
-            known = await _read_known(database, secret, digest)
-            self._recent.remember(digest, known, epoch)
+        known = await self._recent.ask(digest, lambda: _read_known(database, secret, digest))
         if known.expires_at is not None and known.expires_at <= self._clock():
             raise _refusal()
         return known.identity
@@ -118,22 +114,39 @@ async def create_key(
         raise InvalidRequestError(f"scopes must be some of {', '.join(SCOPES)}.", param="scopes")
     if expires_at is not None and (expires_at.tzinfo is None or expires_at <= now):
         raise InvalidRequestError("expires_at must be in the future and have a timezone.", param="expires_at")
-    prefix = "weft_" + "".join(secrets.choice(_PREFIX_CHARACTERS) for _ in range(12))
-    secret = f"{prefix}_{secrets.token_urlsafe(32)}"
     row = KeyRow(
-        id=f"key_{secrets.token_hex(12)}",
         tenant_id=owner.id,
         name=name,
-        prefix=prefix,
-        digest=ring.digest(secret),
         scopes=[scope for scope in SCOPES if scope in scopes],
         expires_at=None if expires_at is None else to_micros(expires_at),
-        created_at=to_micros(now),
-        revoked_at=None,
+        limits={},
     )
-    session.add(row)
-    await session.flush()
+    secret = await _add_with_secret(session, ring, row, now)
     return _key(row, owner.name), secret
+
+
+async def rotate_key(
+    session: AsyncSession, ring: KeyRing, key_id: str, grace_s: float, now: datetime
+) -> tuple[Key, str]:
+    """Make a key like this one, and let this one end after `grace_s` seconds.
+
+    Returns:
+        The new key and its secret.
+
+    Raises:
+        NotFoundError: There is no such key, or it was revoked before.
+    """
+    old, tenant = await _living(session, key_id)
+    row = KeyRow(
+        tenant_id=old.tenant_id, name=old.name, scopes=old.scopes, expires_at=old.expires_at, limits=old.limits
+    )
+    secret = await _add_with_secret(session, ring, row, now)
+    if grace_s > 0:
+        ends_at = to_micros(now + timedelta(seconds=grace_s))
+        old.expires_at = ends_at if old.expires_at is None else min(ends_at, old.expires_at)
+    else:
+        old.revoked_at = to_micros(now)
+    return _key(row, tenant), secret
 
 
 async def list_keys(session: AsyncSession, tenant: str) -> tuple[Key, ...]:
@@ -157,14 +170,30 @@ async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> Key:
     Raises:
         NotFoundError: There is no such key, or it was revoked before.
     """
-    check_text(key_id, "id", 64)
+    row, tenant = await _living(session, key_id)
+    row.revoked_at = to_micros(now)
+    return _key(row, tenant)
+
+
+async def _living(session: AsyncSession, key_id: str) -> tuple[KeyRow, str]:
+    """The row of a key that was not revoked, and its tenant's name."""
+    check_text(key_id, "id", 512)
     statement = select(KeyRow, TenantRow.name).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
     found = (await session.execute(statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None)))).one_or_none()
     if found is None:
         raise NotFoundError("There is no such key.")
     row, tenant = found
-    row.revoked_at = to_micros(now)
-    return _key(row, tenant)
+    return row, tenant
+
+
+async def _add_with_secret(session: AsyncSession, ring: KeyRing, row: KeyRow, now: datetime) -> str:
+    """Store a new key under a fresh id; returns its secret."""
+    row.prefix = "weft_" + "".join(secrets.choice(_PREFIX_CHARACTERS) for _ in range(12))
+    secret = f"{row.prefix}_{secrets.token_urlsafe(32)}"
+    row.id, row.digest, row.created_at = f"key_{secrets.token_hex(12)}", ring.digest(secret), to_micros(now)
+    session.add(row)
+    await session.flush()
+    return secret
 
 
 async def _read_known(database: Database, secret: str, digest: str) -> _Known:

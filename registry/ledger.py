@@ -25,7 +25,9 @@ from weft.registry import usage
 from weft.registry.clock import Clock, to_micros, utc_now
 from weft.registry.database import Database
 from weft.registry.journal import Journal, JournalFiles, read_lines
-from weft.registry.records import AdapterUsage, UsageEvent, UsageQuery, UsageReport
+from weft.registry.prices import PriceTable
+from weft.registry.records import AdapterUsage, Page, UsageEvent, UsageQuery, UsageReport
+from weft.registry.usage_events import list_events
 
 MOVE_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 5.0
@@ -191,14 +193,23 @@ class UsageLedger:
                 raise CapacityError("The usage journal cannot be read now.", code="storage_unavailable") from error
             self._sealed_since = None
 
-    async def query(self, query: UsageQuery) -> UsageReport:
-        """Usage as the database has it; `flush` first for what was acknowledged just now.
+    async def query(self, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
+        """Usage as the database has it, with its cost; `flush` first for what was acknowledged just now.
 
         Raises:
             InvalidRequestError: Range, grouping, limit or cursor make no sense.
         """
         async with self._database.read() as session:
-            return await usage.query(session, query)
+            return await usage.query(session, query, prices)
+
+    async def events(self, query: UsageQuery) -> Page[UsageEvent]:
+        """The events themselves, oldest first, as the database has them.
+
+        Raises:
+            InvalidRequestError: Range, limit or cursor make no sense.
+        """
+        async with self._database.read() as session:
+            return await list_events(session, query)
 
     async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
         """All that was ever asked of these adapters; ids without usage are missing."""

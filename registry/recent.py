@@ -1,16 +1,20 @@
 """Answers read a moment ago, so that each request need not ask the database again.
 
 Correct because whoever changes the database says so: `forget` drops everything, and an answer whose question was
-asked before the change is not remembered after it. The age limit covers changes made by another process.
+asked before the change is not remembered after it. What another process changed is seen after a second. While the
+database cannot answer, an answer serves for a minute, so that an outage stops no one who was there before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from weft.errors import CapacityError, WeftError
+
 MAX_ENTRIES = 10_000
-MAX_AGE_S = 30.0
+MAX_AGE_S = 1.0
+MAX_OUTAGE_S = 60.0
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -19,32 +23,39 @@ ValueT = TypeVar("ValueT")
 class Recent(Generic[KeyT, ValueT]):
     """A bounded map whose entries age. Thread: one event loop."""
 
-    def __init__(
-        self, monotonic: Callable[[], float], max_entries: int = MAX_ENTRIES, max_age_s: float = MAX_AGE_S
-    ) -> None:
+    def __init__(self, monotonic: Callable[[], float], max_entries: int = MAX_ENTRIES) -> None:
         self._monotonic = monotonic
         self._max_entries = max_entries
-        self._max_age_s = max_age_s
         self._entries: dict[KeyT, tuple[float, ValueT]] = {}
-        self.epoch = 0
-        """Counts changes. Take it before asking the database, and give it to `remember`."""
+        self._epoch = 0
 
-    def get(self, key: KeyT) -> ValueT | None:
-        """The answer, if it was read since the last change and not too long ago."""
-        read_at, value = self._entries.get(key, (None, None))
-        if read_at is None or self._monotonic() - read_at >= self._max_age_s:
-            return None
-        return value
+    async def ask(self, key: KeyT, question: Callable[[], Awaitable[ValueT]]) -> ValueT:
+        """The answer of a moment ago, or else that of `question`, which reads the database.
 
-    def remember(self, key: KeyT, value: ValueT, epoch: int) -> None:
-        """Keep an answer, unless something changed since its question was asked at `epoch`."""
-        if epoch != self.epoch:
-            return
-        if len(self._entries) >= self._max_entries:
-            self._entries.clear()
-        self._entries[key] = (self._monotonic(), value)
+        Raises:
+            WeftError: What the question raised. For a CapacityError, only without an answer of the last minute.
+        """
+        read_at, known = self._entries.get(key, (float("-inf"), None))
+        asked_at, epoch = self._monotonic(), self._epoch
+        age = asked_at - read_at
+        if known is not None and age < MAX_AGE_S:
+            return known
+        try:
+            answer = await question()
+        except CapacityError:
+            if known is None or age >= MAX_OUTAGE_S or epoch != self._epoch:
+                raise
+            return known
+        except WeftError:
+            self._entries.pop(key, None)
+            raise
+        if epoch == self._epoch:
+            if len(self._entries) >= self._max_entries:
+                self._entries.clear()
+            self._entries[key] = (asked_at, answer)
+        return answer
 
     def forget(self) -> None:
         """Something changed: no earlier answer counts any more."""
-        self.epoch += 1
+        self._epoch += 1
         self._entries.clear()

@@ -19,7 +19,10 @@ SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
 UploadState = Literal["uploading", "ready", "rejected"]
 
 Bucket = Literal["1m", "1h", "1d"]
-GroupBy = Literal["tenant", "adapter", "version", "key"]
+GroupBy = Literal["tenant", "adapter", "version", "key", "status"]
+
+Shares = Mapping[int, int]
+"""Versions by number, each with its weight among them."""
 
 RecordT = TypeVar("RecordT")
 
@@ -91,6 +94,8 @@ class VersionFacts:
     """Modules of the base that an adapter could change."""
     parameters: int
     size_bytes: int
+    report: Mapping[str, Any] = field(default_factory=dict)
+    """What the check noticed, as JSON types; empty for versions from before there were reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +120,14 @@ class Adapter:
     description: str | None
     pinned: bool
     created_at: datetime
-    aliases: Mapping[str, int]
-    """Alias to version; `default` is what the plain name means, and may be missing."""
+    aliases: Mapping[str, Shares]
+    """What each alias means; `default` is what the plain name means, and may be missing."""
     current: AdapterVersion
-    """The version that was asked for; where none was, what `default` means, else the latest."""
+    """The version that was asked for; where none was, what `default` means most often, else the latest."""
+
+    def name_for(self, tenant_id: str | None) -> str:
+        """How this tenant calls it: by its name, or as `owner/name`."""
+        return self.name if tenant_id == self.tenant_id else f"{self.tenant}/{self.name}"
 
     def ref(self, version: AdapterVersion | None = None) -> AdapterRef:
         """The reference by which engine and residency know `version` (`current` when None)."""
@@ -177,6 +186,28 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """What a selector means to a caller."""
+
+    adapter: Adapter
+    choices: tuple[tuple[AdapterVersion, int], ...]
+    """Versions with their weights; one, unless an alias splits its requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Another tenant may call an adapter."""
+
+    tenant_id: str
+    """The grantee."""
+    tenant: str
+    """The grantee's name."""
+    version: int | None
+    """None means every version."""
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
     """What no version of any tenant refers to any more after a delete."""
 
@@ -202,7 +233,7 @@ class UsageEvent:
     adapter_id: str | None
     """None for the base model."""
     adapter: str | None
-    """The adapter's name, kept so that history outlives the adapter."""
+    """The adapter's name, `owner/name` for one that was granted; kept so that history outlives the adapter."""
     adapter_version: int | None
     adapter_digest: str | None
     request_id: str
@@ -228,6 +259,8 @@ class UsageTotals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    cost: int = 0
+    """In units of 10^-10 of the currency; 0 without prices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +276,11 @@ class UsageQuery:
     group_by: tuple[GroupBy, ...] = ()
     tenant_id: str | None = None
     """Only this tenant's usage; always set it for a tenant's own query."""
-    adapter: str | None = None
-    """Only adapters of this name; the empty text means the base model."""
-    key_id: str | None = None
+    adapters: tuple[str, ...] = ()
+    """Only adapters of these names; the empty text means the base model. No names, no filter; so for all filters."""
+    versions: tuple[int, ...] = ()
+    key_ids: tuple[str, ...] = ()
+    statuses: tuple[str, ...] = ()
     after: str | None = None
     """`next` of the page before."""
     limit: int = 1000
@@ -264,6 +299,7 @@ class UsageRow(UsageTotals):
     """The adapter's name; with grouping by adapter or version None means the base model."""
     version: int | None = None
     key_id: str | None = None
+    status: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry import adapters, audit, keys, quotas, tenants
+from weft.registry import adapters, audit, grants, keys, quotas, tenants
+from weft.registry.aliases import pick
 from weft.registry.clock import Clock, utc_now
 from weft.registry.database import Database
 from weft.registry.keys import KeyRing, read_pepper
@@ -26,10 +28,13 @@ from weft.registry.records import (
     Adapter,
     AdapterVersion,
     AuditEntry,
+    Grant,
     Identity,
     Key,
     Page,
     Removed,
+    Resolution,
+    Shares,
     Tenant,
     VersionFacts,
 )
@@ -52,7 +57,7 @@ class Registry:
         database: Database,
         ledger: UsageLedger,
         key_ring: KeyRing,
-        resolved: Recent[tuple[str, str], Adapter],
+        resolved: Recent[tuple[str, str], Resolution],
         clock: Clock,
     ) -> None:
         self.usage = ledger
@@ -202,6 +207,21 @@ class Registry:
             key = await keys.revoke_key(session, key_id, self._clock())
             audit.add(session, self._clock(), ADMIN, "key.revoke", tenant=key.tenant, target=key_id)
 
+    async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[Key, str]:
+        """Make a key like this one, which itself stops working after `grace_s` seconds, at once for 0.
+
+        Returns:
+            The new key and its secret, which is kept nowhere.
+
+        Raises:
+            NotFoundError: There is no such key, or it was revoked before.
+        """
+        async with self._change() as session:
+            key, secret = await keys.rotate_key(session, self._key_ring, key_id, grace_s, self._clock())
+            detail = {"successor": key.id, "grace_s": grace_s}
+            audit.add(session, self._clock(), ADMIN, "key.rotate", tenant=key.tenant, target=key_id, **detail)
+        return key, secret
+
     async def publish_version(
         self,
         tenant_id: str,
@@ -255,8 +275,8 @@ class Registry:
         async with self._database.read() as session:
             return await adapters.list_adapters(session, tenant_id, after, limit)
 
-    async def list_granted(self, tenant_id: str) -> tuple[Adapter, ...]:
-        """Other tenants' adapters that this tenant may call, as `tenant/name`."""
+    async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
+        """What this tenant may call of others, as `tenant/name`, or at the one version that is granted."""
         async with self._database.read() as session:
             return await adapters.list_granted(session, tenant_id)
 
@@ -295,10 +315,10 @@ class Registry:
         *,
         description: str | None = None,
         pinned: bool | None = None,
-        aliases: Mapping[str, int | None] | None = None,
+        aliases: Mapping[str, Shares | int | None] | None = None,
         actor: str = ADMIN,
     ) -> Adapter:
-        """Change what is not None. `aliases` merges: a version moves an alias, None removes it.
+        """Change what is not None. `aliases` merges: versions by weight or one version move an alias, None removes it.
 
         Raises:
             NotFoundError: The tenant has none of this name.
@@ -316,7 +336,7 @@ class Registry:
                 tenant=adapter.tenant,
                 target=name,
                 pinned=pinned,
-                aliases=dict(aliases) if aliases else None,
+                aliases=_readable(aliases) if aliases else None,
             )
         return adapter
 
@@ -346,62 +366,97 @@ class Registry:
         async with self._database.read() as session:
             return await unreferenced_weights(session, weights)
 
-    async def grant_adapter(self, tenant_id: str, name: str, grantee: str, *, actor: str = ADMIN) -> None:
-        """Let the tenant called `grantee` call an adapter, as `tenant/name`. Granting twice is granting once.
+    async def list_grants(self, tenant_id: str, name: str) -> tuple[Grant, ...]:
+        """Who else may call one of a tenant's adapters.
 
         Raises:
-            NotFoundError: No such adapter, or no such grantee.
+            NotFoundError: The tenant has none of this name.
+        """
+        async with self._database.read() as session:
+            return await grants.list_grants(session, (await adapters.own_row(session, tenant_id, name))[0])
+
+    async def grant_adapter(
+        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
+    ) -> tuple[Grant, bool]:
+        """Let the tenant with the id `grantee` call an adapter as `tenant/name`, or one version of it.
+
+        Returns:
+            The grant, and whether it is new.
+
+        Raises:
+            NotFoundError: No such adapter, version or grantee.
+            InvalidRequestError: The grantee is the owner, or there are too many grants.
         """
         async with self._change() as session:
-            adapter = await adapters.grant_adapter(session, tenant_id, name, grantee, self._clock())
-            audit.add(
-                session, self._clock(), actor, "adapter.grant", tenant=adapter.tenant, target=name, grantee=grantee
-            )
+            adapter, owner = await adapters.own_row(session, tenant_id, name)
+            grant, is_new = await grants.add_grant(session, adapter, grantee, version, self._clock())
+            detail = {"grantee": grant.tenant, "version": version}
+            audit.add(session, self._clock(), actor, "adapter.grant", tenant=owner, target=name, **detail)
+        return grant, is_new
 
-    async def withdraw_grant(self, tenant_id: str, name: str, grantee: str, *, actor: str = ADMIN) -> None:
+    async def withdraw_grant(
+        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
+    ) -> None:
         """Take a grant back.
 
         Raises:
-            NotFoundError: No such adapter, grantee or grant.
+            NotFoundError: No such adapter or grant.
         """
         async with self._change() as session:
-            adapter = await adapters.withdraw_grant(session, tenant_id, name, grantee)
-            audit.add(
-                session, self._clock(), actor, "adapter.withdraw", tenant=adapter.tenant, target=name, grantee=grantee
-            )
+            adapter, owner = await adapters.own_row(session, tenant_id, name)
+            await grants.remove_grant(session, adapter, grantee, version)
+            detail = {"grantee": grantee, "version": version}
+            audit.add(session, self._clock(), actor, "adapter.withdraw", tenant=owner, target=name, **detail)
 
-    async def resolve(self, tenant_id: str, selector: str) -> tuple[Adapter, AdapterVersion]:
+    async def resolve(self, tenant_id: str, selector: str, sticky: str = "") -> tuple[Adapter, AdapterVersion]:
         """The adapter version that a caller of this tenant means.
 
         Args:
             tenant_id: The caller's tenant.
             selector: `name`, `name@3`, `name@prod`, `name@sha256:...`, or the same with `tenant/` in front.
+            sticky: Decides where an alias splits its requests among versions; the same text, the same version.
 
         Raises:
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
         """
-        adapter = self._resolved.get((tenant_id, selector))
-        if adapter is None:
-            epoch = self._resolved.epoch
-            async with self._database.read() as session:
-                adapter = await adapters.resolve(session, tenant_id, selector)
-            self._resolved.remember((tenant_id, selector), adapter, epoch)
-        return adapter, adapter.current
 
-    async def list_audit(self, before: int | None = None, limit: int = 100) -> tuple[AuditEntry, ...]:
-        """Changes, newest first; `before` is the id of the last one seen."""
+        async def read() -> Resolution:
+            async with self._database.read() as session:
+                return await adapters.resolve(session, tenant_id, selector)
+
+        meant = await self._resolved.ask((tenant_id, selector), read)
+        version = pick(meant.choices, sticky)
+        return replace(meant.adapter, current=version), version
+
+    async def list_audit(
+        self, before: int | None = None, limit: int = 100, tenant: str | None = None
+    ) -> tuple[AuditEntry, ...]:
+        """Changes, newest first, of all tenants or one; `before` is the id of the last one seen."""
         async with self._database.read() as session:
-            return await audit.list_entries(session, before, limit)
+            return await audit.list_entries(session, before, limit, tenant)
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[AsyncSession]:
+        has_begun = False
         try:
             async with self._database.write() as session:
+                has_begun = True
                 yield session
         finally:
             # Also when the caller is cancelled: the change may have been committed.
-            self._key_ring.forget()
-            self._resolved.forget()
+            if has_begun:
+                self._key_ring.forget()
+                self._resolved.forget()
+
+
+def _readable(aliases: Mapping[str, Shares | int | None]) -> dict[str, object]:
+    """For the audit log, whose JSON knows texts as keys only."""
+    return {
+        alias: {str(version): weight for version, weight in meaning.items()}
+        if isinstance(meaning, Mapping)
+        else meaning
+        for alias, meaning in aliases.items()
+    }
 
 
 def _prepare(data_dir: Path, pepper: str | None) -> bytes:

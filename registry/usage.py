@@ -16,6 +16,7 @@ from datetime import UTC
 from typing import Any
 
 from sqlalchemy import (
+    BigInteger,
     ColumnElement,
     FromClause,
     Label,
@@ -23,6 +24,7 @@ from sqlalchemy import (
     Select,
     Subquery,
     case,
+    cast,
     func,
     literal,
     or_,
@@ -30,21 +32,25 @@ from sqlalchemy import (
     tuple_,
     union_all,
 )
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
 from weft.registry.clock import DAY_US, HOUR_US, MINUTE_US, from_micros, to_micros
 from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text, storable
+from weft.registry.prices import PriceTable, sum_of_cost
 from weft.registry.records import AdapterUsage, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 
 MAX_TOKENS = 1 << 40
 """Most tokens in one event; 2^23 such events still sum to less than 2^63."""
 MAX_ROWS = 10_000
+MAX_WANTED = 100
+"""Most values that one filter takes."""
 
 _BUCKETS = {None: 0, "1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+_FIGURES = (*_SUMS, "cost")
 _KEYS = ("at", "tenant_id", "adapter_id", "adapter_version", "key_id", "status")
 _NAMES = ("tenant", "adapter")
 _GROUP_COLUMNS = {
@@ -52,6 +58,7 @@ _GROUP_COLUMNS = {
     "adapter": ("adapter_id",),
     "version": ("adapter_id", "adapter_version"),
     "key": ("key_id",),
+    "status": ("status",),
 }
 _TEXTS = (
     ("id", 64),
@@ -106,6 +113,7 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
         rows.setdefault(event.id, _row(event))
     if not rows:
         return 0
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     statement = insert(UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
     inserted = list(await session.scalars(statement, list(rows.values())))
     sums = _sum_by_hour(rows[event_id] for event_id in inserted)
@@ -118,15 +126,17 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
     return len(inserted)
 
 
-async def query(session: AsyncSession, query: UsageQuery) -> UsageReport:
+async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
     """Answer a question about usage; rows are ordered by bucket, then by the ids they are grouped by.
+
+    With prices, rows and totals have their cost.
 
     Raises:
         InvalidRequestError: Range, grouping, limit or cursor make no sense.
     """
-    _check_query(query)
+    check_query(query)
     facts = _facts(query)
-    sums = [func.coalesce(func.sum(facts.c[name]), 0).label(name) for name in _SUMS]
+    sums = [*(_sum(facts.c[name]) for name in _SUMS), sum_of_cost(prices, facts).label("cost")]
     grouped, order = _grouped(query, facts, sums)
     page = select(grouped).where(grouped.c.requests > 0).order_by(*order).limit(query.limit + 1)
     if query.after is not None:
@@ -136,14 +146,14 @@ async def query(session: AsyncSession, query: UsageQuery) -> UsageReport:
     more = len(found) > query.limit
     return UsageReport(
         rows=tuple(_usage_row(query, row) for row in found[: query.limit]),
-        totals=UsageTotals(**{name: totals[name] for name in _SUMS}),
+        totals=UsageTotals(**{name: totals[name] for name in _FIGURES}),
         next=_write_cursor([found[query.limit - 1][column.name] for column in order]) if more else None,
     )
 
 
 async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, AdapterUsage]:
     """All that was ever asked of these adapters, by whomever; ids without usage are missing."""
-    sums = [func.sum(_rollups[name]).label(name) for name in _SUMS]
+    sums = [_sum(_rollups[name]) for name in _SUMS]
     statement = select(_rollups.adapter_id, func.max(_rollups.last_at).label("last_at"), *sums)
     statement = statement.where(_rollups.adapter_id.in_(set(adapter_ids) - {""})).group_by(_rollups.adapter_id)
     found = (await session.execute(statement)).mappings()
@@ -162,6 +172,11 @@ async def count_differences(session: AsyncSession) -> int:
     differs = or_(*(func.sum(both.c[name]) != 0 for name in _SUMS))
     wrong = select(both.c.at).group_by(*(both.c[name] for name in _KEYS)).having(differs).subquery()
     return await session.scalar(select(func.count()).select_from(wrong)) or 0
+
+
+def _sum(column: ColumnElement[int]) -> Label[int]:
+    """0 for no rows; an integer in PostgreSQL too, which sums 64-bit integers to decimal numbers."""
+    return cast(func.coalesce(func.sum(column), 0), BigInteger).label(column.name)
 
 
 def _row(event: UsageEvent) -> dict[str, Any]:
@@ -186,7 +201,12 @@ def _sum_by_hour(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(hours.values())
 
 
-def _check_query(query: UsageQuery) -> None:
+def check_query(query: UsageQuery) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        InvalidRequestError: Bucket, grouping, range, limit or a filter cannot be answered.
+    """
     if query.bucket not in _BUCKETS:
         raise InvalidRequestError("bucket must be 1m, 1h or 1d.", param="bucket")
     if not set(query.group_by) <= set(_GROUP_COLUMNS):
@@ -197,9 +217,19 @@ def _check_query(query: UsageQuery) -> None:
     if query.start >= query.end:
         raise InvalidRequestError("end must be after start.", param="end")
     check_integer(query.limit, "limit", low=1, high=MAX_ROWS)
-    for name, text in (("tenant", query.tenant_id), ("adapter", query.adapter), ("key", query.key_id)):
-        if text is not None:
+    _check_filters(query)
+
+
+def _check_filters(query: UsageQuery) -> None:
+    owner = () if query.tenant_id is None else (query.tenant_id,)
+    texts = {"tenant": owner, "adapter": query.adapters, "key": query.key_ids, "status": query.statuses}
+    for name, wanted in texts.items():
+        for text in wanted:
             check_text(text, name, 127)
+    for version in query.versions:
+        check_integer(version, "version", high=(1 << 31) - 1)
+    if max(len(wanted) for wanted in _filters(query).values()) > MAX_WANTED:
+        raise InvalidRequestError(f"A filter takes at most {MAX_WANTED} values.")
 
 
 def _facts(query: UsageQuery) -> Subquery:
@@ -210,7 +240,7 @@ def _facts(query: UsageQuery) -> Subquery:
         return _event_facts(query, start, end).subquery()
     hours = select(*(_rollups[name] for name in (*_KEYS, *_NAMES, *_SUMS)))
     return union_all(
-        _matching(query, hours, UsageRollupRow.__table__, first_hour, last_hour),
+        matching(query, hours, UsageRollupRow.__table__, first_hour, last_hour),
         _event_facts(query, start, first_hour),
         _event_facts(query, last_hour, end),
     ).subquery()
@@ -218,20 +248,31 @@ def _facts(query: UsageQuery) -> Subquery:
 
 def _event_facts(query: UsageQuery, start: int, end: int) -> Select[Any]:
     facts = select(*(_events[name] for name in (*_KEYS, *_NAMES)), *_event_sums())
-    return _matching(query, facts, UsageEventRow.__table__, start, end)
+    return matching(query, facts, UsageEventRow.__table__, start, end)
 
 
 def _event_sums() -> list[ColumnElement[int]]:
     return [literal(1).label("requests"), *(_events[name] for name in _SUMS[1:])]
 
 
-def _matching(query: UsageQuery, facts: Select[Any], table: FromClause, start: int, end: int) -> Select[Any]:
-    columns = table.c
-    facts = facts.where(columns.at >= start, columns.at < end)
-    for column, wanted in ((columns.tenant_id, query.tenant_id), (columns.key_id, query.key_id)):
-        if wanted is not None:
-            facts = facts.where(column == wanted)
-    return facts if query.adapter is None else facts.where(columns.adapter == query.adapter)
+def matching(query: UsageQuery, facts: Select[Any], table: FromClause, start: int, end: int) -> Select[Any]:
+    """`facts` of a table of usage, without what lies outside the range (microseconds) or does not match the filters."""
+    facts = facts.where(table.c.at >= start, table.c.at < end)
+    if query.tenant_id is not None:
+        facts = facts.where(table.c.tenant_id == query.tenant_id)
+    for column, wanted in _filters(query).items():
+        if wanted:
+            facts = facts.where(table.c[column].in_(wanted))
+    return facts
+
+
+def _filters(query: UsageQuery) -> dict[str, tuple[Any, ...]]:
+    return {
+        "adapter": query.adapters,
+        "adapter_version": query.versions,
+        "key_id": query.key_ids,
+        "status": query.statuses,
+    }
 
 
 def _grouped(query: UsageQuery, facts: Subquery, sums: list[Label[int]]) -> tuple[Subquery, list[ColumnElement[Any]]]:
@@ -261,7 +302,8 @@ def _usage_row(query: UsageQuery, row: RowMapping) -> UsageRow:
         adapter=(row["adapter"] or None) if by_adapter else None,
         version=row.get("adapter_version") or None,
         key_id=row.get("key_id") or None,
-        **{name: row[name] for name in _SUMS},
+        status=row.get("status") or None,
+        **{name: row[name] for name in _FIGURES},
     )
 
 

@@ -7,20 +7,22 @@ import base64
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.blob_store import BlobStore
+from weft.adapters.checkpoint import check_weights
 from weft.adapters.layout import plan_layout
 from weft.adapters.ref import LoraSpec, content_digest
+from weft.adapters.safetensors_header import header_bytes
 from weft.config import environment
 from weft.engine.status import EngineReady
 from weft.errors import (
     AdapterError,
     AdapterFormatError,
     AdapterIncompatibleError,
-    AdapterUnavailableError,
+    CapacityError,
     EngineError,
     PayloadTooLargeError,
     WeftError,
@@ -32,10 +34,13 @@ CPU_S = 30
 """CPU seconds of a check, and as many more per GiB of weights."""
 WALL_FACTOR = 4
 PAGES_CACHED = 4096
+USUAL_HEADER_BYTES = 1 << 16
+"""Of a weights file, what is asked for first; a longer header takes a second look."""
 _REFUSALS: dict[str, type[WeftError]] = {
     cls.__name__: cls for cls in (AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError)
 }
-_HIDDEN_FROM_CHILD = ("WEFT_ADMIN_KEY", "WEFT_KEY")
+_HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
+"""Beginnings of variables that hold secrets, or may."""
 
 
 class AdapterCheck:
@@ -44,10 +49,12 @@ class AdapterCheck:
     Args:
         ready: Base shape, page geometry and rank limit.
         blobs: Where stored weights lie.
+        base_names: What the base is called, the served name first.
     """
 
-    def __init__(self, ready: EngineReady, blobs: LocalBlobs) -> None:
+    def __init__(self, ready: EngineReady, blobs: BlobStore, base_names: Sequence[str] = ()) -> None:
         self._ready = ready
+        self._base_names = base_names
         self._blobs = blobs
         self._at_once = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._pages: dict[str, int] = {}
@@ -83,6 +90,7 @@ class AdapterCheck:
             total=found["total"],
             parameters=found["parameters"],
             size_bytes=size_bytes,
+            report=found["report"],
         )
 
     async def pages(self, version: VersionFacts) -> int | None:
@@ -90,7 +98,7 @@ class AdapterCheck:
         if version.digest not in self._pages:
             try:
                 self._remember(version.digest, await asyncio.to_thread(self._count_stored, version))
-            except (OSError, AdapterError, AdapterUnavailableError):
+            except (OSError, AdapterError, CapacityError):
                 return None
         return self._pages[version.digest]
 
@@ -98,10 +106,10 @@ class AdapterCheck:
         return plan_layout(ranks, self._ready.base, self._ready.geometry).num_pages
 
     def _count_stored(self, version: VersionFacts) -> int:
-        config = _config_of(version.spec)
-        weights = self._blobs.path(version.weights_sha256)
-        checkpoint = read_checkpoint(config, weights, self._ready.base, self._ready.max_rank, scan_values=False)
-        return self._count(checkpoint.ranks)
+        first, size = self._blobs.peek(version.weights_sha256, USUAL_HEADER_BYTES)
+        if (length := header_bytes(first, size)) > len(first):
+            first, size = self._blobs.peek(version.weights_sha256, length)
+        return self._count(check_weights(version.spec, first[:length], size, self._ready.base).ranks)
 
     def _remember(self, digest: str, pages: int) -> None:
         self._pages[digest] = pages
@@ -114,6 +122,7 @@ class AdapterCheck:
             "config": base64.b64encode(config).decode(),
             "weights": str(weights),
             "base": dataclasses.asdict(self._ready.base),
+            "base_names": self._base_names,
             "max_rank": self._ready.max_rank,
             "cpu_s": cpu_s,
         }
@@ -131,7 +140,7 @@ class AdapterCheck:
 
 
 async def _run_child(job: bytes, timeout_s: float) -> bytes:
-    env = {name: value for name, value in environment().items() if name not in _HIDDEN_FROM_CHILD}
+    env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "weft.server.check_worker"),
         stdin=asyncio.subprocess.PIPE,
@@ -157,14 +166,3 @@ def _gave_up() -> AdapterFormatError:
     return AdapterFormatError(
         "The check of this adapter needed more time or memory than any sound adapter does.", code="adapter.check_failed"
     )
-
-
-def _config_of(spec: LoraSpec) -> bytes:
-    """A config file that reads as `spec`."""
-    fields = {
-        **spec.canonical(),
-        "peft_type": "LORA",
-        "rank_pattern": spec.rank_pattern,
-        "alpha_pattern": spec.alpha_pattern,
-    }
-    return json.dumps(fields).encode()

@@ -51,9 +51,10 @@ def _config_by_shapes(weights: Path, base: BaseShape) -> bytes:
         tensors = read_header(file, weights.stat().st_size)
     ranks = {}
     for tensor in tensors:
-        place = names.place(tensor.name)
-        if place.part == "a" and tensor.shape:
-            ranks[f"{base.layer_prefix}.{place.layer}.{base.modules[place.module].path}"] = tensor.shape[0]
+        name = names.read(tensor.name)
+        place = name.place
+        if place.part == "a" and len(tensor.shape) > 1:
+            ranks[f"{name.stem}.{place.layer}.{base.modules[place.module].path}"] = tensor.shape[name.rank_axis]
     ((usual, _),) = Counter(ranks.values()).most_common(1) or [(1, 0)]
     pattern = {path: rank for path, rank in ranks.items() if rank != usual}
     return json.dumps({"peft_type": "LORA", "r": usual, "lora_alpha": usual, "rank_pattern": pattern}).encode()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from weft.adapters.adapter_config import MAX_CONFIG_BYTES
+from weft.adapters.blob_store import ENDPOINTS
 from weft.adapters.blobs import PIECE_BYTES, BlobWriter
 from weft.config import environment
 from weft.errors import CapacityError, InvalidRequestError, NotFoundError, PayloadTooLargeError
@@ -23,7 +24,6 @@ SILENCE_S = 30.0
 """Longest wait for the next bytes from the hub."""
 _HUB = re.compile(r"hf://([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w.-]{1,255}))?", re.ASCII)
 _S3 = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([^\x00-\x1f\x7f]{0,1024}))?")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _UNKNOWN = (401, 403, 404)
 Reader = Callable[[str], AsyncIterator[bytes]]
 
@@ -106,7 +106,7 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
     except ModuleNotFoundError as error:
         raise InvalidRequestError("obstore is missing here: pip install 'weft[s3]'.", param="source") from error
 
-    endpoint = next(filter(None, map(environment().get, _ENDPOINTS)), "")
+    endpoint = next(filter(None, map(environment().get, ENDPOINTS)), "")
     options = {"allow_http": endpoint.startswith("http://"), "timeout": f"{IMPORT_S:g}s"}
     try:
         store = S3Store(bucket, prefix=prefix or None, client_options=options)  # type: ignore[arg-type]

@@ -49,6 +49,18 @@ def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
     return AdminKey(secret, True, path)
 
 
+def given_pepper(environ: Mapping[str, str]) -> str | None:
+    """What WEFT_PEPPER says: the secret that several servers over one database make their keys' digests with.
+
+    Raises:
+        ConfigError: It is too short.
+    """
+    given = environ.get("WEFT_PEPPER")
+    if given is not None and len(given) < MIN_LENGTH:
+        raise ConfigError(f"WEFT_PEPPER must have at least {MIN_LENGTH} characters.")
+    return given
+
+
 def _checked(secret: str, source: str) -> str:
     if len(secret) < MIN_LENGTH or not secret.isascii() or any(letter.isspace() for letter in secret):
         raise ConfigError(f"The admin key in {source} must be at least {MIN_LENGTH} ASCII characters without spaces.")

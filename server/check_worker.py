@@ -37,7 +37,9 @@ def main() -> int:
 
 def _check(job: dict[str, Any]) -> Checkpoint:
     config = base64.b64decode(job["config"])
-    return read_checkpoint(config, Path(job["weights"]), _base(job["base"]), job["max_rank"])
+    return read_checkpoint(
+        config, Path(job["weights"]), _base(job["base"]), job["max_rank"], base_names=job["base_names"]
+    )
 
 
 def _base(fields: dict[str, Any]) -> BaseShape:
@@ -54,6 +56,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, object]:
         "applied": checkpoint.applied,
         "total": checkpoint.total,
         "parameters": checkpoint.parameters,
+        "report": checkpoint.report,
     }
 
 

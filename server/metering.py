@@ -172,7 +172,7 @@ class Meter:
             tenant=self._caller.tenant,
             key_id=self._caller.identity.key_id,
             adapter_id=adapter.id if adapter else None,
-            adapter=adapter.name if adapter else None,
+            adapter=adapter.name_for(self._caller.tenant_id) if adapter else None,
             adapter_version=version.version if version else None,
             adapter_digest=version.digest if version else None,
             request_id=self._request_id,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 Neutral = Mapping[str, tuple[object, ...]]
 
-IGNORED = frozenset({"user", "metadata", "store", "service_tier"})
+IGNORED = frozenset({"metadata", "store", "service_tier"})
 """Accepted with any value."""
 
 SHARED: Neutral = {

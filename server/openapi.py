@@ -34,7 +34,7 @@ def takes_upload() -> dict[str, Any]:
         "properties": {
             "name": text,
             "config": {**binary, "description": "adapter_config.json"},
-            "weights": {**binary, "description": "adapter_model.safetensors"},
+            "weights": {**binary, "description": "adapter_model.safetensors, or MLX's adapters.safetensors"},
             "tenant": {**text, "description": "For admins."},
             "description": text,
             "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},

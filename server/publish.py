@@ -140,6 +140,7 @@ async def publish(
 
     terms = Terms(answer=answer, pages=pages, retry=retry, upload_id=upload_id)
     try:
+        await in_thread(weights.prepare)
         async with services.blob_lock:
             await in_thread(weights.commit)
             adapter, _, is_new = await services.registry.publish_version(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from weft.errors import EngineUnavailableError
+from weft.errors import CapacityError, EngineUnavailableError
 from weft.registry.records import Removed
 from weft.server.pins import settle_pins
 from weft.server.services import Services
 
 IN_USE_POLL_S = 0.5
-"""How often to look whether deleted adapters are still in use."""
+"""How often to look whether deleted adapters are still in use, and whether their store answers."""
 
 
 async def remove_unreferenced(services: Services, removed: Removed) -> None:
@@ -27,19 +27,25 @@ async def remove_unreferenced(services: Services, removed: Removed) -> None:
 
 
 async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
-    """Delete those of the blobs (64 hex digits) that no version refers to; those in use go when they no longer are."""
+    """Delete those of the blobs (64 hex digits) that no version refers to.
+
+    Those in use go when they no longer are, and those that the store cannot delete now as soon as it can.
+    """
     wanted = list(weights)
     if not wanted:
         return
-    in_use = []
+    later = []
     async with services.blob_lock:
         for sha256 in await services.registry.unreferenced(wanted):
             if services.engine.uses(sha256):
-                in_use.append(sha256)
-            else:
+                later.append(sha256)
+                continue
+            try:
                 await asyncio.to_thread(services.blobs.delete, sha256)
-    if in_use:
-        task = asyncio.create_task(_delete_later(services, in_use))
+            except CapacityError:
+                later.append(sha256)
+    if later:
+        task = asyncio.create_task(_delete_later(services, later))
         services.removals.add(task)
         task.add_done_callback(services.removals.discard)
 

@@ -43,9 +43,15 @@ class ResolvedModel:
 
 
 async def resolve_model(
-    registry: Registry, caller: Caller, served_name: str, model: str | None, adapter_id: str | None
+    registry: Registry,
+    caller: Caller,
+    served_name: str,
+    model: str | None,
+    adapter_id: str | None = None,
+    *,
+    sticky: str = "",
 ) -> ResolvedModel:
-    """Find what the client asks for.
+    """Find what the client asks for; `sticky` decides where an alias splits its requests among versions.
 
     Raises:
         InvalidRequestError: Neither is given, or they name different things.
@@ -53,10 +59,10 @@ async def resolve_model(
     """
     if model is None and adapter_id is None:
         raise InvalidRequestError("model is required.", param="model", code="missing_required_parameter")
-    by_model = await _resolve_one(registry, caller, served_name, model) if model is not None else None
+    by_model = await _resolve_one(registry, caller, served_name, model, sticky) if model is not None else None
     if adapter_id is None:
         return by_model or ResolvedModel(name=served_name)
-    by_adapter = await _resolve_one(registry, caller, served_name, adapter_id)
+    by_adapter = await _resolve_one(registry, caller, served_name, adapter_id, sticky)
     if by_model is None or by_model.adapter is None:
         return ResolvedModel(name=model or adapter_id, adapter=by_adapter.adapter, version=by_adapter.version)
     if by_adapter.ref != by_model.ref:
@@ -64,12 +70,12 @@ async def resolve_model(
     return by_model
 
 
-async def _resolve_one(registry: Registry, caller: Caller, served_name: str, text: str) -> ResolvedModel:
+async def _resolve_one(registry: Registry, caller: Caller, served_name: str, text: str, sticky: str) -> ResolvedModel:
     if text == served_name:
         return ResolvedModel(name=text)
     tenant_id = caller.tenant_id or await _tenant_of_selector(registry, text)
     try:
-        adapter, version = await registry.resolve(tenant_id, text)
+        adapter, version = await registry.resolve(tenant_id, text, sticky)
     except NotFoundError as error:
         if caller.tenant_id is None:
             raise

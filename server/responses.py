@@ -90,6 +90,18 @@ class AdapterUsageView(View):
     last_used_at: str | None
 
 
+class ReportView(View):
+    """What the check of an upload noticed."""
+
+    dtype: list[str]
+    layout: Literal["peft", "mlx"]
+    """How the matrices lie in the file; MLX's are the transposes of PEFT's."""
+    renamed: int
+    """Tensors in whose names wrappers, an adapter's name or a multimodal model's were passed over."""
+    warnings: list[str]
+    """What looks like a mistake; the adapter is served all the same."""
+
+
 class VersionView(View):
     """One immutable upload."""
 
@@ -106,6 +118,8 @@ class VersionView(View):
     size_bytes: int
     residency: Literal["stored", "host", "device"]
     created_at: str
+    report: ReportView | None
+    """Null for versions from before there were reports."""
 
 
 class VersionList(View):
@@ -135,9 +149,12 @@ class AdapterView(View):
     """Pages it takes on the device; null where its weights cannot be read now."""
     residency: Literal["stored", "host", "device"]
     pinned: bool
-    aliases: dict[str, int]
+    aliases: dict[str, int | dict[str, int]]
+    """Alias to version, or to the weights of the versions among which it splits its requests."""
     description: str | None
     created_at: str
+    report: ReportView | None
+    """Of the version; null where it is from before there were reports."""
     usage: AdapterUsageView | None = None
     """On GET only."""
 
@@ -183,6 +200,49 @@ class AdapterList(View):
 
     object: Literal["list"] = "list"
     data: list[AdapterView]
+    next: str | None
+
+
+class GrantView(View):
+    """Another tenant may call an adapter."""
+
+    object: Literal["grant"] = "grant"
+    adapter: str
+    tenant: str
+    """Name of the grantee."""
+    tenant_id: str
+    version: int | None
+    """Null means every version."""
+    created_at: str
+
+
+class GrantList(View):
+    """An adapter's grants."""
+
+    object: Literal["list"] = "list"
+    data: list[GrantView]
+    next: str | None
+
+
+class AuditView(View):
+    """One change of what exists."""
+
+    id: str
+    object: Literal["audit.entry"] = "audit.entry"
+    at: str
+    actor: str
+    """A key's id, or `admin`."""
+    action: str
+    tenant: str
+    target: str
+    detail: dict[str, Any]
+
+
+class AuditList(View):
+    """A page of the audit log, newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[AuditView]
     next: str | None
 
 
@@ -253,6 +313,8 @@ class UsageTotalsView(View):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    cost: str | None = None
+    """Exact, as a decimal number; absent where no prices are set."""
 
 
 class UsageRowView(UsageTotalsView):
@@ -265,6 +327,7 @@ class UsageRowView(UsageTotalsView):
     """Null is the base model, where grouped by adapter."""
     version: int | None = None
     key: str | None = None
+    status: str | None = None
 
 
 class UsageList(View):
@@ -274,6 +337,41 @@ class UsageList(View):
     data: list[UsageRowView]
     next: str | None
     totals: UsageTotalsView
+    currency: str | None = None
+    """Of the costs; absent where no prices are set."""
+
+
+class UsageEventView(View):
+    """One billable fact: a request, however it ended."""
+
+    id: str
+    object: Literal["usage.event"] = "usage.event"
+    at: str
+    """When the request ended."""
+    tenant: str | None
+    key: str | None
+    adapter: str | None
+    """Null is the base model."""
+    version: int | None
+    digest: str | None
+    request_id: str
+    endpoint: str
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    duration_s: float | None
+    adapter_state: str | None
+
+
+class UsageEventList(View):
+    """A page of usage events, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[UsageEventView]
+    next: str | None
 
 
 class UsageDetails(View):

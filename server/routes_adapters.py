@@ -125,7 +125,7 @@ async def delete_adapter(
 
 async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> FitItem:
     try:
-        model = await resolve_model(services.registry, caller, services.served_name, selector, None)
+        model = await resolve_model(services.registry, caller, services.served_name, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter, version = model.adapter, model.version
@@ -135,7 +135,7 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
     return FitItem(
-        adapter=adapter.name if adapter.tenant_id == caller.tenant_id else f"{adapter.tenant}/{adapter.name}",
+        adapter=adapter.name_for(caller.tenant_id),
         version=version.version,
         digest=version.digest,
         rank=version.rank,

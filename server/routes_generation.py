@@ -27,6 +27,8 @@ from weft.server.services import Services, Wired
 from weft.server.shapes import ChatShape, CompletionShape, Shape
 
 router = APIRouter(tags=["generation"])
+SESSION_HEADER = "x-session-id"
+"""Where an alias splits its requests, those with one value get one version; the field `user` goes before it."""
 ResultT = TypeVar("ResultT")
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
@@ -40,7 +42,7 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 async def complete(request: Request, services: Wired, caller: InferCaller) -> GenerationResponse:
     """Continue one or many prompts."""
     body = await json_body(request, CompletionBody, services.config.server.max_body_bytes, services.pace)
-    model = await _resolve(services, caller, body)
+    model = await _resolve(request, services, caller, body)
     limits = limits_of(services)
     params = completion_params(body, limits)
     prompts = await _off_loop(
@@ -60,7 +62,7 @@ async def complete(request: Request, services: Wired, caller: InferCaller) -> Ge
 async def chat(request: Request, services: Wired, caller: InferCaller) -> GenerationResponse:
     """Answer a conversation."""
     body = await json_body(request, ChatBody, services.config.server.max_body_bytes, services.pace)
-    model = await _resolve(services, caller, body)
+    model = await _resolve(request, services, caller, body)
     limits = limits_of(services)
     prompt = await _off_loop(
         lambda: chat_prompt(body, services.tokenizer, limits), sum(len(message.content) for message in body.messages)
@@ -80,8 +82,11 @@ def limits_of(services: Services) -> Limits:
     )
 
 
-async def _resolve(services: Services, caller: Caller, body: GenerationBody) -> ResolvedModel:
-    model = await resolve_model(services.registry, caller, services.served_name, body.model, body.adapter_id)
+async def _resolve(request: Request, services: Services, caller: Caller, body: GenerationBody) -> ResolvedModel:
+    sticky = body.user or request.headers.get(SESSION_HEADER) or secrets.token_hex(8)
+    model = await resolve_model(
+        services.registry, caller, services.served_name, body.model, body.adapter_id, sticky=sticky
+    )
     if model.adapter is not None and model.version is not None:
         services.metrics.learn_adapter(model.version.digest, model.adapter.tenant, model.adapter.name)
     return model

@@ -21,17 +21,22 @@ async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
     """List the base and all adapters that the key may call."""
     own = [_adapter_view(services, adapter, adapter.name) for adapter in await _own_adapters(services, caller)]
     granted = await services.registry.list_granted(caller.tenant_id) if caller.tenant_id else ()
-    foreign = [_adapter_view(services, adapter, f"{adapter.tenant}/{adapter.name}") for adapter in granted]
+    foreign = [_adapter_view(services, adapter, _granted_name(adapter, version)) for adapter, version in granted]
     return ModelList(data=[_base_view(services), *own, *foreign])
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelView:
     """Show one model, by any name that a request may use."""
-    model = await resolve_model(services.registry, caller, services.served_name, model_id, None)
+    model = await resolve_model(services.registry, caller, services.served_name, model_id)
     if model.adapter is None:
         return _base_view(services)
     return _adapter_view(services, model.adapter, model_id)
+
+
+def _granted_name(adapter: Adapter, version: int | None) -> str:
+    name = f"{adapter.tenant}/{adapter.name}"
+    return name if version is None else f"{name}@{version}"
 
 
 async def _own_adapters(services: Services, caller: Caller) -> list[Adapter]:

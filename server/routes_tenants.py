@@ -12,7 +12,7 @@ from weft.server.json_body import json_body
 from weft.server.openapi import takes
 from weft.server.removal import remove_unreferenced
 from weft.server.responses import KeyList, NewKeyView, TenantList, TenantView
-from weft.server.schemas import KeyBody, TenantBody, TenantPatchBody
+from weft.server.schemas import KeyBody, RotateBody, TenantBody, TenantPatchBody
 from weft.server.services import Wired
 from weft.server.views import key_view, tenant_view
 
@@ -66,6 +66,14 @@ async def create_key(name: str, request: Request, services: Wired, _: Admin) -> 
 async def list_keys(name: str, services: Wired, _: Admin) -> KeyList:
     """List a tenant's living keys."""
     return KeyList(data=[key_view(key) for key in await services.registry.list_keys(name)], next=None)
+
+
+@router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(RotateBody))
+async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
+    """Make a key like this one, which itself stops working at once, or after a grace."""
+    body = await json_body(request, RotateBody, services.config.server.max_body_bytes, services.pace)
+    key, secret = await services.registry.rotate_key(key_id, body.grace_s)
+    return NewKeyView(**key_view(key).model_dump(), key=secret)
 
 
 @router.delete("/v1/keys/{key_id}", status_code=204)

@@ -5,41 +5,46 @@ from __future__ import annotations
 import csv
 import io
 import re
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
-from weft.registry.records import GroupBy, UsageQuery, UsageReport, UsageRow
+from weft.registry.prices import in_currency
+from weft.registry.records import GroupBy, UsageQuery, UsageRow, UsageTotals
+from weft.registry.usage import MAX_ROWS, MAX_WANTED
 from weft.server.access import Caller, UsageCaller
 from weft.server.responses import (
     OrganizationUsageBucket,
     OrganizationUsagePage,
     OrganizationUsageResult,
+    UsageEventList,
+    UsageEventView,
     UsageList,
     UsageRowView,
     UsageTotalsView,
 )
 from weft.server.services import Services, Wired
-from weft.server.views import iso
+from weft.server.views import iso, usage_event_view
 
 router = APIRouter(tags=["usage"])
 DEFAULT_DAYS = 30
-MAX_ROWS = 10_000
-GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
+GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status")
 BucketWidth = Literal["1m", "1h", "1d"]
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
 """Default and largest number of buckets per page, as OpenAI has them."""
 _OPENAI_GROUPS: dict[str, GroupBy] = {"project_id": "tenant", "model": "adapter", "api_key_id": "key"}
+_CSV: dict[str, Any] = {"text/csv": {"schema": {"type": "string"}}}
 _SPACED_OFFSET = re.compile(r" (?=\d\d:?\d\d$)")
 
 
-class UsageParams(BaseModel):
-    """What GET /v1/usage takes."""
+class RangeParams(BaseModel):
+    """Which usage."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -48,12 +53,39 @@ class UsageParams(BaseModel):
     """ISO-8601 or Unix seconds; 30 days before `end` by default."""
     end: str | None = None
     """The first moment that no longer counts; now by default."""
-    bucket: BucketWidth | None = None
-    group_by: str = ""
-    """Comma-separated: tenant, adapter, version, key."""
+    adapter: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    """Only adapters of this name; the empty text means the base. This filter and the next three may be repeated."""
+    version: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    key: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    """Ids of keys."""
+    status: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    """How requests ended: stop, length, aborted, error, interrupted."""
     after: str | None = None
     limit: int = Field(1000, ge=1, le=MAX_ROWS)
     format: Literal["json", "csv"] = "json"
+
+    def query(self, caller: Caller, now: datetime) -> UsageQuery:
+        """The question to the ledger, without bucket and grouping."""
+        end = _moment(self.end, "end") if self.end else now + timedelta(seconds=1)
+        return UsageQuery(
+            start=_moment(self.start, "start") if self.start else _days_before(end),
+            end=end,
+            tenant_id=_whose(caller, self.tenant),
+            adapters=tuple(self.adapter),
+            versions=tuple(self.version),
+            key_ids=tuple(self.key),
+            statuses=tuple(self.status),
+            after=self.after,
+            limit=self.limit,
+        )
+
+
+class UsageParams(RangeParams):
+    """What GET /v1/usage takes."""
+
+    bucket: BucketWidth | None = None
+    group_by: str = ""
+    """Comma-separated: tenant, adapter, version, key, status."""
 
 
 class OrganizationUsageParams(BaseModel):
@@ -81,32 +113,45 @@ class OrganizationUsageParams(BaseModel):
     "/v1/usage",
     response_model=UsageList,
     response_model_exclude_unset=True,
-    responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+    responses={200: {"content": _CSV}},
 )
 async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
 ) -> UsageList | Response:
     """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
-    end = _moment(params.end, "end") if params.end else services.now() + timedelta(seconds=1)
-    query = UsageQuery(
-        start=_moment(params.start, "start") if params.start else _days_before(end),
-        end=end,
-        bucket=params.bucket,
-        group_by=_groups(params.group_by),
-        tenant_id=_whose(caller, params.tenant),
-        after=params.after,
-        limit=params.limit,
-    )
+    query = replace(params.query(caller, services.now()), bucket=params.bucket, group_by=_groups(params.group_by))
     await services.registry.usage.flush()
-    report = await services.registry.usage.query(query)
+    report = await services.registry.usage.query(query, services.prices)
+    currency = services.prices.currency if services.prices else None
+    rows = [_row_fields(query, row, currency) for row in report.rows]
     if params.format == "csv":
-        return Response(_as_csv(query, report), media_type="text/csv; charset=utf-8")
+        empty = UsageRow(start=query.start, end=query.end)
+        return _csv_response(list(_row_fields(query, empty, currency)), rows)
     return UsageList(
         object="list",
-        data=[_row_view(query, row) for row in report.rows],
+        data=[UsageRowView.model_validate(row) for row in rows],
         next=report.next,
-        totals=UsageTotalsView(**asdict(report.totals)),
+        totals=UsageTotalsView.model_validate(_sums(report.totals, currency)),
+        **({"currency": currency} if currency else {}),
     )
+
+
+@router.get(
+    "/v1/usage/events",
+    response_model=UsageEventList,
+    responses={200: {"content": _CSV}},
+)
+async def list_usage_events(
+    services: Wired, caller: UsageCaller, params: Annotated[RangeParams, Query()]
+) -> UsageEventList | Response:
+    """List the events of which all sums are made, oldest first."""
+    await services.registry.usage.flush()
+    page = await services.registry.usage.events(params.query(caller, services.now()))
+    views = [usage_event_view(event) for event in page.items]
+    if params.format == "csv":
+        fields = list(UsageEventView.model_fields)
+        return _csv_response(fields, [view.model_dump() for view in views], next_page=page.next)
+    return UsageEventList(data=views, next=page.next)
 
 
 @router.get("/v1/organization/usage/completions")
@@ -180,36 +225,40 @@ def _groups(text: str) -> tuple[GroupBy, ...]:
     return tuple(group for group in GROUPS if group in names)
 
 
-def _row_fields(query: UsageQuery, row: UsageRow) -> dict[str, object]:
+def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[str, object]:
     fields: dict[str, object] = {"start": iso(row.start), "end": iso(row.end)}
+    by_adapter = "adapter" in query.group_by or "version" in query.group_by
+    groups = {"tenant": row.tenant, "version": row.version, "key": row.key_id, "status": row.status}
     if "tenant" in query.group_by:
         fields["tenant"] = row.tenant
-    if "adapter" in query.group_by or "version" in query.group_by:
+    if by_adapter:
         fields["adapter"] = row.adapter
-    if "version" in query.group_by:
-        fields["version"] = row.version
-    if "key" in query.group_by:
-        fields["key"] = row.key_id
-    return {
-        **fields,
-        "requests": row.requests,
-        "prompt_tokens": row.prompt_tokens,
-        "cached_tokens": row.cached_tokens,
-        "completion_tokens": row.completion_tokens,
+    fields.update({name: groups[name] for name in ("version", "key", "status") if name in query.group_by})
+    return {**fields, **_sums(row, currency)}
+
+
+def _sums(sums: UsageTotals, currency: str | None) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "requests": sums.requests,
+        "prompt_tokens": sums.prompt_tokens,
+        "cached_tokens": sums.cached_tokens,
+        "completion_tokens": sums.completion_tokens,
     }
+    return {**fields, "cost": in_currency(sums.cost)} if currency else fields
 
 
-def _row_view(query: UsageQuery, row: UsageRow) -> UsageRowView:
-    return UsageRowView.model_validate(_row_fields(query, row))
-
-
-def _as_csv(query: UsageQuery, report: UsageReport) -> str:
+def _csv_response(fields: list[str], rows: Iterable[dict[str, object]], next_page: str | None = None) -> Response:
     text = io.StringIO()
-    empty = UsageRow(start=query.start, end=query.end)
-    writer = csv.DictWriter(text, fieldnames=list(_row_fields(query, empty)))
+    writer = csv.DictWriter(text, fieldnames=fields)
     writer.writeheader()
-    writer.writerows(_row_fields(query, row) for row in report.rows)
-    return text.getvalue()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    headers = {"x-weft-next": next_page} if next_page else {}
+    return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _cell(value: object) -> object:
+    """A client's own text may begin like a formula, which spreadsheets would run."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 
 async def _all_rows(services: Services, query: UsageQuery) -> list[UsageRow]:

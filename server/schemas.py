@@ -6,6 +6,7 @@ Fields that OpenAI or vLLM know and Weft lacks pass with the value that changes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
@@ -200,6 +201,8 @@ class GenerationBody(Body):
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`."""
     adapter_id: str | None = Field(None, min_length=1, max_length=512)
     """An adapter, where `model` is the base or absent."""
+    user: str | None = Field(None, max_length=4096)
+    """Whoever asks, in the caller's own words: decides, unseen by the model, where an alias splits its requests."""
     n: int = Field(1, ge=1, le=4096)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
@@ -378,13 +381,63 @@ class AdapterFitBody(Body):
         return self
 
 
+class GrantBody(Body):
+    """Body of POST /v1/adapters/{name}/grants."""
+
+    tenant: str = Field(min_length=1, max_length=512)
+    """The other tenant's id; admins may give its name."""
+    version: int | None = Field(None, ge=1, lt=1 << 31)
+    """None grants every version, those to come too."""
+
+
+class RotateBody(Body):
+    """Body of POST /v1/keys/{id}/rotate."""
+
+    grace_s: int = Field(0, ge=0, le=30 * 86_400)
+    """Seconds for which the old key goes on working."""
+
+
+def _aliases(value: object) -> dict[str, dict[int, int] | int | None]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError("aliases must map names to versions.", param="aliases")
+    return {alias: _meaning(meaning) for alias, meaning in value.items()}
+
+
+def _meaning(value: object) -> dict[int, int] | int | None:
+    """A version, versions by weight, or nothing."""
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, dict) and all(_VERSION.fullmatch(key) and type(value[key]) is int for key in value):
+        return {int(version): weight for version, weight in value.items()}
+    raise InvalidRequestError(
+        'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.', param="aliases"
+    )
+
+
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
+_SHARE_SCHEMA = {"type": "integer", "minimum": 1, "maximum": 10_000}
+_ALIASES_SCHEMA = {
+    "type": "object",
+    "maxProperties": 64,
+    "additionalProperties": {
+        "anyOf": [
+            {"type": "integer", "minimum": 1},
+            {"type": "object", "minProperties": 1, "maxProperties": 8, "additionalProperties": _SHARE_SCHEMA},
+            {"type": "null"},
+        ]
+    },
+}
+
+
 class AdapterPatchBody(Body):
     """Body of PATCH /v1/adapters/{name}."""
 
     description: str | None = Field(None, max_length=4096)
     pinned: bool | None = None
-    aliases: dict[str, int | None] | None = Field(None, max_length=64)
-    """Merged into what is there; null removes an alias."""
+    aliases: Annotated[
+        dict[str, dict[int, int] | int | None], BeforeValidator(_aliases), WithJsonSchema(_ALIASES_SCHEMA)
+    ] = Field(default_factory=dict, max_length=64)
+    """Merged into what is there: a version, versions by weight (a canary), or null to remove the alias."""
 
 
 class UploadFileBody(Body):

@@ -15,24 +15,25 @@ from pathlib import Path
 import structlog
 import uvicorn
 
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blob_store import BlobStore, open_blobs
 from weft.config import Config, environment
 from weft.engine.client import EngineClient
 from weft.engine.status import EngineReady
 from weft.engine.tokenizer import Tokenizer
-from weft.errors import ConfigError, NotFoundError
+from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
-from weft.server.admin_key import AdminKey, admin_key
+from weft.server.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.app import MetricsApp, create_app
 from weft.server.drain import Drain
 from weft.server.http_protocol import BoundedProtocol
 from weft.server.logs import configure_logs
 from weft.server.metrics import Metrics
 from weft.server.pins import settle_pins
+from weft.server.price_file import read_prices
 from weft.server.removal import end_removals
-from weft.server.services import Services
+from weft.server.services import Services, base_names
 from weft.server.staged_files import StagedFiles
 from weft.server.sweeper import Sweeper
 
@@ -95,9 +96,12 @@ async def open_services(
         ConfigError: A setting is wrong.
         EngineUnavailableError: The engine does not start.
     """
-    registry = await Registry.open(config.registry.database_url, config.server.data_dir, key.secret)
+    prices = read_prices(config.registry.price_file) if config.registry.price_file else None
+    registry = await Registry.open(
+        config.registry.database_url, config.server.data_dir, key.secret, pepper=given_pepper(environment())
+    )
     stack.push_async_callback(registry.close)
-    blobs = await asyncio.to_thread(LocalBlobs, config.blob_dir)
+    blobs = await asyncio.to_thread(_open_blobs, config)
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
@@ -109,10 +113,11 @@ async def open_services(
         tokenizer=tokenizer,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
-        check=AdapterCheck(ready, blobs),
+        check=AdapterCheck(ready, blobs, base_names(config)),
         metrics=Metrics(config.adapter.slots),
         drain=drain,
         staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
+        prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
     stack.push_async_callback(end_removals, services)
@@ -261,6 +266,15 @@ async def _default_tenant(registry: Registry) -> Tenant:
         return await registry.get_tenant(DEFAULT_TENANT)
     except NotFoundError:
         return await registry.create_tenant(DEFAULT_TENANT)
+
+
+def _open_blobs(config: Config) -> BlobStore:
+    blobs = open_blobs(config.registry, config.server.data_dir)
+    try:
+        blobs.probe()
+    except CapacityError as error:  # it passes, and adapters that are copied or resident are served all the same
+        log.warning("blob_store_unavailable", code=error.code)
+    return blobs
 
 
 async def _stop(server: ApiServer, serving: asyncio.Task[None]) -> None:

@@ -13,13 +13,14 @@ from fastapi import Depends
 from starlette.requests import Request
 
 import weft
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blob_store import BlobStore
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineReady, EngineStatus
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
+from weft.registry.prices import PriceTable
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
@@ -74,7 +75,7 @@ class Services:
     tokenizer: Tokenizer
     tokenizer_settings: Mapping[str, object]
     """What the checkpoint's tokenizer_config.json says, for clients."""
-    blobs: LocalBlobs
+    blobs: BlobStore
     check: AdapterCheck
     metrics: Metrics
     drain: Drain
@@ -82,6 +83,8 @@ class Services:
     """Files of uploads in pieces, while they come."""
     intake: Intake = field(default_factory=Intake)
     """What is being taken in right now."""
+    prices: PriceTable | None = None
+    """What tokens cost; None shows no cost."""
     default_tenant: Tenant | None = None
     """Whom an admin stands for by default: set where authentication is off."""
     blob_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -139,4 +142,10 @@ Wired = Annotated[Services, Depends(_wired)]
 
 def served_name(config: Config) -> str:
     """`model.served_name`, or the last part of the model's path."""
-    return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]
+    return config.model.served_name or base_names(config)[-1]
+
+
+def base_names(config: Config) -> tuple[str, ...]:
+    """What the base is called: by clients, where they are told another name, and by its path's last part."""
+    own = config.model.path.rstrip("/").rsplit("/", 1)[-1]
+    return (config.model.served_name, own) if config.model.served_name else (own,)

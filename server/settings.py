@@ -44,7 +44,7 @@ SECTIONS: dict[str, type[Any]] = {
     "registry": RegistryConfig,
 }
 PREFIX = "WEFT_"
-PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})
+PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})
 """Names that are no settings of a section."""
 SettingTree = Mapping[str, Mapping[str, object]]
 
@@ -165,7 +165,8 @@ def as_tree(config: Config) -> dict[str, dict[str, object]]:
         values.update({name: str(value) for name, value in values.items() if isinstance(value, Path)})
     url = tree["registry"]["database_url"]
     if isinstance(url, str):
-        tree["registry"]["database_url"] = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+        blanked = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+        tree["registry"]["database_url"] = re.sub(r"([?&]password=)[^&]*", r"\1***", blanked)
     return tree
 
 

@@ -8,7 +8,19 @@ from typing import Literal
 
 from weft.engine.status import EngineStatus
 from weft.errors import EngineUnavailableError
-from weft.registry.records import WEIGHTS_FILE, Adapter, AdapterUsage, AdapterVersion, Key, Tenant, Upload
+from weft.registry.records import (
+    WEIGHTS_FILE,
+    Adapter,
+    AdapterUsage,
+    AdapterVersion,
+    AuditEntry,
+    Grant,
+    Key,
+    Shares,
+    Tenant,
+    Upload,
+    UsageEvent,
+)
 from weft.server.adapter_fit import AdapterFit
 from weft.server.responses import (
     AdapterFitItem,
@@ -16,11 +28,15 @@ from weft.server.responses import (
     AdapterUsageView,
     AdapterView,
     AppliedModules,
+    AuditView,
     FitNumbers,
+    GrantView,
     KeyView,
+    ReportView,
     TenantView,
     UploadFileView,
     UploadView,
+    UsageEventView,
     VersionView,
 )
 from weft.server.services import Services
@@ -72,10 +88,35 @@ def adapter_view(
         pages=pages,
         residency=residency,
         pinned=adapter.pinned,
-        aliases=dict(adapter.aliases),
+        aliases={alias: _alias_view(shares) for alias, shares in adapter.aliases.items()},
         description=adapter.description,
         created_at=iso(adapter.created_at),
+        report=_report_view(version),
         usage=_usage_view(usage) if usage else None,
+    )
+
+
+def grant_view(adapter: str, grant: Grant) -> GrantView:
+    """A grant's body."""
+    return GrantView(
+        adapter=adapter,
+        tenant=grant.tenant,
+        tenant_id=grant.tenant_id,
+        version=grant.version,
+        created_at=iso(grant.created_at),
+    )
+
+
+def audit_view(entry: AuditEntry) -> AuditView:
+    """An audit entry's body."""
+    return AuditView(
+        id=str(entry.id),
+        at=iso(entry.at),
+        actor=entry.actor,
+        action=entry.action,
+        tenant=entry.tenant,
+        target=entry.target,
+        detail=dict(entry.detail),
     )
 
 
@@ -93,6 +134,7 @@ def version_view(adapter: Adapter, version: AdapterVersion, residency: Residency
         size_bytes=version.size_bytes,
         residency=residency,
         created_at=iso(version.created_at),
+        report=_report_view(version),
     )
 
 
@@ -145,6 +187,29 @@ def fit_view(fit: AdapterFit) -> AdapterFitView:
     )
 
 
+def usage_event_view(event: UsageEvent) -> UsageEventView:
+    """A usage event's body."""
+    return UsageEventView(
+        id=event.id,
+        at=iso(event.at),
+        tenant=event.tenant,
+        key=event.key_id,
+        adapter=event.adapter,
+        version=event.adapter_version,
+        digest=event.adapter_digest,
+        request_id=event.request_id,
+        endpoint=event.endpoint,
+        status=event.status,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        queue_s=event.queue_s,
+        ttft_s=event.ttft_s,
+        duration_s=event.duration_s,
+        adapter_state=event.adapter_state,
+    )
+
+
 class ResidencyMap:
     """Where adapters are now, by digest."""
 
@@ -167,6 +232,10 @@ async def residency_now(services: Services) -> ResidencyMap:
         return ResidencyMap(None)
 
 
+def _report_view(version: AdapterVersion) -> ReportView | None:
+    return ReportView(**version.report) if version.report else None
+
+
 def _usage_view(usage: AdapterUsage) -> AdapterUsageView:
     return AdapterUsageView(
         requests=usage.requests,
@@ -175,3 +244,9 @@ def _usage_view(usage: AdapterUsage) -> AdapterUsageView:
         completion_tokens=usage.completion_tokens,
         last_used_at=iso(usage.last_used_at) if usage.last_used_at else None,
     )
+
+
+def _alias_view(shares: Shares) -> int | dict[str, int]:
+    if len(shares) == 1:
+        return next(iter(shares))
+    return {str(version): weight for version, weight in shares.items()}

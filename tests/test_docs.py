@@ -25,7 +25,7 @@ def settings() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/registry.md"])
 def test_settings_named_in_documents_exist(document: str) -> None:
     sections = "|".join(sorted({name.split(".")[0] for name in settings()}))
     text = (ROOT / document).read_text()
@@ -41,11 +41,12 @@ def test_default_values_in_the_readme_are_the_real_ones() -> None:
         assert str(getattr(getattr(config, section), name)).removesuffix(".0").lower() == value
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/registry.md"])
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for path in re.findall(
-        r"`((?:scripts|tests|benchmarks|engine|server|adapters|kernels|memory|registry|weft)/[a-z0-9_/.]+)`", text
+        r"`((?:scripts|tests|benchmarks|engine|server|adapters|kernels|memory|registry|weft|deploy|docs)/[a-z0-9_/.]+)`",
+        text,
     ):
         assert (ROOT / path).exists(), path
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote
 
 from weft.errors import ConfigError
 
@@ -21,6 +23,12 @@ Auth = Literal["on", "off"]
 GIB = 1 << 30
 MIB = 1 << 20
 MAX_RANK_LIMIT = 256
+_BLOB_URL = re.compile(
+    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!*'()-][\w.!*'()-]*)*/?"  # what every S3 takes in a key
+    r"|file:///.+"
+    r"|(?!\w[\w+.-]+:).+",  # a folder; what looks like another scheme is none
+    re.ASCII,
+)
 
 
 def _require(ok: bool, setting: str, expected: str, got: object) -> None:
@@ -202,9 +210,45 @@ class RegistryConfig:
     """Where the registry keeps its rows and blobs."""
 
     database_url: str | None = None
-    """SQLAlchemy URL; None takes SQLite in the data folder."""
+    """sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE; None takes SQLite in the data folder."""
     blob_url: str | None = None
-    """Folder of the adapter blobs; None takes blobs/ in the data folder."""
+    """Where the adapter blobs are: a folder, file:///folder or s3://bucket[/prefix]; None takes blobs/ in the data
+    folder. Keys, region and endpoint of S3 come from the AWS_... environment."""
+    blob_cache_gib: float = 10.0
+    """S3: most GiB of copies kept in blob-cache/ in the data folder; those used longest ago go first."""
+    price_file: Path | None = None
+    """YAML file of prices per million tokens; with it, usage shows its cost."""
+
+    def __post_init__(self) -> None:
+        if self.blob_url and not _BLOB_URL.fullmatch(self.blob_url):
+            # What came is not repeated: somebody may have written a secret into it.
+            raise ConfigError(
+                "registry.blob_url must be a folder, file:///folder or s3://bucket[/prefix]. Keys, region and endpoint "
+                "of S3 go into AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL.",
+                param="registry.blob_url",
+            )
+        _require(
+            math.isfinite(self.blob_cache_gib) and self.blob_cache_gib >= 0,
+            "registry.blob_cache_gib",
+            ">= 0",
+            self.blob_cache_gib,
+        )
+
+    @property
+    def s3_place(self) -> tuple[str, str] | None:
+        """Bucket and prefix, which may be empty; None where blobs lie in a folder."""
+        if not (self.blob_url or "").startswith("s3://"):
+            return None
+        bucket, _, prefix = str(self.blob_url).removeprefix("s3://").partition("/")
+        return bucket, prefix.strip("/")
+
+    def blob_dir(self, data_dir: Path) -> Path:
+        """Folder of the adapter blobs, or of the copies of those that are in S3."""
+        if self.s3_place is not None:
+            return data_dir / "blob-cache"
+        if not self.blob_url:
+            return data_dir / "blobs"
+        return Path(unquote(self.blob_url[7:]) if self.blob_url.startswith("file://") else self.blob_url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +264,8 @@ class Config:
 
     @property
     def blob_dir(self) -> Path:
-        """Folder of the adapter blobs."""
-        return Path(self.registry.blob_url) if self.registry.blob_url else self.server.data_dir / "blobs"
+        """Folder of the adapter blobs, or of the copies of those that are in S3."""
+        return self.registry.blob_dir(self.server.data_dir)
 
 
 def is_loopback(host: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +14,6 @@ from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, cal
 if TYPE_CHECKING:
     from weft.adapters.base_shape import BaseShape
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 COLUMNS = (
     "name",
     "tenant",
@@ -26,7 +26,7 @@ COLUMNS = (
     "pinned",
     "aliases",
 )
-Folder = Annotated[Path, typer.Argument(help=f"Folder with {CONFIG} and {WEIGHTS}.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(help="Folder that PEFT or mlx-lm saved the adapter to.", show_default=False)]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
 
@@ -52,7 +52,8 @@ def validate(
     except ConfigError as error:
         fail(error.message, 2)
     try:
-        found = read_checkpoint(config.read_bytes(), weights, base, max_rank)
+        names = (Path(model).resolve().name,) if model else ()
+        found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
     except WeftError as error:
         if as_json:
             typer.echo(json.dumps({"valid": False, "code": error.code, "message": error.message}))
@@ -66,8 +67,11 @@ def validate(
         "applied_modules": {"applied": found.applied, "total": found.total},
         "parameters": found.parameters,
         "checked_against": model or "itself",
+        "report": dict(found.report),
     }
-    show(facts, as_json, list(facts))
+    show(facts, as_json, list(facts)[:-1])
+    if not as_json:
+        _tell(found.report)
 
 
 @app.command()
@@ -88,6 +92,7 @@ def push(  # noqa: PLR0913 - one parameter per option
     body = push_files(adapter_files(folder), draft, url, key, tenant)
     show(body, as_json, COLUMNS)
     if not as_json:
+        _tell(body.get("report") or {})
         selector = body["name"]
         if body["aliases"].get("default") != body["version"]:
             selector += f"@{body['version']}"
@@ -112,8 +117,47 @@ def show_adapter(
         show({**body, "versions": versions["data"]}, True, ())
         return
     show(body, False, COLUMNS)
+    _tell(body.get("report") or {})
     typer.echo("")
     show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
+
+
+@app.command("alias")
+def set_aliases(
+    name: str,
+    aliases: Annotated[
+        list[str],
+        typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
+    ],
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Say which version an alias means; `default` is what the plain name means, so default=1 rolls back to 1."""
+    body = {"aliases": dict(_alias(text) for text in aliases)}
+    path = f"/v1/adapters/{_quoted(name)}"
+    show(call(url, key, "PATCH", path, json=body, params={"tenant": tenant}), as_json, COLUMNS)
+
+
+@app.command()
+def grant(
+    name: str,
+    grantee: Annotated[str, typer.Argument(help="Id of the other tenant; admins may give its name.")],
+    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")] = False,
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+) -> None:
+    """Let another tenant call an adapter as `tenant/name`, or take that back."""
+    path = f"/v1/adapters/{_quoted(name)}/grants"
+    if withdraw:
+        call(url, key, "DELETE", f"{path}/{_quoted(grantee)}", params={"tenant": tenant, "version": version})
+        typer.echo(f"{grantee} may no longer call {name}")
+        return
+    made = call(url, key, "POST", path, json={"tenant": grantee, "version": version}, params={"tenant": tenant})
+    typer.echo(f"{made['tenant']} may call {name}" + (f"@{version}" if version else ""))
 
 
 @app.command("rm")
@@ -145,13 +189,21 @@ def unpin(name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = N
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
     """Config and weights of an adapter; ends the command where one is missing."""
-    if not folder.is_dir():
-        fail(f"there is no folder {folder}.", 2)
-    config, weights = folder / CONFIG, folder / WEIGHTS
-    for path in (config, weights):
-        if not path.is_file():
-            fail(f"{folder} has no {path.name}. Expected what PEFT's save_pretrained writes.", 2)
-    return config, weights
+    from weft.adapters import adapter_folder
+    from weft.errors import AdapterFormatError
+
+    try:
+        return adapter_folder.adapter_files(folder)
+    except AdapterFormatError as error:
+        fail(error.message, 2)
+
+
+def _tell(report: Mapping[str, Any]) -> None:
+    """Print what the check noticed, the warnings on stderr."""
+    if report.get("layout") == "mlx" or report.get("renamed"):
+        typer.echo(f"read as: {report['layout']}, {report['renamed']} tensors under other names than PEFT's")
+    for warning in report.get("warnings", ()):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _base(folder: Path) -> BaseShape:
@@ -167,3 +219,17 @@ def _quoted(name: str) -> str:
         tenant, _, own = name.partition("/")
         fail(f"expected an adapter's own name, got {name!r}. For another tenant's: {own} --tenant {tenant}", 2)
     return quote(name, safe="")
+
+
+def _alias(text: str) -> tuple[str, dict[str, int] | int | None]:
+    """An alias and its meaning, from `prod=2`, `prod=2:90,3:10` or `prod=`."""
+    alias, equals, meaning = text.partition("=")
+    shares = [part.partition(":") for part in meaning.split(",")] if meaning else []
+    numbers = [number for version, colon, weight in shares for number in (version, weight if colon else "1")]
+    if not equals or not all(number.isascii() and number.isdigit() for number in numbers):
+        fail(f"{text!r} must be ALIAS=VERSION, ALIAS=VERSION:WEIGHT,VERSION:WEIGHT or ALIAS=.", 2)
+    if not shares:
+        return alias, None
+    if len(shares) == 1:
+        return alias, int(shares[0][0])
+    return alias, {version: int(weight or 1) for version, _, weight in shares}

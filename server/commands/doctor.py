@@ -7,6 +7,8 @@ import platform
 import shutil
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -41,6 +43,7 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="Folder of a base model to look at.")] = None,
     data_dir: Annotated[Path, typer.Option(help="Where `weft serve` would keep its data.")] = Path("weft-data"),
     port: Annotated[int, typer.Option(help="Port that `weft serve` would bind.")] = 8000,
+    blob_url: Annotated[str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")] = None,
     as_json: JSON = False,
 ) -> None:
     """Check that Weft can run here. Exits with 1 if something would stop it."""
@@ -53,6 +56,8 @@ def doctor(
     ]
     if model is not None:
         checks.append(lambda: _model(Path(model)))
+    if blob_url is not None:
+        checks.append(lambda: _blobs(blob_url))
     findings = [finding for check in checks for finding in check()]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -104,6 +109,23 @@ def _disk(data_dir: Path) -> Iterator[Finding]:
     result: Literal["ok", "warn"] = "ok" if free_gib >= MIN_DISK_GIB else "warn"
     mend = None if result == "ok" else "free some space, or choose another --data-dir"
     yield Finding("disk", result, f"{free_gib:.1f} GiB free at {existing}", mend)
+
+
+def _blobs(url: str) -> Iterator[Finding]:
+    from weft.adapters.blob_store import open_blobs
+    from weft.config import RegistryConfig
+    from weft.errors import CapacityError, ConfigError
+
+    started = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            open_blobs(RegistryConfig(blob_url=url), Path(folder)).probe()
+    except (ConfigError, CapacityError) as error:
+        yield Finding("blob store", "fail", error.message)
+    except OSError as error:
+        yield Finding("blob store", "fail", f"cannot be written: {error.strerror}", "choose another --blob-url")
+    else:
+        yield Finding("blob store", "ok", f"stores and gives back, {1000 * (time.perf_counter() - started):.0f} ms")
 
 
 def _port(port: int) -> Iterator[Finding]:

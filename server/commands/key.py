@@ -41,6 +41,19 @@ def list_keys(tenant: str, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSO
 
 
 @app.command()
+def rotate(
+    key_id: str,
+    grace_s: Annotated[int, typer.Option(help="Seconds for which the old key goes on working.")] = 0,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Make a key like this one, which itself stops working; print the new secret, this once."""
+    made = call(url, key, "POST", f"/v1/keys/{quote(key_id, safe='')}/rotate", json={"grace_s": grace_s})
+    show(made, as_json, (*COLUMNS[:3], "scopes", "expires_at", "key"))
+
+
+@app.command()
 def revoke(key_id: str, url: URL = DEFAULT_URL, key: KEY = None) -> None:
     """Make a key useless, at once."""
     call(url, key, "DELETE", f"/v1/keys/{quote(key_id, safe='')}")

@@ -14,6 +14,8 @@ from weft.server.commands.client import body_of, call, fail, send
 if TYPE_CHECKING:
     import httpx
 
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What the files are called on the way, whatever they are called here."""
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Before each try to send a file."""
 PIECE_BYTES = 1 << 18
@@ -32,26 +34,30 @@ def push_files(paths: Sequence[Path], draft: dict[str, Any], url: str, key: str 
         tenant: For the admin key.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
     params = {"tenant": tenant}
-    files: dict[str, Any] = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in paths}
+    named = dict(zip(FILES, paths, strict=True))
+    files: dict[str, Any] = {
+        name: {"size": path.stat().st_size, "sha256": _sha256(path)} for name, path in named.items()
+    }
     upload = _begun(call(url, key, "GET", "/v1/uploads", params=params)["data"], draft, files)
     if upload is None:
         upload = call(url, key, "POST", "/v1/uploads", json={**draft, "files": files}, params=params)
     place = f"/v1/uploads/{upload['id']}"
+
+    def ask(method: str, end: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
+        return send(url, key, method, place + end, params=params, **arguments)
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        for path in paths:
-            task = progress.add_task(path.name, total=files[path.name]["size"])
+        for name, path in named.items():
+            task = progress.add_task(path.name, total=files[name]["size"])
 
-            def ask(method: str, end: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
-                return send(url, key, method, place + end, params=params, **arguments)
-
-            def show(done: int, task: Any = task) -> None:  # noqa: ANN401 - rich's own type
+            def show(done: int, task: TaskID = task) -> None:
                 progress.update(task, completed=done)
 
-            _send(path, ask, show, lambda answer: body_of(answer, url, key))
+            _send(name, path, ask, show, lambda answer: body_of(answer, url, key))
     return call(url, key, "POST", f"{place}/complete", params=params)
 
 
@@ -67,6 +73,7 @@ def _begun(uploads: list[dict[str, Any]], draft: dict[str, Any], files: dict[str
 
 
 def _send(
+    name: str,
     path: Path,
     ask: Callable[..., httpx.Response],
     show: Callable[[int], None],
@@ -79,12 +86,12 @@ def _send(
         time.sleep(pause_s)
         try:
             upload = read(ask("GET", ""))
-            start = upload["files"][path.name]["received"]
+            start = upload["files"][name]["received"]
             show(start)
-            if path.name not in upload["missing"]:
+            if name not in upload["missing"]:
                 return
             headers = {"content-range": f"bytes {start}-{size - 1}/{size}", "content-length": str(size - start)}
-            answer = ask("PUT", f"/files/{path.name}", content=_pieces(path, start, show), headers=headers)
+            answer = ask("PUT", f"/files/{name}", content=_pieces(path, start, show), headers=headers)
         except httpx.TransportError:
             continue
         if answer.status_code not in AGAIN:

@@ -30,6 +30,16 @@ def serve(  # noqa: PLR0913 - one parameter per option
     metrics_port: Annotated[int | None, typer.Option(help="Separate port for /metrics.")] = None,
     auth: Annotated[str | None, typer.Option(help="on or off; off on loopback only. [default: on]")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Database, blobs and keys. [default: weft-data]")] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="sqlite:///FILE or postgresql://... [default: SQLite in the data folder]")
+    ] = None,
+    blob_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Adapter blobs: a folder, or s3://BUCKET[/PREFIX] with keys, region and endpoint in the AWS_... "
+            "environment. [default: blobs/ in the data folder]"
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
@@ -58,6 +68,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
             "auth": auth,
             "data_dir": data_dir,
         },
+        "registry": {"database_url": database_url, "blob_url": blob_url},
     }
     overrides = merge_trees(options, parse_assignments(settings or []))
     code = run(load_config(overrides, environment(), config), typer.echo)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bad_upload import EVIL_REGEX
-from lora_files import PEFT_DEFAULTS, config_bytes
+from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
 from refusals import is_presentable, outcome
 from weft.adapters.adapter_config import MAX_CONFIG_BYTES, check_scaling, read_config
 from weft.adapters.base_shape import MODULE_PATHS
@@ -223,6 +223,64 @@ def test_scalings_out_of_range_are_refused(scaling: float) -> None:
     assert caught.value.code == "config.alpha_invalid"
 
 
+@pytest.mark.parametrize(
+    ("fields", "alpha"),
+    [
+        ({}, 15.0),
+        ({"num_layers": -1, "report_to": "wandb"}, 15.0),
+        ({"lora_parameters": {"rank": 6, "scale": 20, "dropout": 0.0}}, 120.0),
+        ({"lora_parameters": {"rank": 6, "scale": 10.0, "alpha": 16, "dropout": 0.0}}, 60.0),
+    ],
+    ids=str,
+)
+def test_the_scale_of_mlx_is_the_factor_itself(fields: dict[str, Any], alpha: float) -> None:
+    spec = read_config(mlx_config_bytes(**fields), 64)
+    assert spec == LoraSpec(rank=6, alpha=alpha)
+    assert spec.canonical().keys() == LoraSpec(rank=6, alpha=alpha).canonical().keys()
+
+
+def test_configs_of_mlx_from_before_fine_tune_type_are_read() -> None:
+    older = {name: value for name, value in MLX_CONFIG.items() if name not in ("fine_tune_type", "num_layers")}
+    assert read_config(json.dumps({**older, "lora_layers": 16, "use_dora": False}).encode(), 64).alpha == 15.0
+    equal = {"rank": 6, "scale": 2.5, "alpha": 6, "dropout": 0.0}
+    assert read_config(json.dumps({**older, "lora_parameters": equal}).encode(), 64).alpha == 15.0
+    assert code(json.dumps({**older, "lora_parameters": {**equal, "alpha": 16}}).encode()) == "config.field_unsupported"
+    assert code(json.dumps({**older, "use_dora": True}).encode()) == "config.feature_unsupported"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"fine_tune_type": "dora"}, "config.feature_unsupported"),
+        ({"fine_tune_type": "full", "lora_parameters": None}, "config.feature_unsupported"),
+        ({"fine_tune_type": ["lora"]}, "config.feature_unsupported"),
+        ({"lora_parameters": None}, "config.field_missing"),
+        ({"lora_parameters": []}, "config.field_missing"),
+        ({"lora_parameters": {"rank": 6}}, "config.field_missing"),
+        ({"lora_parameters": {"scale": 6}}, "config.field_missing"),
+        ({"lora_parameters": {"rank": "6", "scale": 1}}, "config.value_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": True}}, "config.value_invalid"),
+        ({"lora_parameters": {"rank": 0, "scale": 1}}, "config.rank_invalid"),
+        ({"lora_parameters": {"rank": 6.0, "scale": 1}}, "config.rank_invalid"),
+        ({"lora_parameters": {"rank": 65, "scale": 1}}, "config.rank_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 0}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": -1.5}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": float("nan")}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 1e308}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 10**400}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 1, "use_rslora": True}}, "config.field_unknown"),
+        ({"use_rslora": True}, "config.field_unknown"),
+        ({"rank_pattern": {"q_proj": 4}}, "config.field_unknown"),
+        ({"a_later_feature": 1}, "config.field_unknown"),
+        ({"data": "x" * 4097}, "config.value_invalid"),
+        ({"optimizer_config": [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]}, "config.too_deep"),
+    ],
+    ids=str,
+)
+def test_configs_of_mlx_that_cannot_be_served_are_refused(fields: dict[str, Any], expected: str) -> None:
+    assert code(mlx_config_bytes(**fields)) == expected
+
+
 def peft_matches(key: str, path: str) -> bool:
     """What PEFT's get_pattern_key does."""
     return re.match(rf"(.*\.)?({key})$", path) is not None
@@ -290,6 +348,20 @@ def check_outcome(raw: bytes) -> None:
 @given(changes=st.lists(st.tuples(KEYS, JSON_VALUES | HOSTILE), min_size=1, max_size=3))
 def test_no_change_of_fields_does_more_than_a_refusal(changes: list[tuple[str, Any]]) -> None:
     check_outcome(json.dumps({**copy.deepcopy(PEFT_DEFAULTS), **dict(changes)}).encode())
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    changes=st.dictionaries(st.sampled_from(sorted(MLX_CONFIG)) | KEYS, JSON_VALUES | HOSTILE, max_size=2),
+    parameters=st.dictionaries(
+        st.sampled_from(["rank", "scale", "alpha", "keys"]) | KEYS, JSON_VALUES | HOSTILE, max_size=2
+    ),
+)
+def test_no_change_of_an_mlx_config_does_more_than_a_refusal(
+    changes: dict[str, Any], parameters: dict[str, Any]
+) -> None:
+    given_parameters = {**MLX_CONFIG["lora_parameters"], **parameters}
+    check_outcome(json.dumps({**MLX_CONFIG, "lora_parameters": given_parameters, **changes}).encode())
 
 
 @settings(max_examples=1000, deadline=None)

@@ -12,13 +12,17 @@ import stat
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from s3_server import S3Server
+from weft.adapters.blob_store import BlobStore
 from weft.adapters.blobs import PIECE_BYTES, LocalBlobs
+from weft.adapters.s3_blobs import S3Blobs
 from weft.errors import AdapterUnavailableError, CapacityError
 
 CONTENT = b"some weights " * 1000
@@ -30,7 +34,43 @@ def blobs(tmp_path: Path) -> LocalBlobs:
     return LocalBlobs(tmp_path / "blobs")
 
 
-def store(blobs: LocalBlobs, content: bytes = CONTENT) -> str:
+@dataclass
+class Kept:
+    """A store, and how to get at what it keeps from behind."""
+
+    blobs: BlobStore
+    local: LocalBlobs
+    s3: S3Server | None
+    bucket: str = "weft"
+
+    def names(self) -> list[str]:
+        """Of everything that outlasts this machine."""
+        return files(self.local) if self.s3 is None else self.s3.keys(self.bucket)
+
+    def spoil(self, content: bytes) -> None:
+        """Put other bytes in the place of the blob."""
+        if self.s3 is None:
+            self.local.path(DIGEST).write_bytes(content)
+        else:
+            self.s3.put(self.bucket, f"sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}", content)
+            self.local.delete(DIGEST)
+
+
+@pytest.fixture(params=["a folder", "S3"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+    """Every kind of store: what follows with it holds for all."""
+    local = LocalBlobs(tmp_path / "blobs")
+    if request.param == "a folder":
+        return Kept(local, local, None)
+    s3: S3Server = request.getfixturevalue("s3")
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = s3.new_bucket()
+    blobs = S3Blobs(bucket, "", cache=local, cache_bytes=1 << 30, allow_http=True, unclaimed_s=0)
+    return Kept(blobs, local, s3, bucket)
+
+
+def store(blobs: BlobStore, content: bytes = CONTENT) -> str:
     with blobs.create() as writer:
         writer.write(content)
         return writer.commit()
@@ -40,7 +80,7 @@ def files(blobs: LocalBlobs) -> list[str]:
     return sorted(str(path.relative_to(blobs.root)) for path in blobs.root.rglob("*") if not path.is_dir())
 
 
-def read(blobs: LocalBlobs, sha256: str = DIGEST) -> bytes:
+def read(blobs: BlobStore, sha256: str = DIGEST) -> bytes:
     with blobs.open(sha256) as blob:
         content = bytearray(blob.size)
         blob.readinto(memoryview(content))
@@ -48,42 +88,41 @@ def read(blobs: LocalBlobs, sha256: str = DIGEST) -> bytes:
     return bytes(content)
 
 
-def read_error(blobs: LocalBlobs) -> str:
+def read_error(blobs: BlobStore) -> str:
     with pytest.raises(AdapterUnavailableError) as caught:
         read(blobs, DIGEST)
     return caught.value.code
 
 
-def test_a_blob_lies_under_its_digest_and_reads_back(blobs: LocalBlobs) -> None:
-    assert store(blobs) == DIGEST
-    assert files(blobs) == [f"sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}"]
-    assert blobs.path(DIGEST) == blobs.root / files(blobs)[0]
-    assert read(blobs) == CONTENT
-    assert list(blobs.digests()) == [DIGEST]
+def test_a_blob_lies_under_its_digest_and_reads_back(kept: Kept) -> None:
+    assert store(kept.blobs) == DIGEST
+    assert kept.names() == [f"sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}"]
+    assert read(kept.blobs) == CONTENT
+    assert list(set(kept.blobs.digests())) == [DIGEST]
 
 
-def test_a_long_blob_is_read_in_pieces_with_a_pause_after_each(blobs: LocalBlobs) -> None:
+def test_a_long_blob_is_read_in_pieces_with_a_pause_after_each(kept: Kept) -> None:
     content = os.urandom(2 * PIECE_BYTES + 1)
-    digest = store(blobs, content)
+    digest = store(kept.blobs, content)
     pauses: list[None] = []
     read_back = bytearray(len(content))
-    with blobs.open(digest, lambda: pauses.append(None)) as blob:
+    with kept.blobs.open(digest, lambda: pauses.append(None)) as blob:
         assert blob.readinto(memoryview(read_back)) == blob.size == len(content)
         assert len(pauses) == 3
         blob.verify()
     assert read_back == content
 
 
-def test_a_blob_can_be_verified_without_all_of_it_having_been_asked_for(blobs: LocalBlobs) -> None:
-    store(blobs)
-    with blobs.open(DIGEST) as blob:
+def test_a_blob_can_be_verified_without_all_of_it_having_been_asked_for(kept: Kept) -> None:
+    store(kept.blobs)
+    with kept.blobs.open(DIGEST) as blob:
         blob.readinto(memoryview(bytearray(10)))
         blob.verify()
 
 
-def test_reading_beyond_the_end_is_told_as_a_corrupt_blob(blobs: LocalBlobs) -> None:
-    store(blobs)
-    with blobs.open(DIGEST) as blob, pytest.raises(AdapterUnavailableError) as caught:
+def test_reading_beyond_the_end_is_told_as_a_corrupt_blob(kept: Kept) -> None:
+    store(kept.blobs)
+    with kept.blobs.open(DIGEST) as blob, pytest.raises(AdapterUnavailableError) as caught:
         blob.readinto(memoryview(bytearray(len(CONTENT) + 1)))
     assert caught.value.code == "adapter_blob_corrupt"
 
@@ -104,62 +143,64 @@ def test_nobody_else_may_look_in(blobs: LocalBlobs) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
 
 
-def test_the_writer_shows_size_digest_and_bytes_before_the_commit(blobs: LocalBlobs) -> None:
-    writer = blobs.create()
+def test_the_writer_shows_size_digest_and_bytes_before_the_commit(kept: Kept) -> None:
+    writer = kept.blobs.create()
     writer.write(CONTENT[:100])
     assert (writer.size, writer.sha256()) == (100, hashlib.sha256(CONTENT[:100]).hexdigest())
     assert writer.path.read_bytes() == CONTENT[:100]
-    assert not blobs.path(writer.sha256()).exists()
+    assert kept.names() in ([], [f"tmp/{writer.path.name}"])
     writer.discard()
     writer.discard()
-    assert files(blobs) == []
+    assert kept.names() == files(kept.local) == []
 
 
-def test_an_empty_blob_is_a_blob(blobs: LocalBlobs) -> None:
-    assert read(blobs, store(blobs, b"")) == b""
+def test_an_empty_blob_is_a_blob(kept: Kept) -> None:
+    assert read(kept.blobs, store(kept.blobs, b"")) == b""
 
 
-def test_leaving_the_writer_without_commit_leaves_nothing(blobs: LocalBlobs) -> None:
-    with blobs.create() as writer:
+def test_leaving_the_writer_without_commit_leaves_nothing(kept: Kept) -> None:
+    with kept.blobs.create() as writer:
         writer.write(CONTENT)
-        assert len(files(blobs)) == 1
-    assert files(blobs) == []
+        assert len(files(kept.local)) == 1
+    assert kept.names() == files(kept.local) == []
 
 
-def test_the_same_bytes_twice_are_one_blob(blobs: LocalBlobs) -> None:
-    assert store(blobs) == store(blobs)
-    assert len(files(blobs)) == 1
+def test_the_same_bytes_twice_are_one_blob(kept: Kept) -> None:
+    assert store(kept.blobs) == store(kept.blobs)
+    assert len(kept.names()) == 1
 
 
-def test_committing_again_mends_a_corrupt_blob(blobs: LocalBlobs) -> None:
-    store(blobs)
-    blobs.path(DIGEST).write_bytes(b"rot")
-    store(blobs)
-    assert read(blobs, DIGEST) == CONTENT
+def test_committing_again_mends_a_corrupt_blob(kept: Kept) -> None:
+    store(kept.blobs)
+    kept.spoil(b"rot")
+    store(kept.blobs)
+    if kept.s3:
+        kept.local.delete(DIGEST)
+    assert read(kept.blobs, DIGEST) == CONTENT
 
 
 @pytest.mark.parametrize("position", [0, 1, len(CONTENT) // 2, len(CONTENT) - 1])
-def test_a_flipped_bit_is_found_on_every_read(blobs: LocalBlobs, position: int) -> None:
-    store(blobs)
-    assert read(blobs, DIGEST) == CONTENT
+def test_a_flipped_bit_is_found_on_every_read(kept: Kept, position: int) -> None:
+    store(kept.blobs)
+    assert read(kept.blobs, DIGEST) == CONTENT
     spoilt = bytearray(CONTENT)
     spoilt[position] ^= 1
-    blobs.path(DIGEST).write_bytes(spoilt)
-    assert read_error(blobs) == "adapter_blob_corrupt"
-    assert read_error(blobs) == "adapter_blob_corrupt"
+    kept.spoil(bytes(spoilt))
+    assert read_error(kept.blobs) == "adapter_blob_corrupt"
+    assert read_error(kept.blobs) == "adapter_blob_corrupt"
 
 
 @pytest.mark.parametrize("content", [b"", CONTENT[:-1], CONTENT + b"\0"])
-def test_a_truncated_or_grown_blob_is_found(blobs: LocalBlobs, content: bytes) -> None:
-    store(blobs)
-    blobs.path(DIGEST).write_bytes(content)
-    assert read_error(blobs) == "adapter_blob_corrupt"
+def test_a_truncated_or_grown_blob_is_found(kept: Kept, content: bytes) -> None:
+    store(kept.blobs)
+    kept.spoil(content)
+    assert read_error(kept.blobs) == "adapter_blob_corrupt"
 
 
-def test_a_missing_blob_is_told_from_a_corrupt_one(blobs: LocalBlobs) -> None:
-    assert read_error(blobs) == "adapter_blob_missing"
-    store(blobs, b"another")
-    assert read_error(blobs) == "adapter_blob_missing"
+def test_a_missing_blob_is_told_from_a_corrupt_one(kept: Kept) -> None:
+    assert read_error(kept.blobs) == "adapter_blob_missing"
+    store(kept.blobs, b"another")
+    assert read_error(kept.blobs) == "adapter_blob_missing"
 
 
 def test_a_link_in_the_place_of_a_blob_is_not_followed(blobs: LocalBlobs, tmp_path: Path) -> None:
@@ -195,18 +236,18 @@ def test_only_plain_files_are_read(blobs: LocalBlobs, kind: str) -> None:
     assert read_error(blobs) == "adapter_blob_corrupt"
 
 
-def test_delete_is_for_good_and_once(blobs: LocalBlobs) -> None:
-    store(blobs)
-    assert blobs.delete(DIGEST)
-    assert not blobs.delete(DIGEST)
-    assert read_error(blobs) == "adapter_blob_missing"
+def test_delete_is_for_good_and_once(kept: Kept) -> None:
+    store(kept.blobs)
+    assert kept.blobs.delete(DIGEST)
+    assert not kept.blobs.delete(DIGEST)
+    assert read_error(kept.blobs) == "adapter_blob_missing"
 
 
-def test_a_read_in_progress_survives_a_delete(blobs: LocalBlobs) -> None:
-    store(blobs)
+def test_a_read_in_progress_survives_a_delete(kept: Kept) -> None:
+    store(kept.blobs)
     content = bytearray(len(CONTENT))
-    with blobs.open(DIGEST) as blob:
-        blobs.delete(DIGEST)
+    with kept.blobs.open(DIGEST) as blob:
+        kept.blobs.delete(DIGEST)
         blob.readinto(memoryview(content))
         blob.verify()
     assert content == CONTENT
@@ -307,12 +348,12 @@ def test_sweeping_does_not_follow_links(blobs: LocalBlobs, tmp_path: Path) -> No
     assert (tmp_path / "precious").exists()
 
 
-def test_identical_commits_at_once_in_threads_leave_one_sound_blob(blobs: LocalBlobs) -> None:
+def test_identical_commits_at_once_in_threads_leave_one_sound_blob(kept: Kept) -> None:
     barrier = threading.Barrier(8)
     digests: list[str] = []
 
     def upload() -> None:
-        with blobs.create() as writer:
+        with kept.blobs.create() as writer:
             writer.write(CONTENT)
             barrier.wait()
             digests.append(writer.commit())
@@ -323,8 +364,8 @@ def test_identical_commits_at_once_in_threads_leave_one_sound_blob(blobs: LocalB
     for thread in threads:
         thread.join()
     assert digests == [DIGEST] * 8
-    assert len(files(blobs)) == 1
-    assert read(blobs, DIGEST) == CONTENT
+    assert len(kept.names()) == 1
+    assert read(kept.blobs, DIGEST) == CONTENT
 
 
 def commit_many(root: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 import subprocess
 import sys
@@ -16,10 +18,22 @@ from hypothesis import strategies as st
 
 from bad_upload import EVIL_REGEX, BadUpload, Upload
 from bad_uploads import bad_uploads, good_upload
-from lora_files import base_shape, config_bytes, lora_name, lora_tensors, q_and_v, tensor, weights_bytes
+from lora_files import (
+    RawTensor,
+    base_shape,
+    config_bytes,
+    lora_name,
+    lora_tensors,
+    mlx_config_bytes,
+    mlx_tensors,
+    q_and_v,
+    tensor,
+    weights_bytes,
+)
 from refusals import is_presentable, outcome
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint import Checkpoint, read_checkpoint
+from weft.adapters.checkpoint import Checkpoint, check_weights, read_checkpoint
+from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError, AdapterFormatError, PayloadTooLargeError
 
 BASE = base_shape()
@@ -154,6 +168,11 @@ def test_a_single_layer_and_module_is_served(tmp_path: Path) -> None:
         lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
         lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
         lambda name: "_fsdp_wrapped_module._orig_mod." + name.replace(".weight", ".default.weight"),
+        lambda name: "_orig_mod._orig_mod.module." + name.replace(".q_proj.", ".q_proj._checkpoint_wrapped_module."),
+        lambda name: name.replace(".weight", ".default._fsdp_wrapped_module.weight"),
+        lambda name: name.replace(".weight", ".my-adapter_2.weight"),
+        lambda name: name.replace("model.layers", "model.language_model.layers"),
+        lambda name: name.replace("model.layers", "language_model.model.layers"),
     ],
 )
 def test_harmless_spellings_of_exporters_are_understood(tmp_path: Path, rename: Any) -> None:
@@ -235,7 +254,22 @@ def test_values_are_not_read_when_they_need_not_be(tmp_path: Path) -> None:
 
 
 NAME_PARTS = ("base_model", "model", "layers", "0", "2", "self_attn", "mlp", "q_proj", "down_proj", "lora_A", "lora_B")
-NAME_EXTRAS = ("weight", "default", "_orig_mod", "_fsdp_wrapped_module", "lm_head", "bias", "", "..", "x" * 90)
+NAME_EXTRAS = (
+    "weight",
+    "default",
+    "other",
+    "language_model",
+    "module",
+    "lora_a",
+    "lora_b",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "lm_head",
+    "bias",
+    "",
+    "..",
+    "x" * 90,
+)
 NAMES = st.lists(st.sampled_from(NAME_PARTS + NAME_EXTRAS), max_size=10).map(".".join) | st.sampled_from(
     [lora_name(layer, path, part) for layer in (0, 1, 2) for path in MODULE_PATHS for part in "AB"]
 )
@@ -285,6 +319,68 @@ def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Pat
         [sys.executable, *options, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["weights.truncated", "set()"]
+
+
+def test_mlx_matrices_are_the_transposes(tmp_path: Path) -> None:
+    checkpoint = read(tmp_path, Upload(mlx_config_bytes(), weights_bytes(mlx_tensors(BASE))))
+    assert checkpoint.spec == LoraSpec(rank=6, alpha=15.0)
+    assert {(tensor.part, tensor.rank_axis) for tensor in checkpoint.tensors} == {("a", 1), ("b", 0)}
+    assert set(checkpoint.scalings.values()) == {2.5}
+    assert checkpoint.parameters == sum(math.prod(raw.shape) for raw in mlx_tensors(BASE).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model.layers.0.self_attn.q_proj.lora_a": tensor((6, 64))}, "weights.shape_mismatch"),
+        ({"model.layers.0.self_attn.q_proj.lora_a": tensor((64, 5))}, "weights.rank_mismatch"),
+        ({"model.layers.0.self_attn.q_proj.lora_a": tensor((2, 64, 6))}, "weights.shape_invalid"),
+        ({"model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.pair_incomplete"),
+        ({"model.layers.2.self_attn.q_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+        ({"model.layers.0.self_attn.q_proj.m": tensor((64, 1))}, "weights.tensor_not_allowed"),
+        ({"model.embed_tokens.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+        ({lora_name(0, "mlp.up_proj", "A"): tensor((6, 64))}, "weights.tensor_not_allowed"),
+        ({lora_name(0, "self_attn.q_proj", "A"): tensor((6, 64))}, "weights.duplicate_tensor"),
+        ({"_orig_mod.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+        ({"base_model.model.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+    ],
+    ids=str,
+)
+def test_mlx_files_are_checked_as_strictly(tmp_path: Path, change: dict[str, RawTensor], expected: str) -> None:
+    assert refusal(tmp_path, weights_bytes({**mlx_tensors(BASE), **change}), mlx_config_bytes()).code == expected
+
+
+def test_the_report_tells_what_looks_like_a_mistake(tmp_path: Path) -> None:
+    config = config_bytes(
+        base_model_name_or_path="Some/Base-unsloth-bnb-4bit/",
+        target_modules=["q_proj", "v_proj", *(f"gone_{index}" for index in range(10))],
+    )
+    tensors = {**q_and_v(BASE), lora_name(1, "self_attn.q_proj", "B"): tensor((64, 8), "BF16", 0.0)}
+    (tmp_path / "weights").write_bytes(weights_bytes(tensors))
+
+    def report(*base_names: str) -> dict[str, Any]:
+        found = read_checkpoint(config, tmp_path / "weights", BASE, 64, base_names=base_names)
+        return dict(found.report)
+
+    assert report() == report("shop", "base")
+    assert report()["dtype"] == ["BF16", "F32"]
+    zeros, gone = report()["warnings"]
+    assert zeros.startswith("1 of 4 lora_B are zero")
+    assert "'gone_0'" in gone
+    assert "and 2 more" in gone
+    assert "'Some/Base-unsloth-bnb-4bit/', here it is 'shop'" in report("shop")["warnings"][-1]
+    loaded = check_weights(LoraSpec(rank=8, alpha=16), weights_bytes(tensors), len(weights_bytes(tensors)), BASE)
+    assert loaded.report == {}
+
+
+def test_a_report_of_the_largest_config_is_quick_and_short(tmp_path: Path) -> None:
+    keys = {f"m{index}.a.b.c.d": 1 for index in range(1024)}
+    config = config_bytes(rank_pattern=keys, alpha_pattern=keys, target_modules=["x" * 4000])
+    started = time.process_time()
+    report = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE)))).report
+    assert time.process_time() - started < 0.5
+    assert len(json.dumps(report)) < 4000
+    assert json.dumps(report).isprintable()
 
 
 def test_links_and_folders_are_not_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What PEFT itself saves: plain LoRA in all its forms is read with PEFT's ranks and scalings, the rest is refused."""
+"""What PEFT itself saves: plain LoRA in all its forms is read with PEFT's ranks and scalings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lora_files import base_shape
@@ -180,57 +180,6 @@ def test_the_recipe_for_base_changing_starts_leads_to_a_good_adapter(tmp_path: P
     assert "path_initial_model_for_weight_conversion" in caught.value.message
     folder = save(peft_model, tmp_path / "mended", path_initial_model_for_weight_conversion=str(tmp_path / "before"))
     assert read(folder).largest_rank == 8
-
-
-REFUSED: dict[str, tuple[PeftConfig, str, str]] = {
-    "DoRA": (lora(use_dora=True), "config.feature_unsupported", "use_dora"),
-    "modules to save": (lora(modules_to_save=["lm_head"]), "config.feature_unsupported", "modules_to_save"),
-    "all biases": (lora(bias="all"), "config.feature_unsupported", "bias"),
-    "LoRA biases": (lora(bias="lora_only"), "config.feature_unsupported", "bias"),
-    "a bias on B": (lora(lora_bias=True), "config.feature_unsupported", "lora_bias"),
-    "trained tokens": (lora(trainable_token_indices=[1, 2]), "config.feature_unsupported", "trainable_token_indices"),
-    "activated LoRA": (lora(alora_invocation_tokens=[1, 2]), "config.feature_unsupported", "alora_invocation_tokens"),
-    "repeated layers": (lora(layer_replication=[[0, 2], [1, 3]]), "config.feature_unsupported", "layer_replication"),
-    "IA3": (
-        IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
-        "config.peft_type_unsupported",
-        "peft_type",
-    ),
-    "another task": (lora(task_type="FEATURE_EXTRACTION"), "config.task_type_unsupported", "task_type"),
-    "LoRA on the embedding": (lora(target_modules=["embed_tokens", "q_proj"]), "weights.tensor_not_allowed", "embed"),
-    "LoRA on the output head": (lora(target_modules=["lm_head", "q_proj"]), "weights.tensor_not_allowed", "lm_head"),
-    "PiSSA": (lora(init_lora_weights="pissa"), "config.feature_unsupported", "init_lora_weights"),
-    "fast PiSSA": (lora(init_lora_weights="pissa_niter_2"), "config.feature_unsupported", "init_lora_weights"),
-    "OLoRA": (lora(init_lora_weights="olora"), "config.feature_unsupported", "init_lora_weights"),
-    "rank above the limit": (lora(r=65), "config.rank_invalid", "r "),
-    "a pattern in rank_pattern": (lora(rank_pattern={".*q_proj": 4}), "config.pattern_unsupported", "rank_pattern"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_plain_lora_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    config, code, named = REFUSED[name]
-    save(trained(config), tmp_path)
-    with pytest.raises(AdapterError) as caught:
-        read(tmp_path)
-    assert caught.value.code == code
-    assert named in caught.value.message
-
-
-def test_copies_of_the_base_beside_the_adapter_are_refused(tmp_path: Path) -> None:
-    save(trained(lora()), tmp_path, save_embedding_layers=True)
-    with pytest.raises(AdapterError) as caught:
-        read(tmp_path)
-    assert caught.value.code == "weights.tensor_not_allowed"
-
-
-def test_a_dumped_state_dict_reads_like_the_saved_one(tmp_path: Path) -> None:
-    peft_model = trained(lora())
-    saved = read(save(peft_model, tmp_path))
-    dump = {name: tensor for name, tensor in peft_model.state_dict().items() if "lora_" in name}
-    save_file(dump, tmp_path / "adapter_model.safetensors")
-    dumped = read(tmp_path)
-    assert (dumped.ranks, dumped.scalings) == (saved.ranks, saved.scalings)
 
 
 def test_every_field_of_the_installed_peft_is_in_a_table_and_its_default_is_accepted(tmp_path: Path) -> None:

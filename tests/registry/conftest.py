@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from postgres_server import fresh_database
 from registry_samples import StandingClock
 from weft.registry.database import Database
 from weft.registry.registry import Registry
@@ -20,15 +21,21 @@ def clock() -> StandingClock:
     return StandingClock()
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    """A database of its own for the test: SQLite in its folder, or in a real PostgreSQL."""
+    return None if request.param == "sqlite" else fresh_database()
+
+
 @pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = await Database.open(None, tmp_path)
+async def database(tmp_path: Path, database_url: str | None) -> AsyncIterator[Database]:
+    opened = await Database.open(database_url, tmp_path)
     yield opened
     await opened.close()
 
 
 @pytest.fixture
-async def registry(tmp_path: Path, clock: StandingClock) -> AsyncIterator[Registry]:
-    opened = await Registry.open(None, tmp_path, "admin-secret", clock=clock, monotonic=clock.monotonic)
+async def registry(tmp_path: Path, clock: StandingClock, database_url: str | None) -> AsyncIterator[Registry]:
+    opened = await Registry.open(database_url, tmp_path, "admin-secret", clock=clock, monotonic=clock.monotonic)
     yield opened
     await opened.close()

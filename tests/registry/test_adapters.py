@@ -30,7 +30,7 @@ async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Regi
         "answers questions",
         False,
     )
-    assert adapter.aliases == {"default": 1}
+    assert adapter.aliases == {"default": {1: 1}}
     assert await registry.get_adapter(acme.id, "support") == adapter
 
 
@@ -63,7 +63,7 @@ async def test_an_upload_that_does_not_activate_leaves_the_plain_name(registry: 
     await registry.publish_version(acme.id, "support", facts("a"))
     adapter, version, _ = await registry.publish_version(acme.id, "support", facts("b"), activate=False)
     assert version.version == 2
-    assert adapter.aliases == {"default": 1}
+    assert adapter.aliases == {"default": {1: 1}}
     assert (await registry.resolve(acme.id, "support"))[1].version == 1
     assert (await registry.get_adapter(acme.id, "support")).current.version == 1
 
@@ -81,7 +81,7 @@ async def test_identical_bytes_are_the_same_version(registry: Registry, acme: Te
     await registry.publish_version(acme.id, "support", facts("b"))
     adapter, version, created = await registry.publish_version(acme.id, "support", facts("a"))
     assert (version.version, created) == (1, False)
-    assert adapter.aliases == {"default": 1}
+    assert adapter.aliases == {"default": {1: 1}}
     assert adapter.description == "first"
     assert len(await registry.list_versions(acme.id, "support")) == 2
 
@@ -93,9 +93,11 @@ async def test_fifty_identical_uploads_at_once_make_one_version(registry: Regist
     assert len({adapter.id for adapter, _, _ in published}) == 1
 
 
-async def test_two_processes_publishing_at_once_make_one_version(registry: Registry, tmp_path: Path) -> None:
+async def test_two_processes_publishing_at_once_make_one_version(
+    registry: Registry, tmp_path: Path, database_url: str | None
+) -> None:
     acme = await registry.create_tenant("acme")
-    other = await Registry.open(f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
+    other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
     published = await asyncio.gather(
         *(
             process.publish_version(acme.id, "support", facts(content))
@@ -141,7 +143,7 @@ async def test_aliases_merge_move_and_go(registry: Registry, acme: Tenant) -> No
         await registry.publish_version(acme.id, "support", facts(content))
     await registry.update_adapter(acme.id, "support", aliases={"prod": 1, "test": 2})
     adapter = await registry.update_adapter(acme.id, "support", aliases={"prod": 3, "test": None, "gone": None})
-    assert adapter.aliases == {"default": 3, "prod": 3}
+    assert adapter.aliases == {"default": {3: 1}, "prod": {3: 1}}
     rolled_back = await registry.update_adapter(acme.id, "support", aliases={"default": 1})
     assert rolled_back.current.version == 1
     assert (await registry.resolve(acme.id, "support"))[1].version == 1
@@ -157,7 +159,7 @@ async def test_an_alias_that_means_nothing_changes_nothing(
     with pytest.raises(InvalidRequestError):
         await registry.update_adapter(acme.id, "support", pinned=True, aliases={"first": 1, **aliases})
     adapter = await registry.get_adapter(acme.id, "support")
-    assert adapter.aliases == {"default": 1}
+    assert adapter.aliases == {"default": {1: 1}}
     assert not adapter.pinned
 
 
@@ -194,7 +196,7 @@ async def test_a_deleted_version_takes_its_aliases_and_its_number(registry: Regi
     removed = await registry.delete_adapter(acme.id, "support", 3)
     assert removed == Removed(digests=(facts("c").digest,), weights=(facts("c").weights_sha256,))
     adapter = await registry.get_adapter(acme.id, "support")
-    assert (adapter.aliases, adapter.current.version) == ({"old": 1}, 2)
+    assert (adapter.aliases, adapter.current.version) == ({"old": {1: 1}}, 2)
     with pytest.raises(NotFoundError):
         await registry.resolve(acme.id, "support")
     _, version, created = await registry.publish_version(acme.id, "support", facts("c"))
@@ -287,37 +289,6 @@ async def test_a_bad_name_is_refused_on_upload_and_unknown_elsewhere(
         await registry.publish_version(acme.id, name, facts("a"))
     with pytest.raises(NotFoundError):
         await registry.get_adapter(acme.id, name)
-
-
-async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry, acme: Tenant) -> None:
-    other = await registry.create_tenant("other")
-    await registry.publish_version(acme.id, "support", facts("a"))
-    for _ in range(2):
-        await registry.grant_adapter(acme.id, "support", "other")
-    adapter, version = await registry.resolve(other.id, "acme/support@1")
-    assert (adapter.tenant, adapter.tenant_id, version.version) == ("acme", acme.id, 1)
-    assert [granted.name for granted in await registry.list_granted(other.id)] == ["support"]
-    with pytest.raises(NotFoundError):
-        await registry.resolve(other.id, "support")
-    with pytest.raises(NotFoundError):
-        await registry.get_adapter(other.id, "support")
-
-    await registry.withdraw_grant(acme.id, "support", "other")
-    with pytest.raises(NotFoundError):
-        await registry.resolve(other.id, "acme/support@1")
-    with pytest.raises(NotFoundError):
-        await registry.withdraw_grant(acme.id, "support", "other")
-    assert await registry.list_granted(other.id) == ()
-
-
-async def test_a_grant_needs_an_adapter_and_another_tenant(registry: Registry, acme: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
-    with pytest.raises(NotFoundError):
-        await registry.grant_adapter(acme.id, "missing", "acme")
-    with pytest.raises(NotFoundError):
-        await registry.grant_adapter(acme.id, "support", "nobody")
-    with pytest.raises(InvalidRequestError):
-        await registry.grant_adapter(acme.id, "support", "acme")
 
 
 async def test_a_resolve_under_way_during_a_delete_is_not_remembered(registry: Registry, acme: Tenant) -> None:

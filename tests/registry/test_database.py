@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import sqlite3
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import IntegrityError
 
+from postgres_server import fresh_database
 from registry_samples import usage_event
 from weft.errors import CapacityError, ConfigError
-from weft.registry import database as database_module
-from weft.registry.database import Database, async_url
+from weft.registry import postgres, sqlite
+from weft.registry.database import Database
+from weft.registry.database import database_url as parse_url
 from weft.registry.migrations import upgrade
 from weft.registry.models import AuditRow, Base, KeyRow
 from weft.registry.usage import insert_events
@@ -23,12 +26,17 @@ from weft.registry.usage import insert_events
 pytestmark = pytest.mark.anyio
 
 
+def with_driver(url: str) -> str:
+    return url.replace("postgresql://", "postgresql+psycopg://", 1)
+
+
 def _differences(connection: Connection) -> list[object]:
     return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
 
 
-def test_models_and_migrations_describe_the_same_schema() -> None:
-    engine = create_engine("sqlite://")
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_models_and_migrations_describe_the_same_schema(backend: str) -> None:
+    engine = create_engine("sqlite://" if backend == "sqlite" else with_driver(fresh_database()))
     with engine.begin() as connection:
         upgrade(connection)
         assert _differences(connection) == []
@@ -37,37 +45,40 @@ def test_models_and_migrations_describe_the_same_schema() -> None:
     engine.dispose()
 
 
-async def test_opening_twice_upgrades_once(tmp_path: Path) -> None:
+async def test_opening_twice_upgrades_once(tmp_path: Path, database_url: str | None) -> None:
     for _ in range(2):
-        database = await Database.open(None, tmp_path)
+        database = await Database.open(database_url, tmp_path)
         async with database.read() as session:
             assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0002"
         await database.close()
 
 
-async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path) -> None:
-    databases = await asyncio.gather(*(Database.open(None, tmp_path) for _ in range(2)))
+async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path, database_url: str | None) -> None:
+    databases = await asyncio.gather(*(Database.open(database_url, tmp_path) for _ in range(2)))
     for database in databases:
         await database.check()
         await database.close()
 
 
-async def test_a_database_of_a_newer_weft_is_refused(tmp_path: Path) -> None:
-    database = await Database.open(None, tmp_path)
+async def test_a_database_of_a_newer_weft_is_refused(tmp_path: Path, database_url: str | None) -> None:
+    database = await Database.open(database_url, tmp_path)
     async with database.write() as session:
         await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     await database.close()
     with pytest.raises(ConfigError, match="newer Weft"):
-        await Database.open(None, tmp_path)
+        await Database.open(database_url, tmp_path)
 
 
-async def test_every_connection_is_durable_and_checks_references(database: Database) -> None:
+async def test_every_connection_is_durable_and_checks_references(tmp_path: Path) -> None:
+    database = await Database.open(None, tmp_path)
+
     async def pragmas() -> list[object]:
         names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
         async with database.read() as session:
             return [await session.scalar(text(f"PRAGMA {name}")) for name in names]
 
     assert await asyncio.gather(*(pragmas() for _ in range(3))) == [["wal", 2, 1, 5000]] * 3
+    await database.close()
 
 
 async def test_a_reference_to_nothing_is_refused(database: Database) -> None:
@@ -127,7 +138,7 @@ async def test_readers_do_not_wait_for_a_writer(database: Database) -> None:
 async def test_a_database_locked_by_another_process_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 10)
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 10)
     database = await Database.open(None, tmp_path)
     other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -159,18 +170,63 @@ async def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
 
 
 def test_without_a_url_the_database_lies_in_the_folder(tmp_path: Path) -> None:
-    assert async_url(None, tmp_path) == f"sqlite+aiosqlite:///{tmp_path}/registry.sqlite"
+    assert parse_url(None, tmp_path).database == f"{tmp_path}/registry.sqlite"
 
 
-def test_a_sqlite_url_gets_the_async_driver(tmp_path: Path) -> None:
-    assert async_url("sqlite:////srv/w.db", tmp_path) == "sqlite+aiosqlite:////srv/w.db"
+def test_both_spellings_of_postgresql_are_taken(tmp_path: Path) -> None:
+    for scheme in ("postgres", "postgresql", "postgresql+psycopg"):
+        parsed = parse_url(f"{scheme}://u:p@h:5433/db", tmp_path)
+        assert (parsed.get_backend_name(), parsed.host, parsed.port, parsed.database) == ("postgresql", "h", 5433, "db")
 
 
-@pytest.mark.parametrize("url", ["", "nonsense", "sqlite://", "sqlite:///:memory:", "mysql://u:hunter2@h/db"])
+@pytest.mark.parametrize(
+    "url", ["", "nonsense", "sqlite://", "sqlite:///:memory:", "mysql://u:hunter2@h/db", "postgresql://u:hunter2@h"]
+)
 def test_other_urls_are_refused_without_telling_a_password(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        async_url(url, tmp_path)
+        parse_url(url, tmp_path)
     assert "hunter2" not in caught.value.message
+
+
+async def test_a_postgresql_that_does_not_answer_is_told_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        await Database.open("postgresql://weft:hunter2@127.0.0.1:1/weft", tmp_path)
+    assert "hunter2" not in caught.value.message
+
+
+async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "CONNECT_S", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="cannot be used"):
+        async with asyncio.timeout(60):
+            await Database.open(f"postgresql://weft@127.0.0.1:{silent.getsockname()[1]}/weft", tmp_path)
+
+
+async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_SESSION", "-c lock_timeout=50")
+    database = await Database.open(fresh_database(), tmp_path)
+    other = await Database.open(str(database._engine.url.render_as_string(hide_password=False)), tmp_path)
+    with pytest.raises(CapacityError):
+        async with database.read() as session:
+            await session.execute(text("CREATE TABLE no (n INTEGER)"))
+    async with database.write():
+        with pytest.raises(CapacityError) as caught:
+            async with other.write():
+                pytest.fail("two writers at once")
+    assert caught.value.code == "database_unavailable"
+    for opened in (database, other):
+        await opened.close()
+
+
+async def test_connections_that_the_server_ended_are_replaced(tmp_path: Path) -> None:
+    database = await Database.open(fresh_database(), tmp_path)
+    await database.check()
+    async with database.write() as session:
+        others = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        await session.execute(others)
+    await database.check()
+    await database.close()
 
 
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
@@ -192,7 +248,7 @@ async def test_opening_waits_for_another_process_that_opens(tmp_path: Path) -> N
 async def test_opening_gives_up_on_a_database_that_stays_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_MS", 60)
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 60)
     other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(ConfigError, match="locked"):

@@ -1,32 +1,100 @@
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
+import pytest
+
 from registry_samples import StandingClock
-from weft.registry.recent import Recent
+from weft.errors import CapacityError, NotFoundError, WeftError
+from weft.registry.recent import MAX_AGE_S, MAX_OUTAGE_S, Recent
+
+pytestmark = pytest.mark.anyio
 
 
-def test_an_answer_is_kept_until_it_is_too_old() -> None:
+class Source:
+    """Answers with what it is told to, and counts the questions."""
+
+    def __init__(self, answer: int | WeftError = 1) -> None:
+        self.answer = answer
+        self.num_asked = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    async def __call__(self) -> int:
+        self.num_asked += 1
+        self.meanwhile()
+        if isinstance(self.answer, WeftError):
+            raise self.answer
+        return self.answer
+
+
+def made(max_entries: int = 100) -> tuple[Recent[str, int], StandingClock]:
     clock = StandingClock()
-    recent: Recent[str, int] = Recent(clock.monotonic, max_age_s=30)
-    recent.remember("a", 1, recent.epoch)
-    clock.advance(29)
-    assert recent.get("a") == 1
-    clock.advance(1)
-    assert recent.get("a") is None
-    assert recent.get("b") is None
+    return Recent(clock.monotonic, max_entries), clock
 
 
-def test_a_change_drops_all_answers_and_those_under_way() -> None:
-    recent: Recent[str, int] = Recent(lambda: 0.0)
-    recent.remember("a", 1, recent.epoch)
-    asked_at = recent.epoch
+async def answers(recent: Recent[str, int], source: Callable[[], Awaitable[int]], count: int = 1) -> list[int]:
+    return [await recent.ask("a", source) for _ in range(count)]
+
+
+async def test_an_answer_serves_for_a_second() -> None:
+    (recent, clock), source = made(), Source()
+    assert await answers(recent, source, 3) == [1, 1, 1]
+    clock.advance(MAX_AGE_S * 0.99)
+    source.answer = 2
+    assert (await answers(recent, source), source.num_asked) == ([1], 1)
+    clock.advance(MAX_AGE_S * 0.02)
+    assert (await answers(recent, source), source.num_asked) == ([2], 2)
+
+
+async def test_a_change_drops_all_answers_and_those_under_way() -> None:
+    (recent, _), source = made(), Source()
+    await answers(recent, source)
     recent.forget()
-    recent.remember("b", 2, asked_at)
-    assert recent.get("a") is None
-    assert recent.get("b") is None
+    source.meanwhile = recent.forget
+    assert await answers(recent, source) == [1]
+    source.meanwhile = lambda: None
+    source.answer = 2
+    assert await answers(recent, source) == [2]
 
 
-def test_it_never_grows_beyond_its_bound() -> None:
-    recent: Recent[int, int] = Recent(lambda: 0.0, max_entries=3)
-    for number in range(4):
-        recent.remember(number, number, 0)
-    assert [recent.get(number) for number in range(4)] == [None, None, None, 3]
+async def test_while_the_database_is_away_an_answer_serves_for_a_minute() -> None:
+    (recent, clock), source = made(), Source()
+    await answers(recent, source)
+    source.answer = CapacityError("away")
+    clock.advance(MAX_OUTAGE_S * 0.99)
+    assert await answers(recent, source) == [1]
+    clock.advance(MAX_OUTAGE_S * 0.02)
+    with pytest.raises(CapacityError):
+        await recent.ask("a", source)
+    with pytest.raises(CapacityError):
+        await recent.ask("unknown", source)
+
+
+async def test_what_was_taken_back_does_not_return_in_an_outage() -> None:
+    (recent, clock), source = made(), Source()
+    await answers(recent, source)
+    clock.advance(MAX_AGE_S)
+    source.answer = NotFoundError("revoked elsewhere")
+    with pytest.raises(NotFoundError):
+        await recent.ask("a", source)
+    source.answer = CapacityError("away")
+    with pytest.raises(CapacityError):
+        await recent.ask("a", source)
+
+
+async def test_a_change_made_here_counts_in_an_outage_too() -> None:
+    (recent, clock), source = made(), Source()
+    await answers(recent, source)
+    clock.advance(MAX_AGE_S)
+    source.answer, source.meanwhile = CapacityError("away"), recent.forget
+    with pytest.raises(CapacityError):
+        await recent.ask("a", source)
+
+
+async def test_it_never_grows_beyond_its_bound() -> None:
+    (recent, _), source = made(max_entries=3), Source()
+    for key in ("a", "b", "c", "d", "d"):
+        await recent.ask(key, source)
+    assert source.num_asked == 4
+    await recent.ask("a", source)
+    assert source.num_asked == 5

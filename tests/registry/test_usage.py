@@ -15,7 +15,9 @@ from weft.errors import InvalidRequestError
 from weft.registry import usage
 from weft.registry.clock import to_micros
 from weft.registry.database import Database
+from weft.registry.prices import UNITS, Price, PriceTable, in_currency
 from weft.registry.records import Bucket, GroupBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from weft.registry.usage_events import list_events
 
 pytestmark = pytest.mark.anyio
 
@@ -129,9 +131,9 @@ async def test_filters_leave_out_the_rest_of_rows_and_totals(database: Database)
     for wanted, requests in (
         ({"tenant_id": "ten_b"}, 1),
         ({"tenant_id": "ten_acme"}, 2),
-        ({"adapter": "support"}, 2),
-        ({"adapter": ""}, 1),
-        ({"key_id": "key_2"}, 1),
+        ({"adapters": ("support",)}, 2),
+        ({"adapters": ("",)}, 1),
+        ({"key_ids": ("key_2", "key_3")}, 1),
         ({"tenant_id": "ten_nobody"}, 0),
         ({"tenant_id": ""}, 0),
     ):
@@ -141,7 +143,7 @@ async def test_filters_leave_out_the_rest_of_rows_and_totals(database: Database)
 
 async def test_usage_of_a_deleted_adapter_stays_apart_from_its_successor(database: Database) -> None:
     await _insert(database, usage_event("use_1"), usage_event("use_2", adapter_id="adp_new"))
-    report = await _query(database, group_by=("adapter",), adapter="support")
+    report = await _query(database, group_by=("adapter",), adapters=("support",))
     assert [(row.adapter, row.requests) for row in report.rows] == [("support", 1), ("support", 1)]
 
 
@@ -182,7 +184,9 @@ async def test_paging_works_without_buckets_too(database: Database) -> None:
         {"group_by": ("tenant", "colour")},
         {"limit": 0},
         {"limit": 10_001},
-        {"adapter": "a\x00"},
+        {"adapters": ("a\x00",)},
+        {"versions": (-1,)},
+        {"statuses": ("x",) * 101},
         {"tenant_id": "\ud800"},
         {"after": "garbage"},
         {"after": ""},
@@ -327,3 +331,82 @@ def _group(event: UsageEvent, bucket: Bucket | None, start: datetime, group_by: 
         event.adapter_version if "version" in group_by else None,
         event.key_id if "key" in group_by else None,
     )
+
+
+PRICES = PriceTable(
+    currency="EUR",
+    default=Price(prompt=2, cached=1, completion=10),
+    base=Price(prompt=1, cached=0, completion=1),
+    tenants={"b": Price(prompt=7, cached=7, completion=7)},
+    adapters={("b", "dear"): Price(prompt=100, cached=100, completion=100)},
+)
+
+
+async def test_cost_is_that_of_the_closest_price_and_adds_up(database: Database) -> None:
+    base = {"adapter_id": None, "adapter": None, "adapter_version": None}
+    await _insert(
+        database,
+        usage_event("use_1"),  # 10 prompt tokens, 4 of them cached, 20 completion tokens
+        usage_event("use_2", **base),
+        usage_event("use_3", tenant_id="ten_b", tenant="b"),
+        usage_event("use_4", tenant_id="ten_b", tenant="b", **base),
+        usage_event("use_5", tenant_id="ten_b", tenant="b", adapter_id="adp_dear", adapter="dear"),
+        usage_event("use_6", at=NOON + timedelta(hours=1)),
+    )
+    expected = {("acme", "support"): 2 * 216, ("acme", None): 26, ("b", "support"): 210, ("b", None): 210}
+    expected["b", "dear"] = 3000
+    for bucket in ("1m", "1h", None):
+        async with database.read() as session:
+            wanted = UsageQuery(start=DAY.start, end=DAY.end, bucket=bucket, group_by=("tenant", "adapter"))
+            report = await usage.query(session, wanted, PRICES)
+        found: Counter[tuple[str | None, str | None]] = Counter()
+        for row in report.rows:
+            found[row.tenant, row.adapter] += row.cost
+        assert found == expected
+        assert report.totals.cost == sum(expected.values())
+    assert (await _query(database)).totals.cost == 0
+
+
+def test_a_cost_is_shown_exactly() -> None:
+    shown = {0: "0", UNITS: "1", 10 * UNITS: "10", UNITS // 2: "0.5", 1: "0.0000000001", 3 * UNITS + 20: "3.000000002"}
+    assert {units: in_currency(units) for units in shown} == shown
+
+
+async def test_status_tells_rows_apart_and_filters(database: Database) -> None:
+    await _insert(
+        database,
+        *(usage_event(f"use_{n}", status=status) for n, status in enumerate(["stop", "aborted", "stop"])),
+        usage_event("use_9", adapter_version=2, status="error"),
+    )
+    rows = (await _query(database, group_by=("status",))).rows
+    assert {row.status: row.requests for row in rows} == {"stop": 2, "aborted": 1, "error": 1}
+    assert (await _query(database, statuses=("stop", "error"))).totals.requests == 3
+    assert (await _query(database, versions=(2,))).totals.requests == 1
+    assert await _differences(database) == 0
+
+
+async def test_events_come_one_by_one_in_pages_with_the_same_filters(database: Database) -> None:
+    made = [
+        usage_event("use_b", at=NOON),
+        usage_event("use_a", at=NOON),
+        usage_event("use_c", at=NOON + timedelta(seconds=1), status="error", queue_s=None, adapter_state=None),
+        usage_event("use_d", at=NOON + timedelta(seconds=2), adapter_id=None, adapter=None, adapter_version=None),
+    ]
+    await _insert(database, *made)
+    found: list[UsageEvent] = []
+    after: str | None = None
+    while True:
+        async with database.read() as session:
+            page = await list_events(session, UsageQuery(start=DAY.start, end=DAY.end, after=after, limit=1))
+        found += page.items
+        after = page.next
+        if after is None:
+            break
+    assert found == [made[1], made[0], made[2], made[3]]
+    async with database.read() as session:
+        assert (await list_events(session, UsageQuery(start=DAY.start, end=DAY.end, statuses=("error",)))).items == (
+            made[2],
+        )
+        for cursor in ("x", "1", "99999999999999999999-a", "\x00"):
+            with pytest.raises(InvalidRequestError):
+                await list_events(session, UsageQuery(start=DAY.start, end=DAY.end, after=cursor))

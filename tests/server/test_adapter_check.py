@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from api_adapters import sound
+from api_adapters import sound, sound_mlx
+from bad_upload import Upload
 from fake_engine import demo_ready
 from weft.adapters.blobs import LocalBlobs
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
@@ -63,13 +64,14 @@ async def test_an_adapter_that_leaves_no_page_for_kv_cache_is_refused(check: Ada
     await roomy.check(sound().config, weights, "a" * 64, 1)
 
 
-async def test_pages_of_a_stored_version_are_counted_again_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [sound(), sound_mlx()], ids=["PEFT", "MLX"])
+async def test_pages_of_a_stored_version_are_counted_again_after_a_restart(tmp_path: Path, made: Upload) -> None:
     blobs = LocalBlobs(tmp_path)
     with blobs.create() as writer:
-        writer.write(sound().weights)
+        writer.write(made.weights)
         sha256 = writer.commit()
     first = AdapterCheck(demo_ready(), blobs)
-    facts = await first.check(sound().config, blobs.path(sha256), sha256, len(sound().weights))
+    facts = await first.check(made.config, blobs.path(sha256), sha256, len(made.weights))
     assert await AdapterCheck(demo_ready(), blobs).pages(facts) == await first.pages(facts)
     blobs.delete(sha256)
     assert await AdapterCheck(demo_ready(), blobs).pages(facts) is None

@@ -7,7 +7,7 @@ import pytest
 from api_server import BASE
 from api_server import api as open_api
 from weft.errors import ConfigError
-from weft.server.admin_key import admin_key
+from weft.server.admin_key import admin_key, given_pepper
 
 pytestmark = pytest.mark.anyio
 
@@ -51,3 +51,10 @@ def test_a_weak_admin_key_is_refused(tmp_path: Path) -> None:
     for weak in ("", "short", "with spaces in the key", "ключ" * 10):
         with pytest.raises(ConfigError):
             admin_key(tmp_path, {"WEFT_ADMIN_KEY": weak})
+
+
+def test_a_short_pepper_is_refused() -> None:
+    assert given_pepper({}) is None
+    assert given_pepper({"WEFT_PEPPER": "p" * 16}) == "p" * 16
+    with pytest.raises(ConfigError, match="16 characters"):
+        given_pepper({"WEFT_PEPPER": "p" * 15})

@@ -13,9 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import weft
-from api_adapters import sound
+from api_adapters import sound, sound_mlx
 from fake_engine import DEMO_MODEL
+from postgres_server import fresh_database
 from weft.cli import make_app
+from weft.errors import ConfigError
 
 DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
 
@@ -64,7 +66,7 @@ def run(*arguments: str, **environ: str) -> Any:
 
 def test_help_lists_every_command() -> None:
     text = run("--help").output
-    for command in ("serve", "doctor", "adapter", "fit", "ps", "tenant", "key", "usage", "version", "config"):
+    for command in ("serve", "doctor", "adapter", "fit", "ps", "tenant", "key", "usage", "version", "config", "db"):
         assert command in text
 
 
@@ -103,6 +105,38 @@ def test_a_bad_folder_exits_with_2_and_the_reason(tmp_path: Path) -> None:
     assert "weights." in broken.output
 
 
+def mlx_folder(folder: Path, **fields: object) -> Path:
+    """A folder as mlx-lm leaves it, with a checkpoint of an earlier step."""
+    folder.mkdir()
+    made = sound_mlx(**fields)
+    (folder / "adapter_config.json").write_bytes(made.config)
+    (folder / "adapters.safetensors").write_bytes(made.weights)
+    (folder / "0000100_adapters.safetensors").write_bytes(b"an earlier step")
+    return folder
+
+
+def test_a_folder_of_mlx_is_validated_with_what_was_noticed(tmp_path: Path) -> None:
+    folder = mlx_folder(tmp_path / "mlx", model="meta/Big")
+    found = run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))
+    assert found.exit_code == 0, found.output
+    assert "read as: mlx" in found.stdout
+    assert "warning: The config says that the base was 'meta/Big', here it is 'model'" in found.stderr
+    as_json = json.loads(run("adapter", "validate", str(folder), "--json").stdout)
+    assert as_json["report"] == {"dtype": ["F32"], "layout": "mlx", "renamed": 0, "warnings": []}
+    dora = mlx_folder(tmp_path / "dora", fine_tune_type="dora")
+    refused = run("adapter", "validate", str(dora))
+    assert refused.exit_code == 2
+    assert "mlx_lm.lora --fine-tune-type lora" in refused.stderr
+
+
+def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(sound().config)
+    (tmp_path / "adapter_model.bin").write_bytes(b"PK\x03\x04")
+    found = run("adapter", "push", str(tmp_path))
+    assert found.exit_code == 2
+    assert "load('adapter_model.bin', weights_only=True" in found.stderr
+
+
 def test_commands_call_their_routes(recorder: Recorder) -> None:
     environ = {"WEFT_URL": recorder.url, "WEFT_KEY": "secret"}
     for arguments, method, path, status in (
@@ -117,6 +151,10 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         (("key", "create", "acme", "--scope", "infer"), "POST", "/v1/tenants/acme/keys", 200),
         (("key", "ls", "acme"), "GET", "/v1/tenants/acme/keys", 200),
         (("key", "revoke", "key_1"), "DELETE", "/v1/keys/key_1", 204),
+        (("key", "rotate", "key_1", "--grace-s", "5"), "POST", "/v1/keys/key_1/rotate", 200),
+        (("adapter", "alias", "a", "prod=2", "--tenant", "acme"), "PATCH", "/v1/adapters/a?tenant=acme", 200),
+        (("adapter", "grant", "a", "ten_1", "--withdraw"), "DELETE", "/v1/adapters/a/grants/ten_1", 204),
+        (("audit", "--tenant", "acme"), "GET", "/v1/audit?tenant=acme&limit=50", 200),
         (("usage", "--by", "key", "--json"), "GET", "/v1/usage?group_by=key", 200),
     ):
         recorder.status = status
@@ -130,6 +168,24 @@ def test_pin_and_unpin_send_what_they_say(recorder: Recorder) -> None:
         done = run("adapter", command, "a", "--url", recorder.url)
         assert done.output == f"{command}ned a\n"
         assert json.loads(recorder.calls[-1][3]) == {"pinned": pinned}
+
+
+def test_aliases_are_versions_splits_or_nothing(recorder: Recorder) -> None:
+    done = run("adapter", "alias", "a", "prod=2", "default=1:90,3:10", "old=", "--url", recorder.url)
+    assert done.exit_code == 0, done.output
+    meant = {"prod": 2, "default": {"1": 90, "3": 10}, "old": None}
+    assert json.loads(recorder.calls[-1][3]) == {"aliases": meant}
+    for wrong in ("prod", "prod=x", "prod=1:2,", "prod=1:-1", "prod=1:a,2:b"):
+        refused = run("adapter", "alias", "a", wrong, "--url", recorder.url)
+        assert (refused.exit_code, "ALIAS=VERSION" in refused.output) == (2, True), refused.output
+    assert len(recorder.calls) == 1
+
+
+def test_a_grant_says_who_may_call_what(recorder: Recorder) -> None:
+    recorder.body = {"object": "grant", "tenant": "other"}
+    done = run("adapter", "grant", "a", "ten_1", "--version", "2", "--url", recorder.url)
+    assert (done.exit_code, done.output) == (0, "other may call a@2\n")
+    assert json.loads(recorder.calls[-1][3]) == {"tenant": "ten_1", "version": 2}
 
 
 def test_a_name_with_its_tenant_is_refused_with_the_way_to_say_it(recorder: Recorder) -> None:
@@ -236,3 +292,13 @@ def test_the_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch,
     found = {finding["check"]: finding for finding in json.loads(run(*arguments).stdout)}
     assert found["CPU kernels"]["result"] == "warn"
     assert "CXX=no-such-compiler is no program" in found["CPU kernels"]["detail"]
+
+
+def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -> None:
+    folder = ["db", "upgrade", "--data-dir", str(tmp_path / "data")]
+    assert run(*folder).output == "schema none -> 0002\n"
+    assert run(*folder).output == "schema 0002: up to date\n"
+    url = fresh_database()
+    assert run("db", "upgrade", WEFT_REGISTRY__DATABASE_URL=url).output == "schema none -> 0002\n"
+    assert run("db", "upgrade", "--database-url", url).output == "schema 0002: up to date\n"
+    assert isinstance(run("db", "upgrade", "--database-url", "mysql://h/d").exception, ConfigError)

@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
+from api_adapters import sound_mlx
 from fake_engine import DEMO_MODEL
 from weft.adapters.layout import adapter_pages
 from weft.cli import make_app
@@ -98,6 +99,16 @@ def test_a_weights_file_alone_is_measured_by_its_shapes() -> None:
         by_config, by_shapes = body["adapters"]
         for name in ("rank", "target_modules", "pages", "waste"):
             assert by_shapes[name] == by_config[name]
+
+
+def test_adapters_of_mlx_are_measured_as_they_are(tmp_path: Path) -> None:
+    made = sound_mlx()
+    (tmp_path / "adapter_config.json").write_bytes(made.config)
+    (tmp_path / "adapters.safetensors").write_bytes(made.weights)
+    by_config, by_shapes = answer(str(tmp_path), str(tmp_path / "adapters.safetensors"))["adapters"]
+    for name in ("rank", "target_modules", "pages", "waste"):
+        assert by_shapes[name] == by_config[name]
+    assert by_config["rank"] == 6
 
 
 def test_the_same_bytes_count_once(tmp_path: Path) -> None:

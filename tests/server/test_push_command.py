@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from api_adapters import sound
+from api_adapters import sound, sound_mlx
 from api_server import Api
 from weft.cli import make_app
 from weft.server.commands import push
@@ -121,3 +121,16 @@ async def test_push_started_again_finds_what_was_sent(api: Api, folder: Path, mo
         assert again.exit_code == 0, again.output
     (ended,) = (await client.get("/v1/uploads")).json()["data"]
     assert (ended["id"], ended["state"]) == (upload["id"], "ready")
+
+
+async def test_a_folder_of_mlx_is_pushed_as_it_is(api: Api, tmp_path: Path) -> None:
+    made, key = tmp_path / "mlx", await api.key("acme")
+    made.mkdir()
+    files = sound_mlx(model="meta/Big")
+    (made / "adapter_config.json").write_bytes(files.config)
+    (made / "adapters.safetensors").write_bytes(files.weights)
+    async with api.listening() as url:
+        pushed = await run("adapter", "push", str(made), "--url", url, "--key", key)
+    assert pushed.exit_code == 0, pushed.output
+    assert "read as: mlx" in pushed.stdout
+    assert "warning: The config says that the base was 'meta/Big'" in pushed.stderr

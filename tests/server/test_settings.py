@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from weft.config import RegistryConfig
 from weft.errors import ConfigError
 from weft.server.settings import (
     as_tree,
@@ -114,3 +115,55 @@ def test_a_database_password_is_never_shown() -> None:
     config = load_config({**MODEL, "registry": {"database_url": "postgresql://me:hunter2@db/weft"}}, {})
     assert "hunter2" not in str(as_tree(config))
     assert config.registry.database_url == "postgresql://me:hunter2@db/weft"
+
+
+@pytest.mark.parametrize(
+    ("url", "folder"),
+    [
+        (None, "data/blobs"),
+        ("", "data/blobs"),
+        ("elsewhere/blobs", "elsewhere/blobs"),
+        ("./odd:name", "odd:name"),
+        ("/srv/blobs", "/srv/blobs"),
+        ("file:///srv/my%20blobs", "/srv/my blobs"),
+        ("s3://bucket", "data/blob-cache"),
+        ("s3://my.bucket-1/teams/a_b/", "data/blob-cache"),
+    ],
+)
+def test_blobs_lie_where_the_setting_says(url: str | None, folder: str) -> None:
+    config = load_config({**MODEL, "server": {"data_dir": "data"}, "registry": {"blob_url": url}}, {})
+    assert config.blob_dir == Path(folder)
+
+
+def test_an_s3_url_is_a_bucket_and_a_prefix() -> None:
+    places = [
+        RegistryConfig(blob_url=url).s3_place
+        for url in (None, "blobs", "s3://bucket", "s3://bucket/", "s3://bucket/a/b/")
+    ]
+    assert places == [None, None, ("bucket", ""), ("bucket", ""), ("bucket", "a/b")]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gs://bucket",
+        "https://bucket.s3.amazonaws.com/",
+        "s3:bucket",
+        "s3://",
+        "s3://b",
+        "s3://Bucket",
+        "s3:///prefix",
+        "s3://bucket/a//b",
+        "s3://bucket/../b",
+        "s3://bucket?region=eu-west-1",
+        "s3://AKIAKEY:hunter2@bucket",
+        "file://host/folder",
+        "file:folder",
+    ],
+)
+def test_other_blob_urls_are_refused_with_what_to_write(url: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"a folder, file:///folder or s3://bucket\[/prefix\].*AWS_ACCESS_KEY_ID"
+    ) as no:
+        load_config({**MODEL, "registry": {"blob_url": url}}, {})
+    assert "hunter2" not in str(no.value.message)

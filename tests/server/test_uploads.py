@@ -8,14 +8,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api_adapters import sound, upload
+from api_adapters import sound, sound_mlx, upload
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
+from bad_upload import Upload
 from bad_uploads import bad_uploads
 from fake_engine import demo_ready
+from lora_files import config_bytes
 from weft.adapters.layout import plan_layout
 from weft.engine.status import ResidentAdapter
-from weft.server.responses import AdapterList, AdapterView, ModelList, VersionList
+from weft.server.responses import AdapterList, AdapterView, ModelList, ReportView, VersionList
 
 pytestmark = pytest.mark.anyio
 
@@ -58,6 +60,25 @@ async def test_identical_bytes_are_the_same_version(api: Api) -> None:
     versions = VersionList.model_validate((await client.get("/v1/adapters/pirate/versions")).json())
     assert [version.version for version in versions.data] == [2, 1]
     assert len(api.files()) == 1
+
+
+async def test_what_the_check_noticed_is_shown_with_the_version(api: Api) -> None:
+    client = await api.tenant("acme")
+    other_base = Upload(config_bytes(base_model_name_or_path="meta/Big"), sound().weights)
+    assert (await upload(client, "pirate", other_base)).status_code == 201
+    mlx = await upload(client, "pirate", sound_mlx(model=f"somewhere/{BASE}"))
+    assert mlx.status_code == 201, mlx.text
+    again = await upload(client, "pirate", sound_mlx(model=f"somewhere/{BASE}"))
+    assert (again.status_code, again.json()) == (200, mlx.json())
+    body = AdapterView.model_validate((await client.get("/v1/adapters/pirate")).json())
+    assert (body.rank, body.report) == (6, ReportView(dtype=["F32"], layout="mlx", renamed=0, warnings=[]))
+    assert body.pages is not None
+    second, first = VersionList.model_validate((await client.get("/v1/adapters/pirate/versions")).json()).data
+    assert second.report == body.report
+    assert first.report is not None
+    (warning,) = first.report.warnings
+    assert "'meta/Big'" in warning
+    assert f"'{BASE}'" in warning
 
 
 async def test_a_version_is_chosen_by_number_alias_and_digest(api: Api) -> None:

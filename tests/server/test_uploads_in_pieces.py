@@ -16,6 +16,7 @@ from api_adapters import sound, upload
 from api_server import Api, eventually
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
+from weft.adapters.blobs import LocalBlobs
 from weft.errors import CapacityError
 from weft.server import sweeper as sweeper_module
 from weft.server.incoming import Pace
@@ -313,11 +314,11 @@ async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api) -> None:
 
 async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeper_module, "SWEEP_S", 0.01)
-    lonely = "ab" * 32
+    blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
     sweeper = Sweeper(api.services)
     await sweeper.start()
-    api.services.blobs.make_folders(lonely)
-    api.services.blobs.path(lonely).write_bytes(b"x")
+    blobs.make_folders(lonely)
+    blobs.path(lonely).write_bytes(b"x")
     await eventually(lambda: not api.files())
     run, calls = api.services.registry.uploads.forget_old, 0
 
@@ -329,21 +330,22 @@ async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch
     monkeypatch.setattr(api.services.registry.uploads, "forget_old", fails)
     await eventually(lambda: calls > 1)
     monkeypatch.setattr(api.services.registry.uploads, "forget_old", run)
-    api.services.blobs.path(lonely).write_bytes(b"x")
+    blobs.path(lonely).write_bytes(b"x")
     await eventually(lambda: not api.files())
     await sweeper.stop()
-    api.services.blobs.path(lonely).write_bytes(b"x")
+    blobs.path(lonely).write_bytes(b"x")
     await asyncio.sleep(0.1)
     assert len(api.files()) == 1
 
 
 async def test_where_others_store_too_a_blob_without_a_version_gets_a_second_look(tmp_path: Path) -> None:
     async with open_api(tmp_path) as api:
-        registry_config = replace(api.services.config.registry, blob_url=str(api.services.blobs.root))
+        blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
+        registry_config = replace(api.services.config.registry, blob_url=str(blobs.root))
         services = replace(api.services, config=replace(api.services.config, registry=registry_config))
-        lonely, sweeper = "ab" * 32, Sweeper(services)
-        services.blobs.make_folders(lonely)
-        services.blobs.path(lonely).write_bytes(b"x")
+        sweeper = Sweeper(services)
+        blobs.make_folders(lonely)
+        blobs.path(lonely).write_bytes(b"x")
         assert (await sweeper.sweep(is_start=True))["blobs"] == 0
         assert len(api.files()) == 1
         assert (await sweeper.sweep())["blobs"] == 1

@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from fake_engine import FakeEngine, demo_tokenizer
-from weft.adapters.blobs import LocalBlobs
-from weft.config import Config, ModelConfig, ServerConfig
+from weft.adapters.blob_store import open_blobs
+from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.app import create_app
@@ -24,7 +24,7 @@ from weft.server.drain import Drain
 from weft.server.http_protocol import BoundedProtocol
 from weft.server.incoming import Pace
 from weft.server.metrics import Metrics
-from weft.server.services import Services
+from weft.server.services import Services, base_names
 from weft.server.staged_files import StagedFiles
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
@@ -53,7 +53,7 @@ class Api:
         """A key of the tenant, which is made on first use."""
         name = ",".join((tenant, *scopes))
         if name not in self.keys:
-            existing = {known.name for known in (await self.services.registry.list_tenants()).items}
+            existing = {known.name for known in (await self.services.registry.list_tenants(limit=1000)).items}
             if tenant not in existing:
                 await self.services.registry.create_tenant(tenant)
             granted = scopes or ("infer", "adapters", "usage")
@@ -65,7 +65,7 @@ class Api:
 
     def files(self) -> list[Path]:
         """Everything in the blob store."""
-        return sorted(path for path in self.services.blobs.root.rglob("*") if path.is_file())
+        return sorted(path for path in self.services.config.blob_dir.rglob("*") if path.is_file())
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
@@ -99,15 +99,21 @@ def new_client(key: str | None, url: str, transport: httpx.AsyncBaseTransport | 
 
 
 @asynccontextmanager
-async def api(root: Path, pace: Pace | None = None, **server_fields: Any) -> AsyncIterator[Api]:
+async def api(
+    root: Path, pace: Pace | None = None, blob_url: str | None = None, **server_fields: Any
+) -> AsyncIterator[Api]:
     """Open everything below `root`; `server_fields` are settings of the server section."""
     engine = FakeEngine()
     ready = engine.ready
     assert ready is not None
     server = ServerConfig(data_dir=root / "data", **server_fields)
-    config = Config(model=ModelConfig(path=ready.model_path, served_name=BASE), server=server)
+    config = Config(
+        model=ModelConfig(path=ready.model_path, served_name=BASE),
+        server=server,
+        registry=RegistryConfig(blob_url=blob_url),
+    )
     registry = await Registry.open(None, server.data_dir, ADMIN_KEY)
-    blobs = LocalBlobs(config.blob_dir)
+    blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.create_tenant("default") if server.auth == "off" else None
     services = Services(
         config=config,
@@ -117,7 +123,7 @@ async def api(root: Path, pace: Pace | None = None, **server_fields: Any) -> Asy
         tokenizer=demo_tokenizer(),
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
-        check=AdapterCheck(ready, blobs),
+        check=AdapterCheck(ready, blobs, base_names(config)),
         metrics=Metrics(config.adapter.slots),
         drain=Drain(),
         staged=StagedFiles(server.data_dir / "uploads"),

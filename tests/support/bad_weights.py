@@ -265,7 +265,7 @@ def _names(base: BaseShape) -> Iterator[BadUpload]:
         ("no base_model prefix", not_allowed, "model.layers.0.mlp.up_proj.lora_A.weight"),
         ("another adapter's name", not_allowed, f"{layer}.mlp.up_proj.lora_A.evil.weight"),
         ("default twice", not_allowed, f"{layer}.mlp.up_proj.lora_A.default.default.weight"),
-        ("wrapped twice", not_allowed, f"_orig_mod._orig_mod.{layer}.mlp.up_proj.lora_A.weight"),
+        ("wrapped by no wrapper", not_allowed, f"_orig_module.{layer}.mlp.up_proj.lora_A.weight"),
         ("lower-case lora_a", not_allowed, f"{layer}.mlp.up_proj.lora_a.weight"),
         ("lora_C", not_allowed, f"{layer}.mlp.up_proj.lora_C.weight"),
         ("a trailing dot", not_allowed, f"{layer}.mlp.up_proj.lora_A.weight."),

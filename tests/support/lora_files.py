@@ -51,6 +51,36 @@ PEFT_DEFAULTS: dict[str, Any] = {
     "use_rslora": False,
 }
 
+MLX_CONFIG: dict[str, Any] = {
+    "adapter_path": "adapters",
+    "batch_size": 4,
+    "config": None,
+    "data": "data/",
+    "fine_tune_type": "lora",
+    "grad_checkpoint": False,
+    "iters": 1000,
+    "learning_rate": 1e-5,
+    "lora_parameters": {"rank": 6, "dropout": 0.0, "scale": 2.5, "keys": ["self_attn.q_proj", "mlp.up_proj"]},
+    "lr_schedule": None,
+    "mask_prompt": False,
+    "max_seq_length": 2048,
+    "model": "tiny",
+    "num_layers": 2,
+    "optimizer": "adam",
+    "optimizer_config": {"adam": {}, "adamw": {}},
+    "resume_adapter_file": None,
+    "save_every": 100,
+    "seed": 0,
+    "steps_per_eval": 200,
+    "steps_per_report": 10,
+    "test": False,
+    "test_batches": 500,
+    "train": True,
+    "val_batches": 25,
+    "wandb": None,
+}
+"""As mlx-lm writes it, with the scale that rank 6 and alpha 15 make."""
+
 
 @dataclass(frozen=True)
 class RawTensor:
@@ -141,3 +171,19 @@ def weights_bytes(tensors: Mapping[str, RawTensor], header: Mapping[str, Any] | 
 def config_bytes(**fields: Any) -> bytes:
     """An `adapter_config.json` with PEFT's defaults and these fields."""
     return json.dumps({**PEFT_DEFAULTS, **fields}, indent=2).encode()
+
+
+def mlx_tensors(base: BaseShape) -> dict[str, RawTensor]:
+    """The tensors that mlx-lm writes for `MLX_CONFIG`'s rank on q_proj and v_proj of every layer."""
+    tensors: dict[str, RawTensor] = {}
+    for layer in range(base.num_layers):
+        for shape in (base.modules[0], base.modules[2]):
+            name = f"model.layers.{layer}.{shape.path}.lora_"
+            tensors[f"{name}a"] = tensor((shape.in_features, 6), seed=len(tensors))
+            tensors[f"{name}b"] = tensor((6, shape.out_features), seed=len(tensors))
+    return tensors
+
+
+def mlx_config_bytes(**fields: Any) -> bytes:
+    """An `adapter_config.json` of mlx-lm with these fields."""
+    return json.dumps({**MLX_CONFIG, **fields}, indent=4).encode()

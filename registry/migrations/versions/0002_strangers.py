@@ -10,6 +10,15 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
+_COMPARED = (
+    ("tenants", "name", 63),
+    ("adapters", "name", 63),
+    ("adapter_aliases", "alias", 63),
+    *((table, column, 64) for table in ("usage_events", "usage_rollups") for column in ("tenant_id", "adapter_id")),
+    *((table, column, 64) for table in ("usage_events", "usage_rollups") for column in ("key_id", "status")),
+)
+"""Texts by which lists are ordered and paged: by their bytes, whatever the database's language."""
+
 
 def upgrade() -> None:
     """Change the tables, keeping what is in them."""
@@ -25,6 +34,9 @@ def upgrade() -> None:
         aliases.create_primary_key("pk_adapter_aliases", ["adapter_id", "alias", "version"])
     _make_uploads()
     _add_status_to_rollups()
+    if op.get_bind().dialect.name == "postgresql":
+        for table, column, length in _COMPARED:
+            op.alter_column(table, column, type_=sa.String(length, collation="C"))
 
 
 def _make_uploads() -> None:

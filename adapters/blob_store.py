@@ -1,0 +1,77 @@
+"""Opens the blob store that the settings name: a folder, or S3 with a folder of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from weft.adapters.blobs import BlobReader, BlobWriter, LocalBlobs
+from weft.config import GIB, RegistryConfig, environment
+from weft.errors import ConfigError
+
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Variables that may name a server other than Amazon's."""
+
+
+class BlobStore(Protocol):
+    """Blobs by SHA-256: durable once committed, hashed on every read. Thread-safe and safe among processes.
+
+    Methods that take a digest raise ValueError when it is not 64 lower-case hex digits, and CapacityError
+    (storage_unavailable) where the blobs are behind a network that fails.
+    """
+
+    def create(self) -> BlobWriter:
+        """Start a new blob; raises CapacityError when the disk is full (code storage_full)."""
+
+    def open(self, sha256: str, pause: Callable[[], None] = ...) -> AbstractContextManager[BlobReader]:
+        """Open a blob for reading it once, from its beginning; `pause` is called after each piece of a millisecond.
+
+        Raises AdapterUnavailableError when it is missing (adapter_blob_missing) or corrupt (adapter_blob_corrupt).
+        """
+
+    def peek(self, sha256: str, num_bytes: int) -> tuple[bytes, int]:
+        """The first bytes of a blob, not checked against its digest, and the size of all of it; raises as `open`."""
+
+    def delete(self, sha256: str) -> bool:
+        """Remove a blob for good. Returns whether it was there."""
+
+    def digests(self) -> Iterator[str]:
+        """Digests of stored blobs, except those so young that another server may be about to publish a version."""
+
+    def sweep(self, max_age_s: float) -> int:
+        """Remove temporary files of crashed writers, of more than this age in seconds. Returns how many."""
+
+    def probe(self) -> None:
+        """Store, read and delete a few bytes.
+
+        Raises:
+            ConfigError: The store refuses, and why.
+            CapacityError: It cannot be reached now (code storage_unavailable), or it is full (storage_full).
+        """
+
+
+def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
+    """Open the store. S3 is not asked yet: see `probe`.
+
+    Raises:
+        ConfigError: `registry.blob_url` names S3, and obstore is not installed or does not take the AWS_... variables.
+    """
+    folder = LocalBlobs(registry.blob_dir(data_dir))
+    if registry.s3_place is None:
+        return folder
+    try:
+        from weft.adapters.s3_blobs import S3Blobs
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "registry.blob_url names S3, for which obstore is missing: pip install 'weft[s3]'.",
+            param="registry.blob_url",
+        ) from error
+    endpoint = next(filter(None, map(environment().get, ENDPOINTS)), "")
+    return S3Blobs(
+        *registry.s3_place,
+        cache=folder,
+        cache_bytes=int(registry.blob_cache_gib * GIB),
+        allow_http=endpoint.startswith("http://"),
+    )

@@ -1,0 +1,99 @@
+"""Who else may call an adapter, or one version of it. Runs in the caller's transaction."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import ColumnElement, exists, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.errors import InvalidRequestError, NotFoundError
+from weft.registry.clock import from_micros, to_micros
+from weft.registry.models import AdapterRow, GrantRow, TenantRow, VersionRow
+from weft.registry.names import check_integer, check_text
+from weft.registry.records import Grant
+
+EVERY_VERSION = 0
+MAX_GRANTS = 1000
+
+
+async def add_grant(
+    session: AsyncSession, adapter: AdapterRow, grantee: str, version: int | None, now: datetime
+) -> tuple[Grant, bool]:
+    """Let the tenant with the id `grantee` call an adapter, or one version of it.
+
+    Returns:
+        The grant, and whether it is new.
+
+    Raises:
+        NotFoundError: No such tenant, or no such version.
+        InvalidRequestError: The grantee is the owner, or there are too many grants.
+    """
+    other = await _grantee(session, grantee)
+    if other.id == adapter.tenant_id:
+        raise InvalidRequestError("The owner needs no grant.", param="tenant")
+    if version is not None:
+        check_integer(version, "version", low=1, high=(1 << 31) - 1)
+        if await session.get(VersionRow, (adapter.id, version)) is None:
+            raise NotFoundError("There is no such version.", param="version")
+    row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
+    is_new = row is None
+    if row is None:
+        if len(await list_grants(session, adapter)) >= MAX_GRANTS:
+            raise InvalidRequestError(f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant")
+        row = GrantRow(
+            adapter_id=adapter.id, tenant_id=other.id, version=version or EVERY_VERSION, created_at=to_micros(now)
+        )
+        session.add(row)
+        await session.flush()
+    return _grant(row, other), is_new
+
+
+async def remove_grant(session: AsyncSession, adapter: AdapterRow, grantee: str, version: int | None) -> None:
+    """Take a grant back.
+
+    Raises:
+        NotFoundError: There is no such grant.
+    """
+    other = await _grantee(session, grantee)
+    row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
+    if row is None:
+        raise NotFoundError("There is no such grant.")
+    await session.delete(row)
+
+
+async def list_grants(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant, ...]:
+    """An adapter's grants by grantee and version."""
+    statement = (
+        select(GrantRow, TenantRow)
+        .join(TenantRow, TenantRow.id == GrantRow.tenant_id)
+        .where(GrantRow.adapter_id == adapter.id)
+        .order_by(TenantRow.name, GrantRow.version)
+    )
+    return tuple(_grant(row, other) for row, other in await session.execute(statement))
+
+
+def may_call(tenant_id: str) -> ColumnElement[bool]:
+    """Whether the tenant may call a version: its own, or granted; for statements over AdapterRow and VersionRow."""
+    granted = exists().where(
+        GrantRow.adapter_id == AdapterRow.id,
+        GrantRow.tenant_id == tenant_id,
+        or_(GrantRow.version == EVERY_VERSION, GrantRow.version == VersionRow.version),
+    )
+    return or_(AdapterRow.tenant_id == tenant_id, granted)
+
+
+async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
+    found = await session.get(TenantRow, check_text(tenant_id, "tenant", 512))
+    if found is None:
+        raise NotFoundError("There is no such tenant.", param="tenant")
+    return found
+
+
+def _grant(row: GrantRow, grantee: TenantRow) -> Grant:
+    return Grant(
+        tenant_id=grantee.id,
+        tenant=grantee.name,
+        version=row.version or None,
+        created_at=from_micros(row.created_at),
+    )

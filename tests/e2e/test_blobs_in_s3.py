@@ -1,0 +1,118 @@
+"""A whole server whose adapter blobs are in S3: what it answers comes from the bucket alone."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from weft_server import DEMO_ADAPTERS, WeftServer, expected_answers, weft_server
+
+QUESTION = expected_answers()["questions"][0]
+NAMES = ("pirate", "french")
+
+
+@pytest.fixture(scope="module")
+def bucket(s3: S3Server) -> str:
+    return s3.new_bucket()
+
+
+@contextmanager
+def serving(folder: Path, s3: S3Server, bucket: str) -> Iterator[WeftServer]:
+    environment: dict[str, Any] = {**s3.environment()}
+    with weft_server(folder, "--blob-url", f"s3://{bucket}/weft", **environment) as server:
+        yield server
+    log = server.log.read_text()
+    assert SECRET_KEY not in log
+    assert ACCESS_KEY not in log
+
+
+def answer(server: WeftServer, name: str) -> str:
+    return str(server.ask("shop", name, QUESTION["question"])["choices"][0]["message"]["content"])
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.05)
+
+
+def test_adapters_live_in_the_bucket_across_restarts_and_die_with_their_delete(
+    tmp_path: Path, s3: S3Server, bucket: str
+) -> None:
+    with serving(tmp_path, s3, bucket) as server:
+        client = server.tenant("shop")
+        for name in NAMES:
+            uploaded = server.upload(client, name, DEMO_ADAPTERS / name)
+            assert uploaded.status_code == 201, uploaded.text
+            assert answer(server, name) == QUESTION["answers"][name]
+        stored = {s3.get(bucket, key) for key in s3.keys(bucket)}
+        assert stored == {(DEMO_ADAPTERS / name / "adapter_model.safetensors").read_bytes() for name in NAMES}
+        assert not (tmp_path / "data" / "blobs").exists()
+        key = server.tenants["shop"]
+
+    cache = tmp_path / "data" / "blob-cache"
+    shutil.rmtree(cache)
+    s3.put(bucket, f"weft/sha256/ab/ab/{'ab' * 32}", b"left behind by a crash")
+    s3.make_older(bucket, 3700)
+    with serving(tmp_path, s3, bucket) as server:
+        server.tenants["shop"], server.clients["shop"] = key, server.client(key)
+        assert len(s3.keys(bucket)) == len(NAMES)  # the sweep took the one that no version refers to
+        assert not [path for path in cache.rglob("*") if path.is_file()]
+        for name in NAMES:
+            assert answer(server, name) == QUESTION["answers"][name]
+        assert len([path for path in cache.rglob("*") if path.is_file()]) == len(NAMES)
+        assert server.clients["shop"].delete("/v1/adapters/pirate").status_code == 204
+        wait_until(lambda: len(s3.keys(bucket)) == 1)
+        assert answer(server, "french") == QUESTION["answers"]["french"]
+
+
+def test_a_spoilt_object_fails_its_own_adapter_and_a_new_upload_mends_it(tmp_path: Path, s3: S3Server) -> None:
+    bucket = s3.new_bucket()
+    body = {"model": "pirate", "messages": [{"role": "user", "content": QUESTION["question"]}], "temperature": 0}
+    with serving(tmp_path, s3, bucket) as server:
+        client = server.tenant("shop")
+        for name in NAMES:
+            assert server.upload(client, name, DEMO_ADAPTERS / name).status_code == 201
+        (key,) = (key for key in s3.keys(bucket) if s3.get(bucket, key) == weights("pirate"))
+        for path in (tmp_path / "data" / "blob-cache").rglob(key.rsplit("/", 1)[-1]):
+            path.unlink()
+        s3.flip_a_bit(bucket, key)
+        for _ in range(2):
+            refused = client.post("/v1/chat/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_blob_corrupt")
+        assert answer(server, "french") == QUESTION["answers"]["french"]
+        assert server.upload(client, "pirate", DEMO_ADAPTERS / "pirate").status_code == 200
+        assert answer(server, "pirate") == QUESTION["answers"]["pirate"]
+
+
+def test_a_spoilt_copy_is_fetched_again_and_nobody_notices(tmp_path: Path, s3: S3Server) -> None:
+    with serving(tmp_path, s3, s3.new_bucket()) as server:
+        assert server.upload(server.tenant("shop"), "pirate", DEMO_ADAPTERS / "pirate").status_code == 201
+        (copy,) = (path for path in (tmp_path / "data" / "blob-cache" / "sha256").rglob("*") if path.is_file())
+        content = bytearray(copy.read_bytes())
+        content[-1] ^= 1
+        copy.write_bytes(content)
+        assert answer(server, "pirate") == QUESTION["answers"]["pirate"]
+        assert copy.read_bytes() == weights("pirate")
+
+
+def weights(name: str) -> bytes:
+    return (DEMO_ADAPTERS / name / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_bucket_that_is_not_there_ends_the_start_with_the_reason(tmp_path: Path, s3: S3Server) -> None:
+    with (
+        pytest.raises(
+            RuntimeError, match=r"ended with 2:[\s\S]*\nweft: s3://no-such-bucket/weft cannot be used \(NoSuchBucket"
+        ),
+        serving(tmp_path, s3, "no-such-bucket"),
+    ):
+        pytest.fail("it started")

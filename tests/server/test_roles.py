@@ -1,0 +1,127 @@
+"""Which role may use which route: the written table, tried on every route with a key of each role."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from api_adapters import upload
+from api_server import ADMIN_KEY, BASE, Api
+
+pytestmark = pytest.mark.anyio
+ROLES = ("infer", "adapters", "usage")
+COMPLETION = {"model": BASE, "prompt": "x", "max_tokens": 1}
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+FILE = {"size": 1, "sha256": "0" * 64}
+ANNOUNCED = {"name": "new", "files": {"adapter_config.json": FILE, "adapter_model.safetensors": FILE}}
+
+# Route, who may use it (a scope, `any` key, the `admin`, the `public`), and a body that is no reason to refuse it.
+TABLE: dict[tuple[str, str], tuple[str, Any]] = {
+    ("POST", "/v1/completions"): ("infer", COMPLETION),
+    ("POST", "/v1/chat/completions"): ("infer", CHAT),
+    ("POST", "/tokenize"): ("infer", {"prompt": "x"}),
+    ("POST", "/detokenize"): ("infer", {"tokens": [5]}),
+    ("GET", "/tokenizer_info"): ("infer", None),
+    ("GET", "/v1/models"): ("any", None),
+    ("GET", "/v1/models/{model_id}"): ("any", None),
+    ("GET", "/v1/adapters"): ("any", None),
+    ("POST", "/v1/adapters"): ("adapters", None),
+    ("POST", "/v1/adapters:fit"): ("adapters", {"adapters": ["mine"]}),
+    ("GET", "/v1/adapters/{name}"): ("any", None),
+    ("PATCH", "/v1/adapters/{name}"): ("adapters", {"description": "d"}),
+    ("GET", "/v1/adapters/{name}/versions"): ("any", None),
+    ("GET", "/v1/adapters/{name}/grants"): ("any", None),
+    ("POST", "/v1/adapters/{name}/grants"): ("adapters", {"tenant": "ten_none"}),
+    ("DELETE", "/v1/adapters/{name}/grants/{grantee}"): ("adapters", None),
+    ("DELETE", "/v1/adapters/{name}"): ("adapters", None),
+    ("POST", "/v1/uploads"): ("adapters", ANNOUNCED),
+    ("GET", "/v1/uploads"): ("any", None),
+    ("GET", "/v1/uploads/{upload_id}"): ("any", None),
+    ("PUT", "/v1/uploads/{upload_id}/files/{file}"): ("adapters", None),
+    ("POST", "/v1/uploads/{upload_id}/complete"): ("adapters", None),
+    ("DELETE", "/v1/uploads/{upload_id}"): ("adapters", None),
+    ("POST", "/v1/adapters:import"): ("admin", {"name": "new", "source": "ftp://nowhere"}),
+    ("GET", "/v1/usage"): ("usage", None),
+    ("GET", "/v1/usage/events"): ("usage", None),
+    ("GET", "/v1/organization/usage/completions"): ("usage", None),
+    ("POST", "/v1/tenants"): ("admin", {"name": "new"}),
+    ("GET", "/v1/tenants"): ("admin", None),
+    ("GET", "/v1/tenants/{name}"): ("admin", None),
+    ("PATCH", "/v1/tenants/{name}"): ("admin", {"limits": {}}),
+    ("POST", "/v1/tenants/{name}/keys"): ("admin", {}),
+    ("GET", "/v1/tenants/{name}/keys"): ("admin", None),
+    ("POST", "/v1/keys/{key_id}/rotate"): ("admin", {}),
+    ("DELETE", "/v1/keys/{key_id}"): ("admin", None),
+    ("DELETE", "/v1/tenants/{name}"): ("admin", None),
+    ("GET", "/v1/audit"): ("admin", None),
+    ("GET", "/v1/engine"): ("admin", None),
+    ("GET", "/v1/engine/events"): ("admin", None),
+    ("GET", "/metrics"): ("admin", None),
+    ("GET", "/health"): ("public", None),
+    ("GET", "/ready"): ("public", None),
+    ("GET", "/version"): ("public", None),
+}
+ENDLESS = "/v1/engine/events"
+
+
+def documented(api: Api) -> set[tuple[str, str]]:
+    paths: dict[str, dict[str, Any]] = api.app.openapi()["paths"]
+    return {(method.upper(), path) for path, operations in paths.items() for method in operations}
+
+
+def filled(path: str, tenant: str) -> str:
+    """The path with names in it: of the tenant's own adapter, and of things that do not exist."""
+    names = {"model_id": BASE, "name": tenant if "/tenants/" in path else "mine", "grantee": "ten_none"}
+    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "none"), path)
+
+
+async def status_for(api: Api, key: str | None, route: tuple[str, str], tenant: str, body: Any) -> int:
+    async with api.client(key) as client:
+        answer = await client.request(route[0], filled(route[1], tenant), json=body)
+    return answer.status_code
+
+
+async def test_the_table_has_every_route(api: Api) -> None:
+    assert set(TABLE) == documented(api)
+
+
+async def test_each_role_gets_what_the_table_says(api: Api) -> None:
+    wrong = []
+    for number, (route, (allowed, body)) in enumerate(TABLE.items()):
+        for role in (*ROLES, "admin", "nobody"):
+            if role == "admin" and route[1] == ENDLESS:
+                continue
+            tenant = f"t{number}-{role}"
+            key = {"admin": ADMIN_KEY, "nobody": None}.get(role) if role not in ROLES else await api.key(tenant, role)
+            if role in ROLES:
+                await upload(await api.tenant(tenant), "mine")
+            status = await status_for(api, key, route, tenant, body)
+            is_let_in = allowed in ("public", role) or (role != "nobody" and (role == "admin" or allowed == "any"))
+            expected = "in" if is_let_in else 401 if role == "nobody" else 403
+            got = status if status in (401, 403) else "in"
+            if got != expected or status >= 500:
+                wrong.append((route, role, expected, status))
+    assert wrong == []
+
+
+async def test_what_is_missing_answers_alike_for_each_role_that_is_let_in(api: Api) -> None:
+    """A missing object is a 404 to whoever may ask, and a 403 to whoever may not: existence shows in neither."""
+    await upload(await api.tenant("acme"), "mine")
+    await upload(await api.tenant("rival"), "theirs")
+    wrong = []
+    for route, (allowed, body) in TABLE.items():
+        if "{name}" not in route[1] or allowed == "admin":
+            continue
+        for role in ROLES:
+            key = await api.key("acme", role)
+            answers = []
+            for name in ("theirs", "nothing"):
+                async with api.client(key) as client:
+                    path = route[1].replace("{name}", name).replace("{grantee}", "ten_none")
+                    answer = await client.request(route[0], path, json=body)
+                answers.append((answer.status_code, answer.text.replace(name, "NAME")))
+            if answers[0] != answers[1] or answers[0][0] != (404 if allowed in ("any", role) else 403):
+                wrong.append((route, role, answers))
+    assert wrong == []

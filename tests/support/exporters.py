@@ -1,0 +1,670 @@
+"""Adapters in every form in which training tools leave them, each with the logits that transformers and PEFT give.
+
+PEFT makes all that it can make, torch's own wrappers wrap, and what only other tools write is converted from that.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import (
+    AdaLoraConfig,
+    EvaConfig,
+    LoHaConfig,
+    LoraConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
+from peft.tuners.lora import BdLoraConfig, KasaConfig
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
+from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from lora_files import MLX_CONFIG
+from tiny_models import ALL_LINEAR, load_reference
+
+Tensors = dict[str, torch.Tensor]
+CONFIG, WEIGHTS, MLX_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"
+ROOT = "base_model.model.model.layers."
+PROMPT = torch.randint(0, 320, (17,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def lora(**fields: Any) -> LoraConfig:
+    """A LoRA config; rank 8 on q_proj and v_proj unless told otherwise."""
+    return LoraConfig(**{"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **fields})
+
+
+def logits(model: Any) -> torch.Tensor:
+    """[len(PROMPT), vocab_size] in float32."""
+    with torch.inference_mode():
+        scores: torch.Tensor = model.eval()(input_ids=torch.tensor([PROMPT])).logits[0]
+    return scores.float()
+
+
+def trained(base: Any, config: PeftConfig, name: str = "default", std: float = 0.15) -> Any:
+    """PEFT's model of `base` with random LoRA weights; its base is not copied."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(base, copy.deepcopy(config), adapter_name=name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_" in parameter_name:
+                torch.nn.init.normal_(parameter, std=std)
+    return model
+
+
+def save(model: Any, folder: Path, **options: Any) -> None:
+    """PEFT's save_pretrained, of the embedding nothing but what it must."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, **{"save_embedding_layers": False, **options})
+
+
+def of_lora(tensors: Any) -> Tensors:
+    """The LoRA tensors of a dump."""
+    return {name: tensor.detach().contiguous().clone() for name, tensor in dict(tensors).items() if "lora_" in name}
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Change the saved tensors."""
+    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+
+def set_fields(folder: Path, **fields: Any) -> None:
+    """Change the saved config."""
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, **fields}))
+
+
+# What is served. Each maker takes the base and a folder, writes the folder and returns the true logits.
+
+Maker = Callable[[Any, Path], torch.Tensor]
+
+
+def saved(config: PeftConfig) -> Maker:
+    """As PEFT saves it."""
+
+    def make(base: Any, folder: Path) -> torch.Tensor:
+        model = trained(base, config)
+        save(model, folder)
+        return logits(model)
+
+    return make
+
+
+def dumped(change: Callable[[Any], Any], config: PeftConfig | None = None, name: str = "default") -> Maker:
+    """The LoRA tensors of what `change` makes of PEFT's model, under the names that they have there."""
+
+    def make(base: Any, folder: Path) -> torch.Tensor:
+        model = trained(base, config or lora(), name)
+        truth = logits(model)
+        save(model, folder)
+        with process_group(folder):
+            save_file(of_lora(change(model)), folder / WEIGHTS)
+        if name != "default":
+            (folder / name / CONFIG).rename(folder / CONFIG)
+        return truth
+
+    return make
+
+
+@contextmanager
+def process_group(folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def compiled(model: Any) -> Any:
+    """What torch.compile makes of a module, which is not run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.compile(model)
+
+
+def _compile_layers(model: Any) -> None:
+    layers = model.get_decoder().layers
+    for index, layer in enumerate(layers):
+        layers[index] = compiled(layer)
+
+
+def _compiled_twice(model: Any) -> Any:
+    _compile_layers(model)
+    return compiled(model).state_dict()
+
+
+def _fsdp(model: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharded = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        apply_activation_checkpointing(sharded, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+    return sharded.named_parameters()
+
+
+def _compiled_first(base: Any, folder: Path) -> torch.Tensor:
+    model = trained(compiled(base), lora(target_modules=list(ALL_LINEAR)))
+    save(model, folder)
+    return logits(model.base_model.model._orig_mod)
+
+
+def _compiled_layers_first(base: Any, folder: Path) -> torch.Tensor:
+    plain = list(base.model.layers)
+    _compile_layers(base)
+    model = trained(base, lora(alpha_pattern={"v_proj": 3}))
+    save(model, folder)
+    for index, layer in enumerate(plain):
+        base.model.layers[index] = layer
+    return logits(model)
+
+
+def _eva(base: Any, folder: Path) -> torch.Tensor:
+    rows: Any = [
+        {"input_ids": row} for row in torch.randint(0, 320, (16, 16), generator=torch.Generator().manual_seed(1))
+    ]
+    config = lora(r=4, init_lora_weights="eva", eva_config=EvaConfig(rho=2.0), target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(base, config, low_cpu_mem_usage=True)
+    initialize_lora_eva_weights(model, torch.utils.data.DataLoader(rows, batch_size=4), show_progress_bar=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.15)
+    save(model, folder)
+    return logits(model)
+
+
+def _untrained(base: Any, folder: Path) -> torch.Tensor:
+    model = get_peft_model(base, lora())
+    save(model, folder)
+    return logits(model)
+
+
+def _mlx(base: Any, folder: Path) -> torch.Tensor:
+    truth = saved(lora(r=6, lora_alpha=15, target_modules=list(ALL_LINEAR), layers_to_transform=[1, 2]))(base, folder)
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    transposed = {
+        name.removeprefix("base_model.model.")
+        .removesuffix(".weight")
+        .replace("lora_A", "lora_a")
+        .replace("lora_B", "lora_b"): tensor.t().contiguous()
+        for name, tensor in tensors.items()
+    }
+    save_file(transposed, folder / MLX_WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(MLX_CONFIG))
+    return truth
+
+
+def _multimodal(base: Any, folder: Path) -> torch.Tensor:
+    """LoRA on the language model of a Llava that has the base's weights."""
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    llava: Any = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=base.config))
+    llava.model.language_model.load_state_dict(base.model.state_dict())
+    llava.lm_head.load_state_dict(base.lm_head.state_dict())
+    config = lora(
+        target_modules=r".*language_model.*\.(q_proj|down_proj)",
+        rank_pattern={"language_model.layers.1.self_attn.q_proj": 3},
+        alpha_pattern={"model.language_model.layers.0.mlp.down_proj": 20, "model.layers.2.self_attn.q_proj": 40},
+    )
+    return saved(config)(llava, folder)
+
+
+def _older_multimodal(base: Any, folder: Path) -> torch.Tensor:
+    truth = saved(lora())(base, folder)
+    old = "base_model.model.language_model.model.layers."
+    rewrite(folder, lambda tensors: {name.replace(ROOT, old): tensor for name, tensor in tensors.items()})
+    return truth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """An export that is served exactly."""
+
+    kind: str
+    """The row of `KINDS`."""
+    make: Maker
+    layout: str = "peft"
+    is_renamed: bool = False
+    warnings: tuple[str, ...] = ()
+    """Words of each warning in its report."""
+
+
+_PATTERNS = {"layers.1.self_attn.q_proj": 24, "up_proj": 3}
+SERVED: dict[str, Served] = {
+    "plain": Served(kind="plain", make=saved(lora())),
+    "rank 1": Served(kind="plain", make=saved(lora(r=1, lora_alpha=2))),
+    "no task type": Served(kind="plain", make=saved(lora(task_type=None))),
+    "some layers": Served(kind="layers_to_transform", make=saved(lora(layers_to_transform=[0, 2]))),
+    "all linear layers": Served(kind="all-linear", make=saved(lora(target_modules="all-linear"))),
+    "excluded modules": Served(
+        kind="all-linear", make=saved(lora(target_modules="all-linear", exclude_modules=["down_proj"]))
+    ),
+    "a pattern as target": Served(kind="regex target_modules", make=saved(lora(target_modules=r".*\.(q|up)_proj"))),
+    "rank and alpha patterns": Served(
+        kind="rank_pattern and alpha_pattern",
+        make=saved(
+            lora(
+                target_modules=list(ALL_LINEAR),
+                rank_pattern=_PATTERNS,
+                alpha_pattern={"model.layers.2.mlp.down_proj": 1, "self_attn.v_proj": 2, "v_proj": 40},
+            )
+        ),
+        warnings=("'self_attn.v_proj' and 'v_proj'",),
+    ),
+    "patterns of nothing": Served(
+        kind="rank_pattern and alpha_pattern",
+        make=saved(lora(alpha_pattern={"k_proj": 3, "v_proj": 9})),
+        warnings=("'k_proj'",),
+    ),
+    "rsLoRA": Served(kind="rsLoRA", make=saved(lora(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32}))),
+    "gaussian start": Served(kind="harmless starts", make=saved(lora(init_lora_weights="gaussian"))),
+    "EVA": Served(kind="harmless starts", make=_eva),
+    "a dump": Served(kind=".default. keys", make=dumped(lambda model: model.state_dict()), is_renamed=True),
+    "a dump of another name": Served(
+        kind=".default. keys", make=dumped(lambda model: model.state_dict(), name="pirate"), is_renamed=True
+    ),
+    "compiled, then PEFT": Served(kind="wrappers", make=_compiled_first, is_renamed=True),
+    "layers compiled, then PEFT": Served(kind="wrappers", make=_compiled_layers_first, is_renamed=True),
+    "PEFT, then compiled twice": Served(kind="wrappers", make=dumped(_compiled_twice), is_renamed=True),
+    "FSDP and checkpointing": Served(kind="wrappers", make=dumped(_fsdp), is_renamed=True),
+    "DDP": Served(
+        kind="wrappers",
+        make=dumped(lambda model: DistributedDataParallel(model).state_dict()),
+        is_renamed=True,
+    ),
+    "a multimodal model": Served(
+        kind="language_model prefixes",
+        make=_multimodal,
+        is_renamed=True,
+        warnings=("model.language_model.layers", "'model.layers.2.self_attn.q_proj'"),
+    ),
+    "an older multimodal model": Served(
+        kind="language_model prefixes",
+        make=_older_multimodal,
+        is_renamed=True,
+        warnings=("language_model.model.layers",),
+    ),
+    "Unsloth's base": Served(
+        kind="language_model prefixes",
+        make=lambda base, folder: _renamed_base(base, folder, "unsloth/Tiny-unsloth-bnb-4bit"),
+    ),
+    "another base": Served(
+        kind="plain", make=lambda base, folder: _renamed_base(base, folder, "meta/Big"), warnings=("'meta/Big'",)
+    ),
+    "MLX": Served(kind="MLX", make=_mlx, layout="mlx"),
+    "untrained": Served(kind="B all zero", make=_untrained, warnings=("before it was trained",)),
+}
+
+
+def _renamed_base(base: Any, folder: Path, name: str) -> torch.Tensor:
+    truth = saved(lora())(base, folder)
+    set_fields(folder, base_model_name_or_path=name)
+    return truth
+
+
+# What is refused. Each maker takes the base and a folder, and writes the folder.
+
+Breaker = Callable[[Any, Path], object]
+
+
+def edited(change: Callable[[Tensors], Tensors], **fields: Any) -> Breaker:
+    """A plain adapter with changed tensors."""
+
+    def make(base: Any, folder: Path) -> None:
+        saved(lora())(base, folder)
+        set_fields(folder, **fields)
+        rewrite(folder, change)
+
+    return make
+
+
+def with_fields(**fields: Any) -> Breaker:
+    """A plain adapter with fields of a config that cannot be made here."""
+    return edited(dict, **fields)
+
+
+def renamed(old: str, new: str) -> Breaker:
+    """A plain adapter with one part of its names replaced."""
+    return edited(lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()})
+
+
+def with_tensor(name: str, *shape: int) -> Breaker:
+    """A plain adapter with one more tensor."""
+    return edited(lambda tensors: {**tensors, name: torch.ones(shape)})
+
+
+def _mlx_with(**fields: Any) -> Breaker:
+    def make(base: Any, folder: Path) -> None:
+        _mlx(base, folder)
+        config = {name: value for name, value in {**MLX_CONFIG, **fields}.items() if value is not None}
+        (folder / CONFIG).write_text(json.dumps(config))
+
+    return make
+
+
+def _two_adapters(base: Any, folder: Path) -> None:
+    model = trained(base, lora())
+    model.add_adapter("other", lora(r=4))
+    save(model, folder)
+    save_file(of_lora(model.state_dict()), folder / WEIGHTS)
+
+
+def _nameless_dora(base: Any, folder: Path) -> None:
+    saved(lora(use_dora=True))(base, folder)
+    set_fields(folder, use_dora=False)
+
+
+def _twice(tensors: Tensors) -> Tensors:
+    name, tensor = next(iter(tensors.items()))
+    return {**tensors, name.replace(".weight", ".default.weight"): tensor.clone()}
+
+
+def _new_vocabulary(base: Any, folder: Path) -> None:
+    base.resize_token_embeddings(330)
+    save(trained(base, lora()), folder, save_embedding_layers=True)
+
+
+def _wrapped_patterns(base: Any, folder: Path) -> None:
+    _compile_layers(base)
+    save(trained(base, lora(alpha_pattern={"layers.1.self_attn.q_proj": 3})), folder)
+
+
+def _phi3(target: str) -> Breaker:
+    def make(base: Any, folder: Path) -> None:
+        sizes = {name: getattr(base.config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+        heads = {name: getattr(base.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+        fused = Phi3ForCausalLM(Phi3Config(num_hidden_layers=3, pad_token_id=0, **sizes, **heads))
+        save(trained(fused, lora(target_modules=[target])), folder)
+
+    return make
+
+
+def _mixture_of_experts(base: Any, folder: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    experts = lora(target_modules=None, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    save(trained(Qwen3MoeForCausalLM(config), experts), folder)
+
+
+def _corda(base: Any, folder: Path) -> None:
+    config = lora(init_lora_weights="corda", corda_config=CordaConfig())
+    preprocess_corda(base, config, run_model=lambda: base(torch.tensor([PROMPT * 4])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(get_peft_model(base, config), folder)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An export that is refused by name."""
+
+    kind: str
+    """The row of `KINDS`."""
+    make: Breaker
+    code: str
+    words: tuple[str, ...]
+    """The name of what is not served, and the mend."""
+
+
+_FEATURE, _TYPE, _TENSOR = "config.feature_unsupported", "config.peft_type_unsupported", "weights.tensor_not_allowed"
+_RECIPE = "path_initial_model_for_weight_conversion"
+_VOCABULARY = "the vocabulary was changed"
+_SPLIT_QKV, _SPLIT_GATE = ("fused", "q_proj, k_proj and v_proj"), ("fused", "gate_proj and up_proj")
+
+
+REFUSED: dict[str, Refused] = {
+    "a rank above the limit": Refused("plain", saved(lora(r=65)), "config.rank_invalid", ("65", "up to 64")),
+    "another task": Refused(
+        "plain", saved(lora(task_type="FEATURE_EXTRACTION")), "config.task_type_unsupported", ("task_type", "CAUSAL_LM")
+    ),
+    "a regex in rank_pattern": Refused(
+        "rank_pattern and alpha_pattern",
+        saved(lora(rank_pattern={r"layers\.[01]\..*q_proj": 4})),
+        "config.pattern_unsupported",
+        ("rank_pattern", "regular expressions", "one by one"),
+    ),
+    "patterns of a wrapped model": Refused(
+        "wrappers", _wrapped_patterns, "config.pattern_unsupported", ("wrapped model", "module name alone")
+    ),
+    "DoRA": Refused("DoRA", saved(lora(use_dora=True)), _FEATURE, ("DoRA", "use_dora=false")),
+    "DoRA without its config": Refused(
+        "DoRA",
+        _nameless_dora,
+        _TENSOR,
+        ("lora_magnitude_vector", "use_dora=false"),
+    ),
+    "modules_to_save": Refused(
+        "modules_to_save", saved(lora(modules_to_save=["lm_head"])), _FEATURE, ("modules_to_save", "null")
+    ),
+    "a head without its config": Refused(
+        "modules_to_save", with_tensor("base_model.model.lm_head.weight", 320, 64), _TENSOR, ("lm_head", "leave")
+    ),
+    "LoRA on the embedding": Refused(
+        "targets embed or lm_head",
+        saved(lora(target_modules=["embed_tokens", "q_proj"])),
+        _TENSOR,
+        ("embed_tokens", "target_modules", "vocabulary"),
+    ),
+    "LoRA on the head": Refused(
+        "targets embed or lm_head",
+        saved(lora(target_modules=["lm_head", "q_proj"])),
+        _TENSOR,
+        ("lm_head", "target_modules", "vocabulary"),
+    ),
+    "more tokens": Refused(
+        "targets embed or lm_head", _new_vocabulary, _TENSOR, (_VOCABULARY, "save_embedding_layers")
+    ),
+    "a copy of a base weight": Refused(
+        "targets embed or lm_head",
+        with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.weight", 64, 64),
+        _TENSOR,
+        ("copy of a base weight", "save_pretrained"),
+    ),
+    "trained tokens": Refused(
+        "trainable_token_indices",
+        saved(lora(trainable_token_indices=[1, 2])),
+        _FEATURE,
+        ("trainable_token_indices", "Retrain"),
+    ),
+    "bias=all": Refused("biases", saved(lora(bias="all")), _FEATURE, ("bias", 'bias="none"')),
+    "bias=lora_only": Refused("biases", saved(lora(bias="lora_only")), _FEATURE, ("bias", 'bias="none"')),
+    "lora_bias": Refused("biases", saved(lora(lora_bias=True)), _FEATURE, ("lora_bias", "lora_bias=false")),
+    "PiSSA": Refused("PiSSA and its kin", saved(lora(init_lora_weights="pissa")), _FEATURE, ("pissa", _RECIPE)),
+    "fast PiSSA": Refused(
+        "PiSSA and its kin", saved(lora(init_lora_weights="pissa_niter_2")), _FEATURE, ("pissa_niter_2", _RECIPE)
+    ),
+    "OLoRA": Refused("PiSSA and its kin", saved(lora(init_lora_weights="olora")), _FEATURE, ("olora", _RECIPE)),
+    "CorDA": Refused("PiSSA and its kin", _corda, _FEATURE, ("corda", _RECIPE)),
+    "LoRA-GA": Refused("PiSSA and its kin", with_fields(init_lora_weights="lora_ga"), _FEATURE, ("lora_ga", _RECIPE)),
+    "LoftQ": Refused("PiSSA and its kin", with_fields(init_lora_weights="loftq"), _FEATURE, ("loftq", "Retrain")),
+    "KaSA": Refused("PiSSA and its kin", saved(lora(kasa_config=KasaConfig())), _FEATURE, ("KaSA", "Retrain")),
+    "layer_replication": Refused(
+        "layer_replication",
+        saved(lora(layer_replication=[[0, 2], [1, 3]])),
+        _FEATURE,
+        ("layer_replication", "merge"),
+    ),
+    "target_parameters": Refused(
+        "target_parameters", _mixture_of_experts, _FEATURE, ("target_parameters", "target_modules")
+    ),
+    "experts without their config": Refused(
+        "target_parameters",
+        with_tensor(f"{ROOT}0.mlp.experts.base_layer.lora_A.weight", 32, 64),
+        _TENSOR,
+        ("Mixture-of-experts",),
+    ),
+    "aLoRA": Refused(
+        "other methods", saved(lora(alora_invocation_tokens=[1, 2])), _FEATURE, ("activated LoRA", "Retrain")
+    ),
+    "BD-LoRA": Refused(
+        "other methods",
+        saved(lora(target_modules=["q_proj"], use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2))),
+        _FEATURE,
+        ("block-diagonal", "Retrain"),
+    ),
+    "QALoRA": Refused("other methods", saved(lora(use_qalora=True)), _FEATURE, ("QALoRA", "use_qalora=false")),
+    "Arrow": Refused("other methods", with_fields(arrow_config={"top_k": 3}), _FEATURE, ("Arrow", "one by one")),
+    "X-LoRA": Refused("other methods", with_fields(peft_type="XLORA"), _TYPE, ("XLORA", "Retrain as LoRA")),
+    "IA3": Refused("other methods", with_fields(peft_type="IA3"), _TYPE, ("IA3", "Retrain as LoRA")),
+    "VeRA": Refused(
+        "other methods",
+        saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])),
+        _TYPE,
+        ("VERA", "Retrain as LoRA"),
+    ),
+    "LoHa": Refused(
+        "other methods",
+        saved(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])),
+        _TYPE,
+        ("LOHA", "Retrain as LoRA"),
+    ),
+    "AdaLoRA": Refused(
+        "other methods",
+        saved(AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10)),
+        _TYPE,
+        ("ADALORA", "Retrain as LoRA"),
+    ),
+    "prefix tuning": Refused(
+        "other methods",
+        saved(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+        _TYPE,
+        ("PREFIX_TUNING", "Retrain as LoRA"),
+    ),
+    "Conv1D": Refused("Conv1D", with_fields(fan_in_fan_out=True), _FEATURE, ("fan_in_fan_out", "false")),
+    "empty tensors": Refused(
+        "ZeRO-3",
+        edited(lambda tensors: {name: torch.empty(0) for name in tensors}),
+        "weights.shape_invalid",
+        ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save"),
+    ),
+    "no tensors": Refused(
+        "ZeRO-3", edited(lambda _: {}), "weights.empty", ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save")
+    ),
+    "plain and multimodal names": Refused(
+        "language_model prefixes",
+        edited(
+            lambda tensors: {
+                name.replace(f"{ROOT}1", "base_model.model.model.language_model.layers.1"): tensor
+                for name, tensor in tensors.items()
+            }
+        ),
+        _TENSOR,
+        ("two models", "by itself"),
+    ),
+    "a vision tower": Refused(
+        "language_model prefixes",
+        renamed("model.layers.2", "model.vision_tower.encoder.layers.2"),
+        _TENSOR,
+        ("vision_tower", "language model's layers alone"),
+    ),
+    "two adapters": Refused(
+        ".default. keys", _two_adapters, _TENSOR, ("two adapters", "default", "other", "by itself")
+    ),
+    "one matrix twice": Refused(
+        ".default. keys", edited(_twice), "weights.duplicate_tensor", ("two spellings", "Keep one")
+    ),
+    "MLX with DoRA": Refused("MLX", _mlx_with(fine_tune_type="dora"), _FEATURE, ("'dora'", "--fine-tune-type lora")),
+    "all of it with MLX": Refused("MLX", _mlx_with(fine_tune_type="full"), _FEATURE, ("'full'", "lora")),
+    "MLX of another scale": Refused(
+        "MLX",
+        _mlx_with(fine_tune_type=None, lora_parameters={"rank": 6, "scale": 10.0, "alpha": 16}),
+        "config.field_unsupported",
+        ("alpha and scale", "Remove alpha"),
+    ),
+    "linear_qkv": Refused(
+        "Megatron and NeMo", renamed("self_attn.q_proj", "self_attention.linear_qkv"), _TENSOR, ("NeMo", *_SPLIT_QKV)
+    ),
+    "linear_fc1": Refused(
+        "Megatron and NeMo", renamed("self_attn.q_proj", "mlp.linear_fc1"), _TENSOR, ("NeMo", *_SPLIT_GATE)
+    ),
+    "qkv_proj of Phi-3": Refused("fused layers", _phi3("qkv_proj"), _TENSOR, ("qkv_proj", *_SPLIT_QKV)),
+    "gate_up_proj of Phi-3": Refused("fused layers", _phi3("gate_up_proj"), _TENSOR, ("gate_up_proj", *_SPLIT_GATE)),
+    "a value head": Refused(
+        "value heads", with_tensor("v_head.summary.weight", 1, 64), _TENSOR, ("v_head", "value head", "leave")
+    ),
+    "a pickle": Refused(
+        ".bin",
+        lambda base, folder: save(trained(base, lora()), folder, safe_serialization=False),
+        "weights.not_safetensors",
+        ("adapter_model.bin", "load(", "weights_only=True", "save_file"),
+    ),
+}
+
+KINDS = (
+    "plain",
+    "all-linear",
+    "regex target_modules",
+    "rank_pattern and alpha_pattern",
+    "rsLoRA",
+    "layers_to_transform",
+    "harmless starts",
+    "DoRA",
+    "modules_to_save",
+    "targets embed or lm_head",
+    "trainable_token_indices",
+    "biases",
+    "PiSSA and its kin",
+    "layer_replication",
+    "target_parameters",
+    "other methods",
+    "Conv1D",
+    "ZeRO-3",
+    "language_model prefixes",
+    "wrappers",
+    ".default. keys",
+    "MLX",
+    "Megatron and NeMo",
+    "fused layers",
+    "value heads",
+    ".bin",
+    "B all zero",
+)
+"""All that is known of what training tools write."""
+
+
+def fresh_base(folder: Path) -> Any:
+    """The base as transformers loads it; makers change it."""
+    return load_reference(folder)

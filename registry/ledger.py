@@ -12,8 +12,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -204,6 +205,22 @@ class UsageLedger:
         """All that was ever asked of these adapters; ids without usage are missing."""
         async with self._database.read() as session:
             return await usage.summary(session, adapter_ids)
+
+    async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
+        """Tokens billed to a tenant or a key until now, with what was acknowledged just now.
+
+        Args:
+            holder: `{"tenant_id": ...}` or `{"key_id": ...}`.
+            start: A full hour.
+            end: The full hour that no longer counts.
+            but: Ids of events that are counted elsewhere; may grow meanwhile.
+
+        Raises:
+            CapacityError: Database or journal cannot answer now.
+        """
+        await self.flush()
+        async with self._database.read() as session:
+            return await usage.count_tokens(session, holder, to_micros(start), to_micros(end), but)
 
     async def check(self) -> int:
         """How many hourly sums differ from the events they were made of: 0, or there is a bug."""

@@ -5,8 +5,10 @@ import hmac
 import re
 import sqlite3
 import stat
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
 from weft.registry import keys as keys_module
 from weft.registry.database import Database
 from weft.registry.keys import read_pepper
+from weft.registry.limits import Limits
 from weft.registry.records import SCOPES, Identity
 from weft.registry.registry import Registry
 
@@ -233,3 +236,53 @@ def test_the_pepper_that_was_made_first_wins(tmp_path: Path) -> None:
 def test_a_pepper_that_is_given_is_not_written(tmp_path: Path) -> None:
     assert read_pepper(tmp_path, "given") == b"given"
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_key_tells_its_own_limits_and_its_tenants(registry: Registry) -> None:
+    await registry.create_tenant("acme", {"requests_per_minute": 9, "adapters": 2})
+    key, secret = await registry.create_key("acme", limits={"concurrent_requests": 3, "tokens_per_minute": None})
+    assert key.limits == {"concurrent_requests": 3}
+    identity = await registry.authenticate(secret)
+    assert identity.key_limits == Limits(concurrent_requests=3)
+    assert identity.tenant_limits == Limits(requests_per_minute=9, adapters=2)
+    await registry.update_tenant("acme", {})
+    assert (await registry.authenticate(secret)).tenant_limits == Limits()
+
+
+@pytest.mark.parametrize("limits", [{"adapters": 1}, {"requests_per_minute": -1}, {"requests_per_minute": 0.5}])
+async def test_a_key_takes_only_limits_that_are_a_keys(registry: Registry, limits: dict[str, object]) -> None:
+    await registry.create_tenant("acme")
+    with pytest.raises(InvalidRequestError):
+        await registry.create_key("acme", limits=limits)
+    assert await registry.list_keys("acme") == ()
+
+
+async def test_a_changed_key_keeps_its_secret_and_what_was_not_named(registry: Registry, clock: StandingClock) -> None:
+    await registry.create_tenant("acme")
+    key, secret = await registry.create_key("acme", "ci", ["infer"], limits={"requests_per_minute": 1})
+    await registry.authenticate(secret)
+    changed = await registry.update_key(key.id, scopes=["usage"], limits={"tokens_per_month": 5})
+    assert changed == replace(key, scopes=("usage",), limits={"tokens_per_month": 5})
+    assert await registry.get_key(key.id) == changed
+    identity = await registry.authenticate(secret)
+    assert (identity.scopes, identity.key_limits) == (("usage",), Limits(tokens_per_month=5))
+    entry = (await registry.list_audit())[0]
+    assert (entry.action, entry.detail) == ("key.update", {"scopes": ["usage"], "limits": {"tokens_per_month": 5}})
+    await registry.update_key(key.id, expires_at=NOON + timedelta(hours=1))
+    clock.advance(3600)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+
+
+async def test_a_change_that_makes_no_key_is_refused(registry: Registry) -> None:
+    await registry.create_tenant("acme")
+    key, _ = await registry.create_key("acme")
+    changes: list[dict[str, Any]] = [{"scopes": []}, {"scopes": ["x"]}, {"limits": {"x": 1}}, {"expires_at": NOON}]
+    for change in [*changes, {"name": "x" * 256}]:
+        with pytest.raises(InvalidRequestError):
+            await registry.update_key(key.id, **change)
+    assert await registry.get_key(key.id) == key
+    await registry.revoke_key(key.id)
+    for gone in (key.id, "key_none"):
+        with pytest.raises(NotFoundError):
+            await registry.update_key(gone, name="x")

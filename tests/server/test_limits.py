@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from api_adapters import sound, upload
@@ -94,6 +96,31 @@ async def test_requests_beyond_the_limit_wait_a_minute(api: Api, clocks: Clocks)
     assert len(api.engine.requests) == 2
     clocks.seconds += 2.5
     assert (await complete(client)).status_code == 200
+
+
+async def test_openais_client_waits_as_long_as_it_is_told(api: Api) -> None:
+    late = 59.2 - time.monotonic() % 1
+    ahead = 0.0
+    api.app.state.services = replace(api.services, monotonic=lambda: time.monotonic() + ahead)
+    await limited(api, requests_per_minute=1)
+    seen: list[int] = []
+
+    async def note(answer: Any) -> None:
+        seen.append(answer.status_code)
+
+    async with (
+        api.listening() as url,
+        openai.DefaultAsyncHttpxClient(event_hooks={"response": [note]}, trust_env=False) as http,
+    ):
+        client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=await api.key("acme"), http_client=http, max_retries=1
+        )
+        await client.completions.create(model=BASE, prompt=PROMPT, max_tokens=2)
+        ahead += late
+        started = time.monotonic()
+        await client.completions.create(model=BASE, prompt=PROMPT, max_tokens=2)
+        assert time.monotonic() - started > 0.5
+    assert seen == [200, 429, 200]
 
 
 async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: Api, clocks: Clocks) -> None:

@@ -88,6 +88,8 @@ class UsageLedger:
         self._unsealed_since: float | None = None
         self._sealed_since: float | None = None
         self._moving = asyncio.Lock()
+        self._num_flushes = 0
+        self._last_good_flush = 0
         self._mover: asyncio.Task[None] | None = None
 
     @classmethod
@@ -177,7 +179,11 @@ class UsageLedger:
         Raises:
             CapacityError: Database or journal cannot be written now; nothing is lost, try again.
         """
+        asked_at = self._num_flushes
         async with self._moving:
+            if self._last_good_flush > asked_at:
+                return  # one that began after this was asked for has moved all of it
+            self._num_flushes = this = self._num_flushes + 1
             if self._sealed_since is None:
                 self._sealed_since = self._unsealed_since
             self._unsealed_since = None
@@ -191,6 +197,7 @@ class UsageLedger:
             except OSError as error:
                 raise CapacityError("The usage journal cannot be read now.", code="storage_unavailable") from error
             self._sealed_since = None
+            self._last_good_flush = this
 
     async def query(self, query: UsageQuery) -> UsageReport:
         """Usage as the database has it; `flush` first for what was acknowledged just now.

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from api_adapters import sound, upload
 from api_server import BASE, Api, eventually, new_client
@@ -158,6 +159,8 @@ async def test_tokens_are_reserved_first_and_become_what_was_used(api: Api, cloc
     never = await complete(client, max_tokens=97)
     assert (refusal(never), never.headers["x-should-retry"]) == (RATE, "false")
     assert "retry-after" not in never.headers
+    several = await complete(client, n=4, max_tokens=25)
+    assert (refusal(several), several.headers["x-should-retry"]) == (RATE, "false")
     assert len(api.engine.requests) == 5
     assert (await used(client))["requests_per_minute"] == 2
 
@@ -198,6 +201,31 @@ async def test_as_many_run_at_once_as_may(api: Api) -> None:
         assert [(await answer).status_code for answer in running] == [200, 200]
         for _ in range(30):  # whoever has seen the end may come again at once
             assert (await complete(client, max_tokens=1)).status_code == 200
+
+
+async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) -> None:
+    """Whoever has seen the end may come again at once."""
+    held = []
+    client = await limited(api, concurrent_requests=1)
+    tenant_id = (await client.get("/v1/me")).json()["tenant"]["id"]
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        async def seen(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                account = api.services.accounts.of(tenant_id, 0.0)
+                held.append((account.in_flight, account.reserved))
+            await send(message)
+
+        await api.app(scope, receive, seen)
+
+    transport = httpx.ASGITransport(app=watched)
+    async with new_client(await api.key("acme"), "http://test", transport) as client:
+        statuses = [
+            (await complete(client, **fields)).status_code
+            for fields in ({}, {"stream": True}, {"max_tokens": 4096}, {"temperature": -1})
+        ]
+    assert statuses == [200, 200, 400, 400]
+    assert held == [(0, 0)] * 4
 
 
 async def test_the_keys_limits_hold_beside_the_tenants(api: Api, clocks: Clocks) -> None:

@@ -27,6 +27,7 @@ from weft.server.adapter_check import AdapterCheck
 from weft.server.drain import Drain
 from weft.server.incoming import Pace
 from weft.server.metrics import Metrics
+from weft.server.rate_limits import Accounts
 
 STATUS_S = 10.0
 """Longest wait for the engine's word on itself."""
@@ -89,6 +90,8 @@ class Services:
     """Adapters that the engine was told to pin, by digest."""
     pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine is told what to pin."""
+    accounts: Accounts = field(default_factory=Accounts)
+    """What callers have taken of their limits."""
     pace: Pace = field(default_factory=Pace)
     """How slowly clients may send."""
     monotonic: Callable[[], float] = time.monotonic

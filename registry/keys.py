@@ -11,18 +11,19 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import cast
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
 from weft.registry.clock import Clock, from_micros, to_micros
 from weft.registry.database import Database
+from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
 from weft.registry.models import KeyRow, TenantRow
 from weft.registry.names import check_text
 from weft.registry.recent import Recent
@@ -108,44 +109,41 @@ async def create_key(
         InvalidRequestError: A scope is unknown, there is none, or `expires_at` has passed.
     """
     owner = await tenant_row(session, tenant)
-    if name is not None:
-        check_text(name, "name", 255)
-    if not scopes or not set(scopes) <= set(SCOPES):
-        raise InvalidRequestError(f"scopes must be some of {', '.join(SCOPES)}.", param="scopes")
-    if expires_at is not None and (expires_at.tzinfo is None or expires_at <= now):
-        raise InvalidRequestError("expires_at must be in the future and have a timezone.", param="expires_at")
+    _check(name, scopes, expires_at, now)
     row = KeyRow(
         tenant_id=owner.id,
         name=name,
         scopes=[scope for scope in SCOPES if scope in scopes],
         expires_at=None if expires_at is None else to_micros(expires_at),
+        id=f"key_{secrets.token_hex(12)}",
+        created_at=to_micros(now),
         limits={},
     )
-    secret = await _add_with_secret(session, ring, row, now)
+    secret = _new_secret(ring, row)
+    session.add(row)
+    await session.flush()
     return _key(row, owner.name), secret
 
 
 async def rotate_key(
     session: AsyncSession, ring: KeyRing, key_id: str, grace_s: float, now: datetime
 ) -> tuple[Key, str]:
-    """Make a key like this one, and let this one end after `grace_s` seconds.
+    """Give a key another secret; the one before works for `grace_s` seconds more, any earlier one not at all.
 
     Returns:
-        The new key and its secret.
+        The key, which stays what it is for limits and usage, and its new secret.
 
     Raises:
         NotFoundError: There is no such key, or it was revoked before.
     """
-    old, tenant = await _living(session, key_id)
-    row = KeyRow(
-        tenant_id=old.tenant_id, name=old.name, scopes=old.scopes, expires_at=old.expires_at, limits=old.limits
-    )
-    secret = await _add_with_secret(session, ring, row, now)
+    row, tenant = await _living(session, key_id)
     if grace_s > 0:
-        ends_at = to_micros(now + timedelta(seconds=grace_s))
-        old.expires_at = ends_at if old.expires_at is None else min(ends_at, old.expires_at)
+        row.previous_prefix, row.previous_digest = row.prefix, row.digest
+        row.previous_until = to_micros(now + timedelta(seconds=grace_s))
     else:
-        old.revoked_at = to_micros(now)
+        row.previous_prefix = row.previous_digest = row.previous_until = None
+    secret = _new_secret(ring, row)
+    await session.flush()
     return _key(row, tenant), secret
 
 
@@ -162,6 +160,40 @@ async def list_keys(session: AsyncSession, tenant: str) -> tuple[Key, ...]:
         .order_by(KeyRow.created_at, KeyRow.id)
     )
     return tuple(_key(row, owner.name) for row in rows)
+
+
+async def update_key(
+    session: AsyncSession,
+    key_id: str,
+    *,
+    name: str | None = None,
+    limits: Mapping[str, object] | None = None,
+    scopes: Sequence[str] | None = None,
+    expires_at: datetime | None = None,
+    now: datetime,
+) -> Key:
+    """Change what is not None; `limits` replaces all of the key's.
+
+    Raises:
+        NotFoundError: There is no such key, or it was revoked.
+        InvalidRequestError: A value cannot be stored, as for `create_key`.
+    """
+    row, tenant = await _living(session, key_id)
+    _check(name, scopes, expires_at, now)
+    row.name = row.name if name is None else name
+    row.limits = row.limits if limits is None else checked_limits(limits, KEY_LIMITS)
+    row.scopes = row.scopes if scopes is None else [scope for scope in SCOPES if scope in scopes]
+    row.expires_at = row.expires_at if expires_at is None else to_micros(expires_at)
+    return _key(row, tenant)
+
+
+async def get_key(session: AsyncSession, key_id: str) -> Key:
+    """One key.
+
+    Raises:
+        NotFoundError: There is no such key, or it was revoked.
+    """
+    return _key(*await _living(session, key_id))
 
 
 async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> Key:
@@ -182,42 +214,55 @@ async def _living(session: AsyncSession, key_id: str) -> tuple[KeyRow, str]:
     found = (await session.execute(statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None)))).one_or_none()
     if found is None:
         raise NotFoundError("There is no such key.")
-    row, tenant = found
-    return row, tenant
+    return found[0], found[1]
 
 
-async def _add_with_secret(session: AsyncSession, ring: KeyRing, row: KeyRow, now: datetime) -> str:
-    """Store a new key under a fresh id; returns its secret."""
+def _new_secret(ring: KeyRing, row: KeyRow) -> str:
     row.prefix = "weft_" + "".join(secrets.choice(_PREFIX_CHARACTERS) for _ in range(12))
     secret = f"{row.prefix}_{secrets.token_urlsafe(32)}"
-    row.id, row.digest, row.created_at = f"key_{secrets.token_hex(12)}", ring.digest(secret), to_micros(now)
-    session.add(row)
-    await session.flush()
+    row.digest = ring.digest(secret)
     return secret
+
+
+def _check(name: str | None, scopes: Sequence[str] | None, expires_at: datetime | None, now: datetime) -> None:
+    if name is not None:
+        check_text(name, "name", 255)
+    if scopes is not None and (not scopes or not set(scopes) <= set(SCOPES)):
+        raise InvalidRequestError(f"scopes must be some of {', '.join(SCOPES)}.", param="scopes")
+    if expires_at is not None and (expires_at.tzinfo is None or expires_at <= now):
+        raise InvalidRequestError("expires_at must be in the future and have a timezone.", param="expires_at")
 
 
 async def _read_known(database: Database, secret: str, digest: str) -> _Known:
     matched = _SECRET.fullmatch(secret)
+    prefix = matched[1] if matched else ""
     async with database.read() as session:
-        row, tenant = await _find(session, matched[1] if matched else "")
+        row, owner = await _find(session, prefix)
     # The comparison is made for unknown prefixes too, so that they take as long.
-    stored = row.digest if row is not None else _NO_DIGEST
-    if not hmac.compare_digest(digest, stored) or row is None or row.revoked_at is not None:
+    stored, ends = _NO_DIGEST, []
+    if row is not None:
+        is_previous = prefix != row.prefix
+        stored = (row.previous_digest or _NO_DIGEST) if is_previous else row.digest
+        ends = [end for end in (row.expires_at, row.previous_until if is_previous else None) if end is not None]
+    if not hmac.compare_digest(digest, stored) or row is None or owner is None or row.revoked_at is not None:
         raise _refusal()
     identity = Identity(
         role="tenant",
         tenant_id=row.tenant_id,
-        tenant=tenant,
+        tenant=owner.name,
         key_id=row.id,
         scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
+        tenant_limits=Limits.of(owner.limits),
+        key_limits=Limits.of(row.limits),
     )
-    return _Known(identity, None if row.expires_at is None else from_micros(row.expires_at))
+    return _Known(identity, from_micros(min(ends)) if ends else None)
 
 
-async def _find(session: AsyncSession, prefix: str) -> tuple[KeyRow | None, str]:
-    statement = select(KeyRow, TenantRow.name).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-    found = (await session.execute(statement.where(KeyRow.prefix == prefix))).one_or_none()
-    return (None, "") if found is None else (found[0], found[1])
+async def _find(session: AsyncSession, prefix: str) -> tuple[KeyRow | None, TenantRow | None]:
+    statement = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
+    either = or_(KeyRow.prefix == prefix, KeyRow.previous_prefix == prefix)
+    found = (await session.execute(statement.where(either))).one_or_none()
+    return (None, None) if found is None else (found[0], found[1])
 
 
 def _key(row: KeyRow, tenant: str) -> Key:
@@ -228,6 +273,7 @@ def _key(row: KeyRow, tenant: str) -> Key:
         name=row.name,
         prefix=row.prefix,
         scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
+        limits=row.limits,
         expires_at=None if row.expires_at is None else from_micros(row.expires_at),
         created_at=from_micros(row.created_at),
         revoked_at=None if row.revoked_at is None else from_micros(row.revoked_at),

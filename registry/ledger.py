@@ -12,8 +12,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -89,6 +90,8 @@ class UsageLedger:
         self._unsealed_since: float | None = None
         self._sealed_since: float | None = None
         self._moving = asyncio.Lock()
+        self._num_flushes = 0
+        self._last_good_flush = 0
         self._mover: asyncio.Task[None] | None = None
 
     @classmethod
@@ -178,7 +181,11 @@ class UsageLedger:
         Raises:
             CapacityError: Database or journal cannot be written now; nothing is lost, try again.
         """
+        asked_at = self._num_flushes
         async with self._moving:
+            if self._last_good_flush > asked_at:
+                return  # one that began after this was asked for has moved all of it
+            self._num_flushes = this = self._num_flushes + 1
             if self._sealed_since is None:
                 self._sealed_since = self._unsealed_since
             self._unsealed_since = None
@@ -192,6 +199,7 @@ class UsageLedger:
             except OSError as error:
                 raise CapacityError("The usage journal cannot be read now.", code="storage_unavailable") from error
             self._sealed_since = None
+            self._last_good_flush = this
 
     async def query(self, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
         """Usage as the database has it, with its cost; `flush` first for what was acknowledged just now.
@@ -215,6 +223,22 @@ class UsageLedger:
         """All that was ever asked of these adapters; ids without usage are missing."""
         async with self._database.read() as session:
             return await usage.summary(session, adapter_ids)
+
+    async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
+        """Tokens billed to a tenant or a key until now, with what was acknowledged just now.
+
+        Args:
+            holder: `{"tenant_id": ...}` or `{"key_id": ...}`.
+            start: A full hour.
+            end: The full hour that no longer counts.
+            but: Ids of events that are counted elsewhere; may grow meanwhile.
+
+        Raises:
+            CapacityError: Database or journal cannot answer now.
+        """
+        await self.flush()
+        async with self._database.read() as session:
+            return await usage.count_tokens(session, holder, to_micros(start), to_micros(end), but)
 
     async def check(self) -> int:
         """How many hourly sums differ from the events they were made of: 0, or there is a bug."""

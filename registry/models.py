@@ -64,6 +64,10 @@ class KeyRow(Base):
     created_at: Mapped[int] = mapped_column(BigInteger)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON, server_default="{}")
+    previous_prefix: Mapped[str | None] = mapped_column(String(32), index=True)
+    """Of the secret before the last rotation, which works until `previous_until`."""
+    previous_digest: Mapped[str | None] = mapped_column(String(64))
+    previous_until: Mapped[int | None] = mapped_column(BigInteger)
 
 
 class AdapterRow(Base):

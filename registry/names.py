@@ -67,7 +67,7 @@ def storable(text: str, max_length: int) -> str:
     return _UNSTORABLE.sub("\ufffd", text[:max_length])
 
 
-def check_integer(value: int, param: str, low: int = 0, high: int = MAX_INTEGER) -> int:
+def check_integer(value: object, param: str, low: int = 0, high: int = MAX_INTEGER) -> int:
     """Return `value` if it is an integer (and no bool) within the bounds.
 
     Raises:

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Generic, Literal, TypeVar
 
 from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.registry.limits import UNLIMITED, Limits
 
 Scope = Literal["infer", "adapters", "usage"]
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -42,7 +43,8 @@ class Tenant:
 
     id: str
     name: str
-    limits: Mapping[str, float | int | None]
+    limits: Mapping[str, int]
+    """By name, those that are set."""
     created_at: datetime
 
 
@@ -57,6 +59,7 @@ class Key:
     prefix: str
     """The start of the secret, by which people recognise the key: `weft_3f9c0a...`."""
     scopes: tuple[Scope, ...]
+    limits: Mapping[str, int]
     expires_at: datetime | None
     created_at: datetime
     revoked_at: datetime | None = None
@@ -74,6 +77,8 @@ class Identity:
     key_id: str | None
     """None for the admin key, which has no row."""
     scopes: tuple[Scope, ...]
+    tenant_limits: Limits = UNLIMITED
+    key_limits: Limits = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry import adapters, audit, grants, keys, quotas, tenants
 from weft.registry.aliases import pick
-from weft.registry.clock import Clock, utc_now
+from weft.registry.clock import Clock, iso, utc_now
 from weft.registry.database import Database
 from weft.registry.keys import KeyRing, read_pepper
 from weft.registry.ledger import UsageLedger
+from weft.registry.limits import Limits
 from weft.registry.recent import Recent
 from weft.registry.records import (
     SCOPES,
@@ -58,6 +59,7 @@ class Registry:
         ledger: UsageLedger,
         key_ring: KeyRing,
         resolved: Recent[tuple[str, str], Resolution],
+        tenant_limits: Recent[str, Limits],
         clock: Clock,
     ) -> None:
         self.usage = ledger
@@ -67,6 +69,7 @@ class Registry:
         self._database = database
         self._key_ring = key_ring
         self._resolved = resolved
+        self._tenant_limits = tenant_limits
         self._clock = clock
 
     @classmethod
@@ -100,7 +103,7 @@ class Registry:
         except BaseException:
             await database.close()
             raise
-        return cls(database, ledger, key_ring, Recent(monotonic), clock)
+        return cls(database, ledger, key_ring, Recent(monotonic), Recent(monotonic), clock)
 
     async def close(self) -> None:
         """Move the journal to the database as far as it goes, and close everything."""
@@ -146,6 +149,15 @@ class Registry:
         async with self._database.read() as session:
             return await tenants.get_tenant(session, name)
 
+    async def tenant_limits(self, tenant_id: str) -> Limits:
+        """What this tenant may have; nothing limits one that is gone. Not read anew for each call."""
+
+        async def read() -> Limits:
+            async with self._database.read() as session:
+                return await tenants.limits_of(session, tenant_id)
+
+        return await self._tenant_limits.ask(tenant_id, read)
+
     async def update_tenant(self, name: str, limits: Mapping[str, object]) -> Tenant:
         """Replace a tenant's limits.
 
@@ -174,19 +186,63 @@ class Registry:
         name: str | None = None,
         scopes: Sequence[str] = SCOPES,
         expires_at: datetime | None = None,
+        limits: Mapping[str, object] | None = None,
     ) -> tuple[Key, str]:
         """Make a key for the tenant of this name; the second value is its secret, which is kept nowhere.
 
         Raises:
             NotFoundError: There is no such tenant.
-            InvalidRequestError: A scope is unknown, there is none, or `expires_at` has passed.
+            InvalidRequestError: A scope or a limit is unknown, there is no scope, or `expires_at` has passed.
         """
         async with self._change() as session:
             key, secret = await keys.create_key(
                 session, self._key_ring, tenant, name, scopes, expires_at, now=self._clock()
             )
+            key = await keys.update_key(session, key.id, limits=limits, now=self._clock())
             audit.add(session, self._clock(), ADMIN, "key.create", tenant=tenant, target=key.id)
         return key, secret
+
+    async def update_key(
+        self,
+        key_id: str,
+        *,
+        name: str | None = None,
+        limits: Mapping[str, object] | None = None,
+        scopes: Sequence[str] | None = None,
+        expires_at: datetime | None = None,
+    ) -> Key:
+        """Change what is not None, in force at once; `limits` replaces all of the key's.
+
+        Raises:
+            NotFoundError: There is no such key, or it was revoked.
+            InvalidRequestError: A value is none that a key could be made with.
+        """
+        async with self._change() as session:
+            key = await keys.update_key(
+                session, key_id, name=name, limits=limits, scopes=scopes, expires_at=expires_at, now=self._clock()
+            )
+            audit.add(
+                session,
+                self._clock(),
+                ADMIN,
+                "key.update",
+                tenant=key.tenant,
+                target=key_id,
+                name=name,
+                limits=limits if limits is None else dict(key.limits),
+                scopes=scopes if scopes is None else list(key.scopes),
+                expires_at=expires_at if expires_at is None else iso(expires_at),
+            )
+        return key
+
+    async def get_key(self, key_id: str) -> Key:
+        """One key.
+
+        Raises:
+            NotFoundError: There is no such key, or it was revoked.
+        """
+        async with self._database.read() as session:
+            return await keys.get_key(session, key_id)
 
     async def list_keys(self, tenant: str) -> tuple[Key, ...]:
         """The keys of the tenant of this name that were not revoked, oldest first.
@@ -208,18 +264,17 @@ class Registry:
             audit.add(session, self._clock(), ADMIN, "key.revoke", tenant=key.tenant, target=key_id)
 
     async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[Key, str]:
-        """Make a key like this one, which itself stops working after `grace_s` seconds, at once for 0.
+        """Give a key another secret; the one before stops working after `grace_s` seconds, at once for 0.
 
         Returns:
-            The new key and its secret, which is kept nowhere.
+            The key, and its new secret, which is kept nowhere.
 
         Raises:
             NotFoundError: There is no such key, or it was revoked before.
         """
         async with self._change() as session:
             key, secret = await keys.rotate_key(session, self._key_ring, key_id, grace_s, self._clock())
-            detail = {"successor": key.id, "grace_s": grace_s}
-            audit.add(session, self._clock(), ADMIN, "key.rotate", tenant=key.tenant, target=key_id, **detail)
+            audit.add(session, self._clock(), ADMIN, "key.rotate", tenant=key.tenant, target=key_id, grace_s=grace_s)
         return key, secret
 
     async def publish_version(
@@ -447,6 +502,7 @@ class Registry:
             if has_begun:
                 self._key_ring.forget()
                 self._resolved.forget()
+                self._tenant_limits.forget()
 
 
 def _readable(aliases: Mapping[str, Shares | int | None]) -> dict[str, object]:

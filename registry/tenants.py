@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TypeGuard
 
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, InvalidRequestError, NotFoundError
+from weft.errors import ConflictError, NotFoundError
 from weft.registry.clock import from_micros, to_micros
+from weft.registry.limits import TENANT_LIMITS, Limits, checked_limits, known_limits
 from weft.registry.models import AdapterRow, TenantRow
-from weft.registry.names import MAX_INTEGER, check_integer, check_name, check_text, is_name
+from weft.registry.names import check_integer, check_name, check_text, is_name
 from weft.registry.records import Page, Removed, Tenant
 from weft.registry.references import only_referenced_by
 
 MAX_PAGE = 1000
-MAX_LIMITS = 32
 
 
 async def create_tenant(session: AsyncSession, name: str, limits: Mapping[str, object], now: datetime) -> Tenant:
@@ -27,13 +25,16 @@ async def create_tenant(session: AsyncSession, name: str, limits: Mapping[str, o
 
     Raises:
         ConflictError: The name is taken.
-        InvalidRequestError: The name or a limit cannot be stored.
+        InvalidRequestError: The name cannot be stored, or there is no such limit.
     """
     check_name(name, "name")
     if await session.scalar(select(TenantRow.id).where(TenantRow.name == name)) is not None:
         raise ConflictError(f"There is a tenant `{name}` already.", param="name")
     row = TenantRow(
-        id=f"ten_{secrets.token_hex(12)}", name=name, limits=_checked_limits(limits), created_at=to_micros(now)
+        id=f"ten_{secrets.token_hex(12)}",
+        name=name,
+        limits=checked_limits(limits, TENANT_LIMITS),
+        created_at=to_micros(now),
     )
     session.add(row)
     await session.flush()
@@ -60,15 +61,20 @@ async def get_tenant(session: AsyncSession, name: str) -> Tenant:
     return _tenant(await tenant_row(session, name))
 
 
+async def limits_of(session: AsyncSession, tenant_id: str) -> Limits:
+    """What the tenant of this id may have; nothing limits one that is gone."""
+    return Limits.of(await session.scalar(select(TenantRow.limits).where(TenantRow.id == tenant_id)) or {})
+
+
 async def update_tenant(session: AsyncSession, name: str, limits: Mapping[str, object]) -> Tenant:
     """Replace a tenant's limits.
 
     Raises:
         NotFoundError: There is none of this name.
-        InvalidRequestError: A limit cannot be stored.
+        InvalidRequestError: There is no such limit, or it cannot have this value.
     """
     row = await tenant_row(session, name)
-    row.limits = _checked_limits(limits)
+    row.limits = checked_limits(limits, TENANT_LIMITS)
     return _tenant(row)
 
 
@@ -101,21 +107,4 @@ async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
 
 
 def _tenant(row: TenantRow) -> Tenant:
-    return Tenant(id=row.id, name=row.name, limits=row.limits, created_at=from_micros(row.created_at))
-
-
-def _checked_limits(limits: Mapping[str, object]) -> dict[str, float | int | None]:
-    if len(limits) > MAX_LIMITS:
-        raise InvalidRequestError(f"limits takes at most {MAX_LIMITS} entries.", param="limits")
-    checked: dict[str, float | int | None] = {}
-    for name, value in limits.items():
-        check_text(name, "limits", 64)
-        if (isinstance(value, float) and math.isfinite(value) and value >= 0) or value is None or _is_count(value):
-            checked[name] = value
-        else:
-            raise InvalidRequestError("A limit must be a number of at least 0, or null for none.", param="limits")
-    return checked
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
+    return Tenant(id=row.id, name=row.name, limits=known_limits(row.limits), created_at=from_micros(row.created_at))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC
 from typing import Any
@@ -161,6 +161,29 @@ async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str
         row["adapter_id"]: AdapterUsage(last_used_at=from_micros(row["last_at"]), **{name: row[name] for name in _SUMS})
         for row in found
     }
+
+
+async def count_tokens(
+    session: AsyncSession, holder: Mapping[str, str], start: int, end: int, but: Collection[str]
+) -> int:
+    """Prompt and completion tokens of whole hours, in microseconds, without those of the events `but`.
+
+    Args:
+        session: A transaction on one snapshot.
+        holder: Whose: column to value, of `tenant_id` or `key_id`.
+        start: First microsecond of the first hour.
+        end: First microsecond of the first hour that no longer counts.
+        but: Read after the sums were, so that an event that comes meanwhile may still be added.
+    """
+
+    async def total(table: FromClause, *conditions: ColumnElement[bool]) -> int:
+        of_holder = (table.c[name] == value for name, value in holder.items())
+        tokens = func.coalesce(func.sum(table.c.prompt_tokens + table.c.completion_tokens), 0)
+        in_range = (table.c.at >= start, table.c.at < end)
+        return int(await session.scalar(select(tokens).where(*in_range, *of_holder, *conditions)) or 0)
+
+    tokens = await total(UsageRollupRow.__table__)
+    return tokens - (await total(UsageEventRow.__table__, _events.id.in_(list(but))) if but else 0)
 
 
 async def count_differences(session: AsyncSession) -> int:

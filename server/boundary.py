@@ -1,4 +1,7 @@
-"""The outermost layer: request ids, the answer while shutting down, and the last catch for what nobody expected."""
+"""The outermost layer: request ids, the answer while shutting down, and the last catch for what nobody expected.
+
+What a request holds of its caller's limits is made and ended here, so that nothing that happens to it can keep it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from weft.errors import WeftError
 from weft.server.auth import PUBLIC_PATHS
 from weft.server.drain import Drain
 from weft.server.errors import error_response, internal_response
+from weft.server.lease import Lease
 
 log = structlog.get_logger("weft.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
@@ -36,8 +40,9 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        sender = _Sender(send, request_id, self._drain)
+        lease = Lease()
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "lease": lease}
+        sender = _Sender(send, request_id, self._drain, lease)
         try:
             if scope["path"] not in OPEN_WHILE_DRAINING:
                 self._drain.check()
@@ -51,14 +56,17 @@ class Boundary:
             if sender.has_started:
                 raise
             await internal_response()(scope, receive, sender)
+        finally:
+            lease.end()
 
 
 class _Sender:
-    def __init__(self, send: Send, request_id: str, drain: Drain) -> None:
+    def __init__(self, send: Send, request_id: str, drain: Drain, lease: Lease) -> None:
         self.has_started = False
         self._send = send
         self._request_id = request_id
         self._drain = drain
+        self._lease = lease
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -67,6 +75,9 @@ class _Sender:
             headers["x-request-id"] = self._request_id
             if self._drain.is_draining:
                 headers["connection"] = "close"
+            headers.update(self._lease.headers())
+        elif not message.get("more_body", False):
+            self._lease.end()  # before the client can know, and come again
         await self._send(message)
 
 

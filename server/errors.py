@@ -35,6 +35,8 @@ ANSWERS: dict[type[WeftError], tuple[int, str]] = {
     errors.ConflictError: (409, "conflict_error"),
     errors.PayloadTooLargeError: (413, "invalid_request_error"),
     errors.TimeoutExceededError: (408, "timeout_error"),
+    errors.RateLimitError: (429, "rate_limit_error"),
+    errors.QuotaExceededError: (429, "insufficient_quota"),
     errors.AdapterError: (422, "adapter_error"),
     errors.AdapterFormatError: (422, "adapter_error"),
     errors.AdapterIncompatibleError: (422, "adapter_error"),
@@ -53,7 +55,6 @@ STATUS_BY_CODE = {
     "storage_full": 507,
     "config.too_large": 413,
     "headers_too_large": 431,
-    "upload.too_many": 429,
     "idempotency.key_reused": 422,
 }
 """Codes whose status differs from that of their class."""
@@ -91,6 +92,8 @@ def error_headers(error: WeftError) -> dict[str, str]:
     headers: dict[str, str] = {}
     if isinstance(error, errors.CapacityError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, errors.RateLimitError):
+        headers.update(_retry_headers(error.retry_after_s))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if status in LAST_BYTES or error.code in LAST_BYTES_CODES:
@@ -119,6 +122,16 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(WeftError, _on_weft_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
+
+
+def _retry_headers(retry_after_s: float | None) -> dict[str, str]:
+    """What OpenAI's clients go by: when to come again, or not to."""
+    if retry_after_s is None:
+        return {"x-should-retry": "false"}
+    return {
+        "retry-after": str(max(1, math.ceil(retry_after_s))),
+        "retry-after-ms": str(max(1, math.ceil(1000 * retry_after_s))),
+    }
 
 
 def _by_code(base: type[WeftError], error: engine_request.RequestError) -> WeftError:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from weft.errors import BusyError, CapacityError
+from weft.errors import BusyError, RateLimitError
 from weft.registry.records import VersionFacts
 
 STREAMS = 2
@@ -78,10 +78,10 @@ class Intake:
         """Take a file from the tenant.
 
         Raises:
-            CapacityError: Two are coming already; code upload.too_many.
+            RateLimitError: Two are coming already; code upload.too_many.
         """
         if self._streams[tenant_id] >= STREAMS:
-            raise CapacityError(
+            raise RateLimitError(
                 f"A tenant may send {STREAMS} files at once; wait for one to end.",
                 retry_after_s=RETRY_S,
                 code="upload.too_many",

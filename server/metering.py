@@ -16,6 +16,7 @@ from weft.errors import WeftError
 from weft.registry.records import UsageEvent
 from weft.server.access import Caller
 from weft.server.generation import Step
+from weft.server.lease import Lease
 from weft.server.resolve import ResolvedModel
 from weft.server.services import Services
 
@@ -50,17 +51,19 @@ class Meter:
         services: Ledger, metrics and clocks.
         caller: Who asked, and for which tenant.
         model: What was asked.
+        lease: What was reserved of the limits; settled when the event is recorded.
         endpoint: The route.
         request_id: The id that the client knows.
     """
 
     def __init__(
-        self, services: Services, caller: Caller, model: ResolvedModel, *, endpoint: str, request_id: str
+        self, services: Services, caller: Caller, model: ResolvedModel, lease: Lease, *, endpoint: str, request_id: str
     ) -> None:
         self.ledger_id = services.registry.usage.mint_id()
         self._services = services
         self._caller = caller
         self._model = model
+        self._lease = lease
         self._endpoint = endpoint
         self._request_id = request_id[:MAX_REQUEST_ID]
         self._started_s = services.monotonic()
@@ -133,9 +136,11 @@ class Meter:
         if self._is_finished:
             return
         self._is_finished = True
+        event = self._event(status)
         try:
-            await self._services.registry.usage.record(self._event(status))
+            await self._services.registry.usage.record(event)
         finally:
+            self._lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
             self._count(status)
 
     async def finish_quietly(self, status: str) -> None:

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 import weft
 from weft.engine.status import EngineStatus
+from weft.registry.limits import TENANT_LIMITS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100
@@ -60,6 +61,11 @@ class Metrics:
         )
         self._step = Histogram("weft_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
         self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
+        self._limited = Counter(
+            "weft_limited", "Requests refused by a tenant's or key's limit.", ["limit"], registry=own
+        )
+        for limit in TENANT_LIMITS:
+            self._limited.labels(limit)
         self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
         build = Gauge("weft_build_info", "Always 1.", ["version"], registry=own)
         build.labels(weft.__version__).set(1)
@@ -96,6 +102,10 @@ class Metrics:
     def next_token(self, gap_s: float) -> None:
         """Observe the time since the token before."""
         self._itl.observe(gap_s)
+
+    def limited(self, limit: str) -> None:
+        """Count a refusal by one of the limits of a tenant or key."""
+        self._limited.labels(limit).inc()
 
     def render(self, status: EngineStatus | None, usage_lag_s: float) -> bytes:
         """The text that Prometheus reads; `status` is None while the engine is away."""

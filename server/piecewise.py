@@ -83,7 +83,8 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
             upload.offset_mismatch.
         PayloadTooLargeError: More bytes than announced; code upload.too_large.
         TimeoutExceededError: Code upload.timeout.
-        BusyError, CapacityError: The tenant sends too much at once, or the disk is full.
+        BusyError, RateLimitError, CapacityError: Somebody sends it already, the tenant sends too much at once, or the
+            disk is full.
     """
     upload = await services.registry.uploads.get(owner.tenant_id, upload_id)
     file = upload.draft.files.get(name)

@@ -6,7 +6,40 @@ all of them. A pin brings the adapter to the device as soon as there is room, so
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from weft.errors import AdapterUnavailableError, ForbiddenError
+from weft.registry.records import Adapter, VersionFacts
 from weft.server.services import Services
+
+
+async def check_pinned_pages(services: Services, adapter: Adapter, versions: Iterable[VersionFacts]) -> None:
+    """Return if the adapter's tenant may have these versions pinned; whoever pins them, the limit is the tenant's.
+
+    Raises:
+        ForbiddenError: With all else that is pinned it takes more than the limit; code quota.pinned_pages.
+        AdapterUnavailableError: Its weights cannot be read, so nobody knows how many pages they take.
+    """
+    limit = (await services.registry.tenant_limits(adapter.tenant_id)).pinned_pages
+    if limit is None:
+        return
+    pinned = await services.registry.pinned_adapters()
+    others = [other.current for other in pinned if other.tenant_id == adapter.tenant_id and other.id != adapter.id]
+    pages = 0
+    for version in versions:
+        count = await services.check.pages(version)
+        if count is None:
+            raise AdapterUnavailableError("The adapter's weights cannot be read now.")
+        pages += count
+    taken = sum([await services.check.pages(other) or 0 for other in others])
+    if taken + pages > limit:
+        services.metrics.limited("pinned_pages")
+        raise ForbiddenError(
+            f"The tenant's limit pinned_pages is {limit}: {taken} are pinned, and this adapter takes {pages}. "
+            "Unpin another one.",
+            code="quota.pinned_pages",
+            param="pinned",
+        )
 
 
 async def settle_pins(services: Services) -> None:

@@ -34,7 +34,7 @@ class TenantView(View):
     id: str
     object: Literal["tenant"] = "tenant"
     name: str
-    limits: dict[str, float | int | None]
+    limits: dict[str, int]
     created_at: str
 
 
@@ -55,6 +55,7 @@ class KeyView(View):
     name: str | None
     prefix: str
     scopes: list[str]
+    limits: dict[str, int]
     expires_at: str | None
     created_at: str
 
@@ -71,6 +72,34 @@ class KeyList(View):
     object: Literal["list"] = "list"
     data: list[KeyView]
     next: str | None
+
+
+class NamedView(View):
+    """The caller's tenant."""
+
+    id: str
+    name: str
+
+
+class HeldView(View):
+    """Numbers by the name of a limit, for each holder."""
+
+    tenant: dict[str, int]
+    key: dict[str, int]
+
+
+class MeView(View):
+    """Who calls, and what is taken of the limits."""
+
+    object: Literal["me"] = "me"
+    role: Literal["admin", "tenant"]
+    tenant: NamedView | None
+    key: KeyView | None
+    """None for the admin key."""
+    limits: HeldView
+    """What is set."""
+    used: HeldView
+    """What counts against a rate or quota now; tokens with what running requests reserve."""
 
 
 class AppliedModules(View):

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Query, Request, Response
 from weft.engine.status import EngineReady
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.records import AdapterUsage
-from weft.server.access import Caller, TenantReader, TenantWriter, UploadCaller
+from weft.registry.selectors import DEFAULT_ALIAS
+from weft.server.access import Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
 from weft.server.adapter_fit import FitItem, Room, find_fit, planned_item, waste
 from weft.server.json_body import json_body
 from weft.server.openapi import takes, takes_retries, takes_upload
-from weft.server.pins import settle_pins
+from weft.server.pins import check_pinned_pages, settle_pins
 from weft.server.publish import receive_adapter
 from weft.server.removal import remove_unreferenced
 from weft.server.resolve import resolve_model
@@ -97,14 +98,16 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> Ver
 async def update_adapter(name: str, request: Request, services: Wired, caller: TenantWriter) -> AdapterView:
     """Change description, pin or aliases; moving the alias `default` back is a rollback."""
     body = await json_body(request, AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
-    adapter = await services.registry.update_adapter(
-        caller.tenant_id,
-        name,
-        description=body.description,
-        pinned=body.pinned,
-        aliases=body.aliases,
-        actor=caller.actor,
-    )
+    async with services.pin_lock:
+        await _check_pin(services, caller, name, body)
+        adapter = await services.registry.update_adapter(
+            caller.tenant_id,
+            name,
+            description=body.description,
+            pinned=body.pinned,
+            aliases=body.aliases,
+            actor=caller.actor,
+        )
     await settle_pins(services)
     residency = await residency_now(services)
     return adapter_view(adapter, await services.check.pages(adapter.current), residency.of(adapter.current.digest))
@@ -121,6 +124,19 @@ async def delete_adapter(
     removed = await services.registry.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
     await remove_unreferenced(services, removed)
     return Response(status_code=204)
+
+
+async def _check_pin(services: Services, caller: TenantCaller, name: str, body: AdapterPatchBody) -> None:
+    """Whether the tenant may have pinned what the change leaves pinned."""
+    adapter = await services.registry.get_adapter(caller.tenant_id, name)
+    moves = DEFAULT_ALIAS in body.aliases
+    if not (body.pinned or (moves and adapter.pinned and body.pinned is None)):
+        return
+    meaning = body.aliases.get(DEFAULT_ALIAS) if moves else adapter.aliases.get(DEFAULT_ALIAS)
+    wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
+    versions = await services.registry.list_versions(caller.tenant_id, name)
+    kept = [version for version in versions if version.version in wanted]
+    await check_pinned_pages(services, adapter, kept or [adapter.current])
 
 
 async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> FitItem:

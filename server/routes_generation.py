@@ -13,10 +13,12 @@ from fastapi import APIRouter, Request
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text import TextStream
-from weft.server.access import Caller, InferCaller
+from weft.server.access import Caller
+from weft.server.admission import GeneratingCaller, lease_of
 from weft.server.generation import Choice, Generation
 from weft.server.generation_response import GenerationResponse, Manner
 from weft.server.json_body import INLINE_BYTES, json_body
+from weft.server.lease import Lease
 from weft.server.metering import Meter
 from weft.server.openapi import takes
 from weft.server.prompts import Limits, Prompt, chat_params, chat_prompt, completion_params, completion_prompts
@@ -30,6 +32,8 @@ router = APIRouter(tags=["generation"])
 SESSION_HEADER = "x-session-id"
 """Where an alias splits its requests, those with one value get one version; the field `user` goes before it."""
 ResultT = TypeVar("ResultT")
+OPEN_TOKENS = 1024
+"""Reserved for an answer whose length the client does not bound; a whole context would leave nothing to others."""
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
@@ -39,7 +43,7 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
     responses={200: {"model": CompletionView, "content": _STREAM}},
     openapi_extra=takes(CompletionBody),
 )
-async def complete(request: Request, services: Wired, caller: InferCaller) -> GenerationResponse:
+async def complete(request: Request, services: Wired, caller: GeneratingCaller) -> GenerationResponse:
     """Continue one or many prompts."""
     body = await json_body(request, CompletionBody, services.config.server.max_body_bytes, services.pace)
     model = await _resolve(request, services, caller, body)
@@ -59,7 +63,7 @@ async def complete(request: Request, services: Wired, caller: InferCaller) -> Ge
     responses={200: {"model": ChatView, "content": _STREAM}},
     openapi_extra=takes(ChatBody),
 )
-async def chat(request: Request, services: Wired, caller: InferCaller) -> GenerationResponse:
+async def chat(request: Request, services: Wired, caller: GeneratingCaller) -> GenerationResponse:
     """Answer a conversation."""
     body = await json_body(request, ChatBody, services.config.server.max_body_bytes, services.pace)
     model = await _resolve(request, services, caller, body)
@@ -111,7 +115,9 @@ class _Call:
 def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape) -> GenerationResponse:
     services, body = call.services, call.body
     request_id = str(call.request.state.request_id)
-    meter = Meter(services, call.caller, call.model, endpoint=call.request.url.path, request_id=request_id)
+    lease = lease_of(call.request)
+    _reserve(lease, body, plan)
+    meter = Meter(services, call.caller, call.model, lease, endpoint=call.request.url.path, request_id=request_id)
     manner = Manner(
         head={
             "id": shape.id_prefix + secrets.token_hex(16),
@@ -126,6 +132,14 @@ def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shap
     )
     generation = Generation(services.engine, _choices(call, plan, meter.ledger_id))
     return GenerationResponse(generation, shape, meter, services.drain, manner)
+
+
+def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> None:
+    """Take the request's tokens before the engine sees it; raises RateLimitError."""
+    is_open = isinstance(body, ChatBody) and body.token_limit is None
+    prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
+    outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
+    lease.reserve(prompts + body.n * len(plan), prompts + body.n * outputs, is_open=is_open)
 
 
 def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:

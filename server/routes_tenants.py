@@ -11,8 +11,8 @@ from weft.server.access import Admin
 from weft.server.json_body import json_body
 from weft.server.openapi import takes
 from weft.server.removal import remove_unreferenced
-from weft.server.responses import KeyList, NewKeyView, TenantList, TenantView
-from weft.server.schemas import KeyBody, RotateBody, TenantBody, TenantPatchBody
+from weft.server.responses import KeyList, KeyView, NewKeyView, TenantList, TenantView
+from weft.server.schemas import KeyBody, KeyPatchBody, RotateBody, TenantBody, TenantPatchBody
 from weft.server.services import Wired
 from weft.server.views import key_view, tenant_view
 
@@ -58,7 +58,9 @@ async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
 async def create_key(name: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
     """Make a key. The secret is shown this once."""
     body = await json_body(request, KeyBody, services.config.server.max_body_bytes, services.pace)
-    key, secret = await services.registry.create_key(name, body.name, body.scopes or SCOPES, body.expires_at)
+    key, secret = await services.registry.create_key(
+        name, body.name, body.scopes or SCOPES, body.expires_at, body.limits
+    )
     return NewKeyView(**key_view(key).model_dump(), key=secret)
 
 
@@ -66,6 +68,17 @@ async def create_key(name: str, request: Request, services: Wired, _: Admin) -> 
 async def list_keys(name: str, services: Wired, _: Admin) -> KeyList:
     """List a tenant's living keys."""
     return KeyList(data=[key_view(key) for key in await services.registry.list_keys(name)], next=None)
+
+
+@router.patch("/v1/keys/{key_id}", openapi_extra=takes(KeyPatchBody))
+async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -> KeyView:
+    """Change a key's name, limits, scopes or end; the secret stays, and the change is in force at once."""
+    body = await json_body(request, KeyPatchBody, services.config.server.max_body_bytes, services.pace)
+    return key_view(
+        await services.registry.update_key(
+            key_id, name=body.name, limits=body.limits, scopes=body.scopes, expires_at=body.expires_at
+        )
+    )
 
 
 @router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(RotateBody))

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from weft.errors import InvalidRequestError
-from weft.server.access import Caller, InferCaller
+from weft.server.access import Caller
+from weft.server.admission import TokenizingCaller
 from weft.server.json_body import json_body
 from weft.server.openapi import takes
 from weft.server.prompts import as_turns
@@ -21,7 +22,7 @@ router = APIRouter(tags=["tokens"])
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
-async def tokenize(request: Request, services: Wired, caller: InferCaller) -> TokenizeView:
+async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> TokenizeView:
     """Turn a prompt or a chat into token ids."""
     body = await json_body(request, TokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
@@ -31,7 +32,7 @@ async def tokenize(request: Request, services: Wired, caller: InferCaller) -> To
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
-async def detokenize(request: Request, services: Wired, caller: InferCaller) -> DetokenizeView:
+async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> DetokenizeView:
     """Turn token ids into text."""
     body = await json_body(request, DetokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
@@ -45,7 +46,7 @@ async def detokenize(request: Request, services: Wired, caller: InferCaller) -> 
     response_class=JSONResponse,
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
 )
-async def tokenizer_info(services: Wired, _: InferCaller) -> Response:
+async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
     """Show the tokenizer's settings."""
     return JSONResponse(services.tokenizer_settings)
 

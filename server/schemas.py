@@ -7,7 +7,7 @@ Fields that OpenAI or vLLM know and Weft lacks pass with the value that changes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.config import MAX_RANK_LIMIT
 from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
 from weft.registry.names import MAX_DESCRIPTION
 from weft.server import neutral
 
@@ -165,6 +166,16 @@ _STOP_SCHEMA = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}],
 }
 _BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+
+
+def _limits_schema(names: Sequence[str]) -> dict[str, Any]:
+    limit = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": INT64 - 1}, {"type": "null"}]}
+    return {"type": "object", "properties": dict.fromkeys(names, limit), "additionalProperties": False}
+
+
+# What they may hold is checked by the registry.
+TenantLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(TENANT_LIMITS))]
+KeyLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(KEY_LIMITS))]
 _CONTENT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -319,30 +330,17 @@ class DetokenizeBody(Body):
     tokens: list[Token]
 
 
-class TenantBody(Body):
-    """Body of POST /v1/tenants."""
-
-    name: str = Field(max_length=512)
-    limits: dict[str, float | int | None] = Field(default_factory=dict, max_length=32)
-
-
-class TenantPatchBody(Body):
-    """Body of PATCH /v1/tenants/{name}."""
-
-    limits: dict[str, float | int | None] = Field(max_length=32)
-
-
-class KeyBody(Body):
-    """Body of POST /v1/tenants/{name}/keys."""
+class KeyFields(Body):
+    """What a key has beside its tenant."""
 
     name: str | None = Field(None, max_length=512)
+    limits: KeyLimits | None = None
     scopes: list[Scope] | None = Field(None, min_length=1, max_length=3)
-    """None grants all."""
     expires_at: Annotated[datetime | None, Field(strict=False)] = None
-    """ISO-8601 with an offset; None never expires."""
+    """ISO-8601 with an offset."""
 
     @model_validator(mode="after")
-    def _expiry_has_an_offset(self) -> KeyBody:
+    def _expiry_has_an_offset(self) -> KeyFields:
         if self.expires_at is not None and self.expires_at.tzinfo is None:
             raise InvalidRequestError("expires_at needs a UTC offset, for example a final Z.", param="expires_at")
         try:
@@ -352,6 +350,28 @@ class KeyBody(Body):
                 "expires_at must lie before the year 10000 in UTC.", param="expires_at"
             ) from error
         return self
+
+
+class TenantBody(Body):
+    """Body of POST /v1/tenants."""
+
+    name: str = Field(max_length=512)
+    limits: TenantLimits = Field(default_factory=dict)
+
+
+class TenantPatchBody(Body):
+    """Body of PATCH /v1/tenants/{name}."""
+
+    limits: TenantLimits
+    """All of them: what is not named does not limit any more."""
+
+
+class KeyBody(KeyFields):
+    """Body of POST /v1/tenants/{name}/keys; without scopes it grants all, without a time it never expires."""
+
+
+class KeyPatchBody(KeyFields):
+    """Body of PATCH /v1/keys/{id}: what is given changes; `limits` replaces all of the key's."""
 
 
 class PlannedAdapters(Body):

@@ -28,6 +28,7 @@ from weft.server.drain import Drain
 from weft.server.incoming import Pace
 from weft.server.intake import Intake
 from weft.server.metrics import Metrics
+from weft.server.rate_limits import Accounts
 from weft.server.staged_files import StagedFiles
 
 STATUS_S = 10.0
@@ -95,6 +96,8 @@ class Services:
     """Adapters that the engine was told to pin, by digest."""
     pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine is told what to pin."""
+    accounts: Accounts = field(default_factory=Accounts)
+    """What callers have taken of their limits."""
     pace: Pace = field(default_factory=Pace)
     """How slowly clients may send."""
     monotonic: Callable[[], float] = time.monotonic

@@ -64,6 +64,7 @@ def key_view(key: Key) -> KeyView:
         name=key.name,
         prefix=key.prefix,
         scopes=list(key.scopes),
+        limits=dict(key.limits),
         expires_at=iso(key.expires_at) if key.expires_at else None,
         created_at=iso(key.created_at),
     )

@@ -13,6 +13,8 @@
       - ConflictError               409
       - PayloadTooLargeError        413
       - TimeoutExceededError        408
+      - RateLimitError              429   the caller's share is used up for now; Retry-After where waiting helps
+        . QuotaExceededError        429   code insufficient_quota: used up until the month ends
     * AdapterError                  the uploaded artefact's doing
       - AdapterFormatError          422   not what PEFT writes
       - AdapterIncompatibleError    422   sound, but not for this base or not supported
@@ -122,6 +124,28 @@ class TimeoutExceededError(RequestError):
     """The client sent too slowly."""
 
     code = "request_timeout"
+
+
+class RateLimitError(RequestError):
+    """The tenant or the key has reached a limit of its own.
+
+    Args:
+        message: Which limit, and what to do.
+        retry_after_s: When there is room again, as far as is known; None where waiting does not help.
+        code: Stable machine-readable name; the class's default when omitted.
+    """
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceededError(RateLimitError):
+    """The tokens of the month are used up."""
+
+    code = "insufficient_quota"
 
 
 class AdapterError(WeftError):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 URL = Annotated[str, typer.Option("--url", envvar="WEFT_URL", help="Where the server listens.")]
 KEY = Annotated[str | None, typer.Option("--key", envvar="WEFT_KEY", help="API key.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+LIMIT = Annotated[list[str] | None, typer.Option("--limit", help="name=NUMBER, as requests_per_minute=60; repeat.")]
 TENANT = Annotated[str | None, typer.Option("--tenant", help="For the admin key: the tenant to act for.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
@@ -70,6 +71,21 @@ def body_of(answer: httpx.Response, url: str, key: str | None) -> Any:  # noqa: 
     if answer.is_error:
         fail(_reason(answer, key), 2 if answer.status_code in BAD_INPUT else 1)
     return _body(answer, url) if answer.status_code != NO_CONTENT else None
+
+
+def limits_of(words: Sequence[str]) -> dict[str, int | None]:
+    """Limits given as `name=value`, where `none` takes a limit away.
+
+    Raises:
+        typer.Exit: A word is not of this form; the reason was printed.
+    """
+    limits: dict[str, int | None] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if not name or not (value == "none" or (value.isascii() and value.isdigit())):
+            fail(f"a limit is name=NUMBER or name=none, got {word!r}.", 2)
+        limits[name] = None if value == "none" else int(value)
+    return limits
 
 
 def fail(message: str, code: int) -> NoReturn:

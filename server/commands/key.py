@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 import typer
 
-from weft.server.commands.client import DEFAULT_URL, JSON, KEY, URL, call, show
+from weft.server.commands.client import DEFAULT_URL, JSON, KEY, LIMIT, URL, call, limits_of, show
 
-COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "expires_at", "created_at")
+COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "created_at")
 app = typer.Typer(help="Make, list and revoke API keys; needs the admin key.", no_args_is_help=True)
 
 
@@ -19,19 +19,20 @@ def register(parent: typer.Typer) -> None:
 
 
 @app.command()
-def create(
+def create(  # noqa: PLR0913 - one parameter per option
     tenant: str,
     name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
     scope: Annotated[list[str] | None, typer.Option(help="infer, adapters or usage; repeat. [default: all]")] = None,
     expires_at: Annotated[str | None, typer.Option(help="ISO-8601 with an offset.")] = None,
+    limit: LIMIT = None,
     url: URL = DEFAULT_URL,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
     """Make a key and print its secret, this once."""
-    body = {"name": name, "scopes": scope or None, "expires_at": expires_at}
+    body = {"name": name, "scopes": scope or None, "expires_at": expires_at, "limits": limits_of(limit or ())}
     made = call(url, key, "POST", f"/v1/tenants/{quote(tenant, safe='')}/keys", json=body)
-    show(made, as_json, (*COLUMNS[:3], "scopes", "expires_at", "key"))
+    show(made, as_json, (*COLUMNS[:3], "scopes", "limits", "expires_at", "key"))
 
 
 @app.command("ls")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 from urllib.parse import quote
 
 import typer
 
-from weft.server.commands.client import DEFAULT_URL, JSON, KEY, URL, call, show
+from weft.server.commands.client import DEFAULT_URL, JSON, KEY, LIMIT, URL, call, limits_of, show
 
 COLUMNS = ("name", "id", "limits", "created_at")
 app = typer.Typer(help="Make, list and remove tenants; needs the admin key.", no_args_is_help=True)
@@ -18,9 +19,25 @@ def register(parent: typer.Typer) -> None:
 
 
 @app.command()
-def create(name: str, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
+def create(name: str, limit: LIMIT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
     """Make a tenant."""
-    show(call(url, key, "POST", "/v1/tenants", json={"name": name}), as_json, COLUMNS)
+    body = {"name": name, "limits": limits_of(limit or ())}
+    show(call(url, key, "POST", "/v1/tenants", json=body), as_json, COLUMNS)
+
+
+@app.command("limit")
+def limit_tenant(
+    name: str,
+    limits: Annotated[list[str], typer.Argument(metavar="NAME=NUMBER...", help="none takes a limit away.")],
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Set some of a tenant's limits, in force at once; the others stay."""
+    path = f"/v1/tenants/{quote(name, safe='')}"
+    given = limits_of(limits)
+    merged = {**call(url, key, "GET", path)["limits"], **given}
+    show(call(url, key, "PATCH", path, json={"limits": merged}), as_json, COLUMNS)
 
 
 @app.command("ls")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import openai
@@ -119,3 +120,36 @@ def test_errors_are_the_clients_own_exception_types(client: openai.OpenAI, base:
     stranger = openai.OpenAI(base_url=f"{shop.url}/v1", api_key="wrong", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
+
+
+def attempts_of(shop: WeftServer, key: str, retries: int) -> tuple[openai.OpenAI, list[int]]:
+    """A client that tries again, and the statuses that it has seen."""
+    seen: list[int] = []
+    http = openai.DefaultHttpxClient(event_hooks={"response": [lambda answer: seen.append(answer.status_code)]})
+    return openai.OpenAI(base_url=f"{shop.url}/v1", api_key=key, max_retries=retries, http_client=http), seen
+
+
+def test_a_month_used_up_is_asked_once(shop: WeftServer, base: str) -> None:
+    shop.tenant("frugal")
+    client, seen = attempts_of(shop, shop.new_key("frugal", limits={"tokens_per_month": 5}), retries=3)
+    with client:
+        client.completions.create(model=base, prompt=[5, 6, 7], max_tokens=2)
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model=base, prompt=[5, 6, 7], max_tokens=2)
+    assert (refused.value.code, refused.value.type) == ("insufficient_quota", "insufficient_quota")
+    assert seen == [200, 429]
+
+
+def test_a_client_over_its_concurrency_waits_and_succeeds(shop: WeftServer, base: str) -> None:
+    shop.tenant("narrow")
+    key = shop.new_key("narrow", limits={"concurrent_requests": 1})
+    client, seen = attempts_of(shop, key, retries=9)
+    with client, openai.OpenAI(base_url=f"{shop.url}/v1", api_key=key, max_retries=0) as other:
+        stream = other.completions.create(
+            model=base, prompt=[5], max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        threading.Timer(1.2, stream.close).start()
+        assert client.completions.create(model=base, prompt=[5], max_tokens=2).usage is not None
+    assert seen[0] == 429
+    assert seen[-1] == 200

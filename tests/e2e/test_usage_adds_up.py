@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, stream_events, weft_server
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, engine_pid, stream_events, weft_server
 
 NUM_REQUESTS = 500
 BASE = DEMO_MODEL.name
@@ -116,3 +118,33 @@ def test_the_journal_is_replayed_by_the_next_start(tmp_path: Path) -> None:
     with weft_server(tmp_path) as server:
         usage = server.admin.get("/v1/usage").json()
         assert figures(usage["totals"]) == total(seen)
+
+
+def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_were_killed(tmp_path: Path) -> None:
+    endless = {"model": BASE, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+    def used(server: WeftServer, key: str) -> dict[str, int]:
+        with server.client(key) as client:
+            me = client.get("/v1/me").json()
+        assert me["used"]["tenant"] == me["used"]["key"]
+        return dict(me["used"]["key"])
+
+    with weft_server(tmp_path) as server:
+        server.tenant("acme")
+        key = server.new_key("acme", limits={"tokens_per_month": 100_000, "concurrent_requests": 4})
+        with server.client(key) as client:
+            one_request(client, "acme", random.Random(1), ("base",))
+            with client.stream("POST", "/v1/completions", json=endless) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                assert used(server, key)["concurrent_requests"] == 1
+                os.kill(engine_pid(server), signal.SIGKILL)
+                assert any("error" in line for line in lines)
+        now = used(server, key)
+        totals = server.admin.get("/v1/usage").json()["totals"]
+        assert now["concurrent_requests"] == 0
+        assert now["tokens_per_month"] == totals["prompt_tokens"] + totals["completion_tokens"] > 3
+        server.process.kill()
+        server.process.wait()
+    with weft_server(tmp_path) as server:
+        assert used(server, key)["tokens_per_month"] == now["tokens_per_month"]

@@ -4,8 +4,10 @@ import asyncio
 import hmac
 import re
 import stat
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -15,6 +17,7 @@ from weft.errors import AuthenticationError, CapacityError, InvalidRequestError,
 from weft.registry import keys as keys_module
 from weft.registry.database import Database
 from weft.registry.keys import read_pepper
+from weft.registry.limits import Limits
 from weft.registry.records import SCOPES, Identity
 from weft.registry.registry import Registry
 
@@ -234,32 +237,51 @@ def test_a_pepper_that_is_given_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_rotated_key_lives_on_under_a_new_secret(registry: Registry, clock: StandingClock) -> None:
+async def test_a_rotated_key_lives_on_under_a_new_secret(registry: Registry) -> None:
     await registry.create_tenant("acme")
     ends_at = NOON + timedelta(days=30)
-    old, old_secret = await registry.create_key("acme", "site", ["infer"], ends_at)
+    old, old_secret = await registry.create_key("acme", "site", ["infer"], ends_at, {"requests_per_minute": 9})
     new, new_secret = await registry.rotate_key(old.id)
-    assert (new.name, new.scopes, new.expires_at, new.tenant) == ("site", ("infer",), ends_at, "acme")
-    assert new.id != old.id
+    assert new == replace(old, prefix=new.prefix)
     assert new.prefix != old.prefix
-    assert (await registry.authenticate(new_secret)).key_id == new.id
+    assert (await registry.authenticate(new_secret)).key_id == old.id
     with pytest.raises(AuthenticationError):
         await registry.authenticate(old_secret)
+    assert [key.id for key in await registry.list_keys("acme")] == [old.id]
+    await registry.revoke_key(old.id)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(new_secret)
     with pytest.raises(NotFoundError):
         await registry.rotate_key(old.id)
-    assert [key.id for key in await registry.list_keys("acme")] == [new.id]
 
 
-async def test_a_key_rotated_with_a_grace_works_until_its_end(registry: Registry, clock: StandingClock) -> None:
+async def test_a_secret_before_the_last_works_until_its_grace_ends(registry: Registry, clock: StandingClock) -> None:
     await registry.create_tenant("acme")
-    old, old_secret = await registry.create_key("acme")
-    await registry.rotate_key(old.id, grace_s=60)
-    await registry.rotate_key(old.id, grace_s=600)  # never longer than was said before
+    key, first = await registry.create_key("acme")
+    _, second = await registry.rotate_key(key.id, grace_s=60)
     clock.advance(59)
-    await registry.authenticate(old_secret)
+    assert {(await registry.authenticate(secret)).key_id for secret in (first, second)} == {key.id}
     clock.advance(1)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(old_secret)
+        await registry.authenticate(first)
+    _, third = await registry.rotate_key(key.id, grace_s=60)
+    await registry.rotate_key(key.id, grace_s=60)
+    for dead in (first, second):
+        with pytest.raises(AuthenticationError):
+            await registry.authenticate(dead)
+    await registry.authenticate(third)
+    await registry.revoke_key(key.id)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(third)
+
+
+async def test_a_grace_does_not_outlive_the_keys_own_end(registry: Registry, clock: StandingClock) -> None:
+    await registry.create_tenant("acme")
+    key, first = await registry.create_key("acme", expires_at=NOON + timedelta(seconds=30))
+    await registry.rotate_key(key.id, grace_s=60)
+    clock.advance(30)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(first)
 
 
 async def test_known_keys_work_through_an_outage_of_a_minute(
@@ -285,3 +307,53 @@ async def test_known_keys_work_through_an_outage_of_a_minute(
     clock.advance(31)
     with pytest.raises(CapacityError):
         await registry.authenticate(secret)
+
+
+async def test_a_key_tells_its_own_limits_and_its_tenants(registry: Registry) -> None:
+    await registry.create_tenant("acme", {"requests_per_minute": 9, "adapters": 2})
+    key, secret = await registry.create_key("acme", limits={"concurrent_requests": 3, "tokens_per_minute": None})
+    assert key.limits == {"concurrent_requests": 3}
+    identity = await registry.authenticate(secret)
+    assert identity.key_limits == Limits(concurrent_requests=3)
+    assert identity.tenant_limits == Limits(requests_per_minute=9, adapters=2)
+    await registry.update_tenant("acme", {})
+    assert (await registry.authenticate(secret)).tenant_limits == Limits()
+
+
+@pytest.mark.parametrize("limits", [{"adapters": 1}, {"requests_per_minute": -1}, {"requests_per_minute": 0.5}])
+async def test_a_key_takes_only_limits_that_are_a_keys(registry: Registry, limits: dict[str, object]) -> None:
+    await registry.create_tenant("acme")
+    with pytest.raises(InvalidRequestError):
+        await registry.create_key("acme", limits=limits)
+    assert await registry.list_keys("acme") == ()
+
+
+async def test_a_changed_key_keeps_its_secret_and_what_was_not_named(registry: Registry, clock: StandingClock) -> None:
+    await registry.create_tenant("acme")
+    key, secret = await registry.create_key("acme", "ci", ["infer"], limits={"requests_per_minute": 1})
+    await registry.authenticate(secret)
+    changed = await registry.update_key(key.id, scopes=["usage"], limits={"tokens_per_month": 5})
+    assert changed == replace(key, scopes=("usage",), limits={"tokens_per_month": 5})
+    assert await registry.get_key(key.id) == changed
+    identity = await registry.authenticate(secret)
+    assert (identity.scopes, identity.key_limits) == (("usage",), Limits(tokens_per_month=5))
+    entry = (await registry.list_audit())[0]
+    assert (entry.action, entry.detail) == ("key.update", {"scopes": ["usage"], "limits": {"tokens_per_month": 5}})
+    await registry.update_key(key.id, expires_at=NOON + timedelta(hours=1))
+    clock.advance(3600)
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(secret)
+
+
+async def test_a_change_that_makes_no_key_is_refused(registry: Registry) -> None:
+    await registry.create_tenant("acme")
+    key, _ = await registry.create_key("acme")
+    changes: list[dict[str, Any]] = [{"scopes": []}, {"scopes": ["x"]}, {"limits": {"x": 1}}, {"expires_at": NOON}]
+    for change in [*changes, {"name": "x" * 256}]:
+        with pytest.raises(InvalidRequestError):
+            await registry.update_key(key.id, **change)
+    assert await registry.get_key(key.id) == key
+    await registry.revoke_key(key.id)
+    for gone in (key.id, "key_none"):
+        with pytest.raises(NotFoundError):
+            await registry.update_key(gone, name="x")

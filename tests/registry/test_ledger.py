@@ -366,6 +366,66 @@ async def test_many_flushes_at_once_move_each_event_once(ledger: UsageLedger, da
     assert await ledger.check() == 0
 
 
+async def test_flushes_asked_for_during_one_share_the_next(
+    ledger: UsageLedger, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seals = 0
+    seal = ledger._journal.seal
+
+    async def counted() -> tuple[Path, ...]:
+        nonlocal seals
+        seals += 1
+        return await seal()
+
+    monkeypatch.setattr(ledger._journal, "seal", counted)
+    await ledger.record(usage_event("use_1"))
+    first = asyncio.create_task(ledger.flush())
+    await asyncio.sleep(0)
+    await ledger.record(usage_event("use_2"))
+    later = [asyncio.create_task(ledger.flush()) for _ in range(20)]
+    await asyncio.gather(first, *later)
+    assert seals == 2
+    assert set(await _stored(database)) == {"use_1", "use_2"}
+
+
+async def test_a_flush_that_failed_serves_nobody_else(
+    ledger: UsageLedger, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ledger.record(usage_event("use_1"))
+    insert = ledger._insert
+    fails = [True, True, False]
+
+    async def failing(events: Any) -> None:
+        if fails.pop(0):
+            raise CapacityError("The database cannot answer now; try again.")
+        await insert(events)
+
+    monkeypatch.setattr(ledger, "_insert", failing)
+    ended = await asyncio.gather(*(ledger.flush() for _ in range(3)), return_exceptions=True)
+    assert [type(end) for end in ended] == [CapacityError, CapacityError, type(None)]
+    assert set(await _stored(database)) == {"use_1"}
+
+
+async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLedger) -> None:
+    hour = timedelta(hours=1)
+    others = {"tenant_id": "ten_rival", "key_id": "key_2"}
+    for event in (
+        usage_event("use_before", at=NOON - timedelta(microseconds=1), prompt_tokens=1_000_000),
+        usage_event("use_first", prompt_tokens=1, cached_tokens=1, completion_tokens=2),
+        usage_event("use_again", at=NOON + hour / 2, prompt_tokens=10, completion_tokens=20, adapter_id=None),
+        usage_event("use_last", at=NOON + 2 * hour, prompt_tokens=100, completion_tokens=200, status="aborted"),
+        usage_event("use_after", at=NOON + 3 * hour, prompt_tokens=1_000_000),
+        usage_event("use_other", prompt_tokens=1_000_000, **others),
+    ):
+        await ledger.record(event)
+    holders = ({"tenant_id": "ten_acme"}, {"key_id": "key_1"})
+    for holder in holders:
+        assert await ledger.tokens(holder, NOON, NOON + 3 * hour) == 333
+        assert await ledger.tokens(holder, NOON, NOON + 3 * hour, ["use_again", "use_other", "use_before"]) == 303
+        assert await ledger.tokens(holder, NOON + 5 * hour, NOON + 6 * hour) == 0
+    assert await ledger.tokens({"tenant_id": "ten_nobody"}, NOON, NOON + hour) == 0
+
+
 async def test_a_folder_in_use_is_refused(
     ledger: UsageLedger, database: Database, tmp_path: Path, clock: StandingClock
 ) -> None:

@@ -24,8 +24,9 @@ TENANT_SCOPED: dict[str, Callable[[Registry, str, str], Awaitable[object]]] = {
     "list_versions": lambda registry, tenant, name: registry.list_versions(tenant, name),
     "update_adapter": lambda registry, tenant, name: registry.update_adapter(tenant, name, pinned=True),
     "delete_adapter": lambda registry, tenant, name: registry.delete_adapter(tenant, name),
-    "grant_adapter": lambda registry, tenant, name: registry.grant_adapter(tenant, name, "mallory"),
-    "withdraw_grant": lambda registry, tenant, name: registry.withdraw_grant(tenant, name, "mallory"),
+    "grant_adapter": lambda registry, tenant, name: registry.grant_adapter(tenant, name, "ten_mallory"),
+    "withdraw_grant": lambda registry, tenant, name: registry.withdraw_grant(tenant, name, "ten_mallory"),
+    "list_grants": lambda registry, tenant, name: registry.list_grants(tenant, name),
     "resolve": lambda registry, tenant, name: registry.resolve(tenant, name),
 }
 

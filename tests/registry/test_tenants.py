@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import update
 
 from registry_samples import NOON, StandingClock, facts, usage_event
 from weft.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
+from weft.registry.limits import TENANT_LIMITS, Limits
+from weft.registry.models import TenantRow
 from weft.registry.records import Removed, UsageQuery
 from weft.registry.registry import Registry
 
@@ -11,8 +14,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_tenant_is_found_by_its_name(registry: Registry) -> None:
-    made = await registry.create_tenant("acme", {"requests_per_minute": 60, "share": 0.5, "tokens_per_day": None})
+    made = await registry.create_tenant("acme", {"requests_per_minute": 60, "adapters": 0, "tokens_per_month": None})
     assert made.created_at == NOON
+    assert made.limits == {"requests_per_minute": 60, "adapters": 0}
     assert await registry.get_tenant("acme") == made
 
 
@@ -50,28 +54,53 @@ async def test_a_page_has_bounds(registry: Registry, limit: int) -> None:
 
 
 async def test_limits_are_replaced(registry: Registry) -> None:
-    await registry.create_tenant("acme", {"old": 1})
-    await registry.update_tenant("acme", {"new": 2})
-    assert (await registry.get_tenant("acme")).limits == {"new": 2}
+    await registry.create_tenant("acme", {"adapters": 1})
+    await registry.update_tenant("acme", {"stored_bytes": 2})
+    assert (await registry.get_tenant("acme")).limits == {"stored_bytes": 2}
 
 
 @pytest.mark.parametrize(
     "limits",
     [
-        {"a": -1},
-        {"a": -0.5},
-        {"a": True},
-        {"a": "1"},
-        {"a": 1 << 63},
-        {"a": float("nan")},
-        {"a\x00": 1},
-        {str(i): i for i in range(33)},
+        {"adapters": -1},
+        {"adapters": 1.0},
+        {"adapters": True},
+        {"adapters": "1"},
+        {"adapters": 1 << 63},
+        {"adapters": float("nan")},
+        {"adapters\x00": 1},
+        {"tokens_per_day": 1},
+        {"tokens_per_day": None},
     ],
 )
 async def test_limits_that_are_no_limits_are_refused(registry: Registry, limits: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError):
         await registry.create_tenant("acme", limits)
     assert (await registry.list_tenants()).items == ()
+
+
+async def test_a_wrong_limit_is_answered_with_the_right_names(registry: Registry) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await registry.create_tenant("acme", {"tokens_per_day": 1})
+    assert all(name in refused.value.message for name in TENANT_LIMITS)
+
+
+async def test_what_an_older_weft_stored_limits_nobody(registry: Registry) -> None:
+    acme = await registry.create_tenant("acme")
+    async with registry._database.write() as session:
+        stored = {"share": 0.5, "adapters": 2.5, "pinned_pages": 3}
+        await session.execute(update(TenantRow).values(limits=stored))
+    assert (await registry.get_tenant("acme")).limits == {"pinned_pages": 3}
+    assert await registry.tenant_limits(acme.id) == Limits(pinned_pages=3)
+
+
+async def test_limits_asked_for_by_id_are_those_of_this_moment(registry: Registry) -> None:
+    acme = await registry.create_tenant("acme", {"adapters": 1})
+    assert (await registry.tenant_limits(acme.id)).adapters == 1
+    await registry.update_tenant("acme", {"adapters": 2})
+    assert (await registry.tenant_limits(acme.id)).adapters == 2
+    await registry.delete_tenant("acme")
+    assert await registry.tenant_limits(acme.id) == Limits()
 
 
 async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(

@@ -163,6 +163,23 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         assert recorder.calls[-1][:3] == (method, path, "Bearer secret")
 
 
+def test_limits_are_given_by_name_and_merged_with_those_there(recorder: Recorder) -> None:
+    server = ("--url", recorder.url)
+    done = run("tenant", "create", "acme", "--limit", "adapters=3", "--limit", "requests_per_minute=60", *server)
+    assert done.exit_code == 0, done.output
+    assert json.loads(recorder.calls[-1][3]) == {"name": "acme", "limits": {"adapters": 3, "requests_per_minute": 60}}
+    run("key", "create", "acme", "--limit", "tokens_per_month=5", *server)
+    assert json.loads(recorder.calls[-1][3])["limits"] == {"tokens_per_month": 5}
+    recorder.body = {"name": "acme", "limits": {"adapters": 3, "stored_bytes": 9}}
+    done = run("tenant", "limit", "acme", "adapters=none", "pinned_pages=2", *server)
+    assert [call[:2] for call in recorder.calls[-2:]] == [("GET", "/v1/tenants/acme"), ("PATCH", "/v1/tenants/acme")]
+    merged = {"adapters": None, "stored_bytes": 9, "pinned_pages": 2}
+    assert json.loads(recorder.calls[-1][3]) == {"limits": merged}
+    for word in ("adapters", "adapters=", "adapters=-1", "=3", "adapters=1.5"):
+        assert run("tenant", "limit", "acme", word, *server).exit_code == 2
+    assert len(recorder.calls) == 4
+
+
 def test_pin_and_unpin_send_what_they_say(recorder: Recorder) -> None:
     for command, pinned in (("pin", True), ("unpin", False)):
         done = run("adapter", command, "a", "--url", recorder.url)

@@ -93,17 +93,20 @@ async def test_aliases_that_make_no_sense_are_refused_with_the_form_that_does(ap
 
 
 async def test_a_key_is_rotated_with_and_without_a_grace(api: Api) -> None:
+    async def status(secret: str) -> int:
+        async with api.client(secret) as client:
+            return (await client.get("/v1/usage")).status_code
+
     await api.key("acme")
     async with api.admin as admin:
-        old = (await admin.post("/v1/tenants/acme/keys", json={"name": "site", "scopes": ["usage"]})).json()
-        graced = await admin.post(f"/v1/keys/{old['id']}/rotate", json={"grace_s": 60})
-        assert (graced.status_code, graced.json()["scopes"], graced.json()["name"]) == (201, ["usage"], "site")
-        assert (await api.client(old["key"]).get("/v1/usage")).status_code == 200
-        assert (await api.client(graced.json()["key"]).get("/v1/usage")).status_code == 200
-        last = (await admin.post(f"/v1/keys/{graced.json()['id']}/rotate", json={})).json()
-        assert (await api.client(graced.json()["key"]).get("/v1/usage")).status_code == 401
-        assert (await api.client(last["key"]).get("/v1/usage")).status_code == 200
-        assert (await admin.post(f"/v1/keys/{last['id']}/rotate", json={"grace_s": -1})).status_code == 400
+        first = (await admin.post("/v1/tenants/acme/keys", json={"name": "site", "scopes": ["usage"]})).json()
+        rotate = f"/v1/keys/{first['id']}/rotate"
+        second = await admin.post(rotate, json={"grace_s": 60})
+        assert (second.status_code, second.json()["id"], second.json()["scopes"]) == (201, first["id"], ["usage"])
+        assert [await status(first["key"]), await status(second.json()["key"])] == [200, 200]
+        third = (await admin.post(rotate, json={})).json()
+        assert [await status(made["key"]) for made in (first, second.json(), third)] == [401, 401, 200]
+        assert (await admin.post(rotate, json={"grace_s": -1})).status_code == 400
 
 
 async def test_the_audit_log_is_read_in_pages_and_by_tenant(api: Api) -> None:

@@ -52,6 +52,8 @@ TABLE: dict[tuple[str, str], tuple[str, Any]] = {
     ("PATCH", "/v1/tenants/{name}"): ("admin", {"limits": {}}),
     ("POST", "/v1/tenants/{name}/keys"): ("admin", {}),
     ("GET", "/v1/tenants/{name}/keys"): ("admin", None),
+    ("GET", "/v1/me"): ("any", None),
+    ("PATCH", "/v1/keys/{key_id}"): ("admin", {}),
     ("POST", "/v1/keys/{key_id}/rotate"): ("admin", {}),
     ("DELETE", "/v1/keys/{key_id}"): ("admin", None),
     ("DELETE", "/v1/tenants/{name}"): ("admin", None),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from weft.config import environment as inherited
 
@@ -153,6 +154,13 @@ def weft_server(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def engine_pid(server: WeftServer) -> int:
+    """The one child of the server that is an engine."""
+    children = psutil.Process(server.process.pid).children()
+    (engine,) = [child for child in children if "weft.engine.process" in child.cmdline()]
+    return int(engine.pid)
 
 
 def _running(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Iterator[WeftServer]:

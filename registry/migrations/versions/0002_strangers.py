@@ -23,6 +23,10 @@ _COMPARED = (
 def upgrade() -> None:
     """Change the tables, keeping what is in them."""
     op.add_column("api_keys", sa.Column("limits", sa.JSON(), nullable=False, server_default="{}"))
+    op.add_column("api_keys", sa.Column("previous_prefix", sa.String(length=32), nullable=True))
+    op.add_column("api_keys", sa.Column("previous_digest", sa.String(length=64), nullable=True))
+    op.add_column("api_keys", sa.Column("previous_until", sa.BigInteger(), nullable=True))
+    op.create_index(op.f("ix_api_keys_previous_prefix"), "api_keys", ["previous_prefix"], unique=False)
     op.add_column("adapter_versions", sa.Column("report", sa.JSON(), nullable=False, server_default="{}"))
     with op.batch_alter_table("adapter_grants") as grants:
         grants.add_column(sa.Column("version", sa.Integer(), nullable=False, server_default="0"))

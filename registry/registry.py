@@ -323,6 +323,8 @@ class Registry:
                 await quotas.check_storage(session, tenant_id, self._clock())
                 if version.version == 1:
                     await quotas.check_adapters(session, tenant_id)
+            if terms is not None and terms.store is not None:
+                await terms.store()
         return adapter, version, created
 
     async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:
@@ -413,13 +415,18 @@ class Registry:
         return removed
 
     async def unreferenced(self, weights: Iterable[str]) -> frozenset[str]:
-        """Which of these blobs (64 hex digits) no version refers to now.
-
-        Ask again right before deleting files, under the lock that uploads hold from storing a blob until its
-        version is published.
-        """
+        """Which of these blobs (64 hex digits) no version refers to now."""
         async with self._database.read() as session:
             return await unreferenced_weights(session, weights)
+
+    @asynccontextmanager
+    async def holding_unreferenced(self, weights: Iterable[str]) -> AsyncIterator[frozenset[str]]:
+        """Those of the blobs (64 hex digits) that no version refers to, and that none will refer to in the block.
+
+        Publishing waits meanwhile, on every server over this database: delete the blobs in the block.
+        """
+        async with self._database.write() as session:
+            yield await unreferenced_weights(session, weights)
 
     async def list_grants(self, tenant_id: str, name: str) -> tuple[Grant, ...]:
         """Who else may call one of a tenant's adapters.

@@ -7,7 +7,7 @@ does not exist.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, cast
@@ -42,6 +42,8 @@ class Terms:
     retry: Retry | None = None
     upload_id: str | None = None
     """The upload in pieces that ends with this version."""
+    store: Callable[[], Awaitable[None]] | None = None
+    """Makes the blob durable: last, when nothing but the commit is left, so that no refusal leaves one behind."""
 
 
 async def settle(

@@ -17,10 +17,10 @@ from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
 from weft.registry.idempotency import Answer, Retry, body_digest
 from weft.registry.names import is_name
 from weft.registry.quotas import no_storage
-from weft.registry.records import Adapter
+from weft.registry.records import Adapter, VersionFacts
 from weft.registry.uploads import Terms
 from weft.server.access import Caller, TenantCaller, bound, for_tenant
-from weft.server.pins import settle_pins
+from weft.server.pins import check_pinned_pages, settle_pins
 from weft.server.removal import delete_blobs
 from weft.server.retries import change_once, retry_key
 from weft.server.services import Services
@@ -133,19 +133,22 @@ async def publish(
     )
     pages = await services.check.pages(facts)
     residency = (await residency_now(services)).of(facts.digest)
+    if draft.activate:
+        await _check_pinned(services, owner, draft.name, facts)
 
     def answer(adapter: Adapter, is_new: bool) -> Answer:
         body = adapter_view(adapter, pages, residency).model_dump(mode="json")
         return Answer(status=201 if is_new else 200, body=body)
 
-    terms = Terms(answer=answer, pages=pages, retry=retry, upload_id=upload_id)
+    async def store() -> None:
+        await in_thread(weights.commit)
+
+    terms = Terms(answer=answer, pages=pages, retry=retry, upload_id=upload_id, store=store)
     try:
         await in_thread(weights.prepare)
-        async with services.blob_lock:
-            await in_thread(weights.commit)
-            adapter, _, is_new = await services.registry.publish_version(
-                owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor, terms=terms
-            )
+        adapter, _, is_new = await services.registry.publish_version(
+            owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor, terms=terms
+        )
     except BaseException:
         await asyncio.shield(delete_blobs(services, [facts.weights_sha256]))
         raise
@@ -153,6 +156,16 @@ async def publish(
     if adapter.pinned:
         await settle_pins(services)
     return answer(adapter, is_new)
+
+
+async def _check_pinned(services: Services, owner: TenantCaller, name: str, facts: VersionFacts) -> None:
+    """A version that becomes the plain name of a pinned adapter is pinned with it."""
+    try:
+        adapter = await services.registry.get_adapter(owner.tenant_id, name)
+    except NotFoundError:
+        return
+    if adapter.pinned:
+        await check_pinned_pages(services, adapter, [facts])
 
 
 async def _read_form(

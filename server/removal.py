@@ -35,8 +35,8 @@ async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
     if not wanted:
         return
     later = []
-    async with services.blob_lock:
-        for sha256 in await services.registry.unreferenced(wanted):
+    async with services.registry.holding_unreferenced(wanted) as unreferenced:
+        for sha256 in unreferenced:
             if services.engine.uses(sha256):
                 later.append(sha256)
                 continue

@@ -88,8 +88,6 @@ class Services:
     """What tokens cost; None shows no cost."""
     default_tenant: Tenant | None = None
     """Whom an admin stands for by default: set where authentication is off."""
-    blob_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from storing a blob until its version is published, and while unreferenced blobs are deleted."""
     removals: set[asyncio.Task[None]] = field(default_factory=set)
     """Deletions that wait until the last request with an adapter ends."""
     told_pins: dict[str, AdapterRef] = field(default_factory=dict)

@@ -7,9 +7,11 @@ import pytest
 
 from registry_samples import NOON, StandingClock, facts
 from weft.adapters.ref import AdapterRef
-from weft.errors import InvalidRequestError, NotFoundError
+from weft.errors import CapacityError, InvalidRequestError, NotFoundError
+from weft.registry.idempotency import Answer
 from weft.registry.records import Removed, Tenant
 from weft.registry.registry import Registry
+from weft.registry.uploads import Terms
 
 pytestmark = pytest.mark.anyio
 
@@ -319,3 +321,41 @@ async def test_changes_are_in_the_audit_log(registry: Registry, acme: Tenant, cl
     assert newest_first[1].detail == {"aliases": {"prod": 1}}
     assert newest_first[2].at == NOON
     assert await registry.list_audit(before=newest_first[2].id, limit=1) == newest_first[3:]
+
+
+async def test_no_version_refers_to_a_blob_while_it_is_deleted(
+    registry: Registry, acme: Tenant, tmp_path: Path, database_url: str | None
+) -> None:
+    other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
+    order: list[str] = []
+
+    async def store() -> None:
+        order.append("stored")
+
+    terms = Terms(answer=lambda _, is_new: Answer(status=201 if is_new else 200, body={}), store=store)
+    sha256 = facts("a").weights_sha256
+    for process in (registry, other):
+        async with registry.holding_unreferenced([sha256, "0" * 64]) as unreferenced:
+            publishing = asyncio.create_task(process.publish_version(acme.id, "support", facts("a"), terms=terms))
+            await asyncio.sleep(0.2)
+            assert not publishing.done()
+            assert unreferenced == {sha256, "0" * 64}
+            order.append("deleted")
+        await publishing
+        async with other.holding_unreferenced([sha256]) as unreferenced:
+            assert unreferenced == frozenset()
+        await registry.delete_adapter(acme.id, "support")
+    assert order == ["deleted", "stored"] * 2
+    await other.close()
+
+
+async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: Tenant) -> None:
+    async def fail() -> None:
+        raise CapacityError("full", code="storage_full")
+
+    terms = Terms(answer=lambda _, is_new: Answer(status=201 if is_new else 200, body={}), store=fail)
+    with pytest.raises(CapacityError):
+        await registry.publish_version(acme.id, "support", facts("a"), terms=terms)
+    with pytest.raises(NotFoundError):
+        await registry.get_adapter(acme.id, "support")
+    assert [entry.action for entry in await registry.list_audit()] == ["tenant.create"]

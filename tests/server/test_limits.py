@@ -488,6 +488,11 @@ async def test_pins_stay_within_the_tenants_pages(api: Api) -> None:
     assert (shown["pinned"], shown["description"]) == (False, None)
     moved = await client.patch("/v1/adapters/one", json={"aliases": {"default": 2}})
     assert (moved.status_code, moved.json()["error"]["code"]) == (403, "quota.pinned_pages")
+    split = await client.patch("/v1/adapters/one", json={"aliases": {"default": {"1": 9, "2": 1}}})
+    assert (split.status_code, split.json()["error"]["code"]) == (403, "quota.pinned_pages")
+    uploaded = await upload(client, "one", sound(alpha=32, rank=64))
+    assert (uploaded.status_code, uploaded.json()["error"]["code"]) == (403, "quota.pinned_pages")
+    assert (await upload(client, "one", sound(alpha=32, rank=64), activate="false")).status_code == 201
     assert (await client.patch("/v1/adapters/one", json={"aliases": {"beta": 2}})).status_code == 200
     free = {"aliases": {"default": 2}, "pinned": False}
     assert (await client.patch("/v1/adapters/one", json=free)).status_code == 200

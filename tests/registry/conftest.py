@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from postgres_server import fresh_database
+from postgres_server import KINDS, database_of
 from registry_samples import StandingClock
 from weft.registry.database import Database
 from weft.registry.registry import Registry
@@ -21,10 +21,10 @@ def clock() -> StandingClock:
     return StandingClock()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=KINDS)
 def database_url(request: pytest.FixtureRequest) -> str | None:
     """A database of its own for the test: SQLite in its folder, or in a real PostgreSQL."""
-    return None if request.param == "sqlite" else fresh_database()
+    return database_of(request.param)
 
 
 @pytest.fixture

@@ -15,6 +15,12 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    async with open_api(tmp_path) as opened:
+def database_url() -> str | None:
+    """SQLite; files that hold for what only a database decides name PostgreSQL too."""
+    return None
+
+
+@pytest.fixture
+async def api(tmp_path: Path, database_url: str | None) -> AsyncIterator[Api]:
+    async with open_api(tmp_path, database_url=database_url) as opened:
         yield opened

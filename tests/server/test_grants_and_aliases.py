@@ -6,8 +6,14 @@ import pytest
 
 from api_adapters import sound, upload
 from api_server import Api
+from postgres_server import KINDS, database_of
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    return database_of(request.param)
 
 
 async def completion(api: Api, key: str, model: str, **extra: object) -> tuple[int, str]:

@@ -11,8 +11,16 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api
 from piecewise_client import announce, code, complete, put, send_all
+from postgres_server import KINDS, database_of
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    return database_of(request.param)
+
+
 SIZE = len(sound().weights)
 
 

@@ -15,6 +15,7 @@ from api_adapters import sound, upload
 from api_server import ADMIN_KEY, Api
 from bad_upload import Upload
 from piecewise_client import announce, code, complete, facts, send_all
+from postgres_server import KINDS, database_of
 from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry, body_digest
 from weft.registry.models import IdempotencyRow
 from weft.registry.records import FileFacts, UploadDraft
@@ -24,6 +25,11 @@ from weft.server.adapter_check import AdapterCheck
 from weft.server.sweeper import Sweeper
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    return database_of(request.param)
 
 
 def key(name: str) -> dict[str, str]:
@@ -172,11 +178,11 @@ async def test_answers_are_kept_for_a_day(api: Api) -> None:
     assert await rows(api) == []
 
 
-async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path) -> None:
+async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, database_url: str | None) -> None:
     """Two registries over one database: the loser gets the winner's answer, and nothing of its own stays."""
     await api.key("acme")
     tenant = await api.services.registry.get_tenant("acme")
-    url = f"sqlite:///{api.services.config.server.data_dir.absolute() / 'registry.sqlite'}"
+    url = database_url or f"sqlite:///{api.services.config.server.data_dir.absolute() / 'registry.sqlite'}"
     other = await Registry.open(url, tmp_path / "other", ADMIN_KEY)
     made = sound()
     with api.services.blobs.create() as weights:

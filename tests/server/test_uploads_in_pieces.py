@@ -16,6 +16,7 @@ from api_adapters import sound, upload
 from api_server import Api, eventually
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
+from postgres_server import KINDS, database_of
 from weft.adapters.blobs import LocalBlobs
 from weft.errors import CapacityError
 from weft.server import sweeper as sweeper_module
@@ -24,6 +25,11 @@ from weft.server.responses import AdapterView, UploadList, UploadView
 from weft.server.sweeper import Sweeper
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    return database_of(request.param)
 
 
 def staged(api: Api) -> list[Path]:

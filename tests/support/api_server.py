@@ -100,7 +100,11 @@ def new_client(key: str | None, url: str, transport: httpx.AsyncBaseTransport | 
 
 @asynccontextmanager
 async def api(
-    root: Path, pace: Pace | None = None, blob_url: str | None = None, **server_fields: Any
+    root: Path,
+    pace: Pace | None = None,
+    blob_url: str | None = None,
+    database_url: str | None = None,
+    **server_fields: Any,
 ) -> AsyncIterator[Api]:
     """Open everything below `root`; `server_fields` are settings of the server section."""
     engine = FakeEngine()
@@ -112,7 +116,7 @@ async def api(
         server=server,
         registry=RegistryConfig(blob_url=blob_url),
     )
-    registry = await Registry.open(None, server.data_dir, ADMIN_KEY)
+    registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY)
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.create_tenant("default") if server.auth == "off" else None
     services = Services(

@@ -30,3 +30,11 @@ def fresh_database() -> str:
     with psycopg.connect(_server().get_uri(), autocommit=True) as connection:
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
     return str(_server().get_uri(name))
+
+
+KINDS = ("sqlite", "postgresql")
+
+
+def database_of(kind: str) -> str | None:
+    """The URL of an empty database of this kind; None is SQLite in the data folder."""
+    return None if kind == "sqlite" else fresh_database()

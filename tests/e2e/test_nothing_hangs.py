@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
+from expense import engine_pid
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, expected_answers, stream_events, weft_server
 
 pytestmark = pytest.mark.alone
@@ -65,13 +65,6 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: WeftServ
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/completions", json=LONG, timeout=0.05)
     wait_for(lambda: idle(server), 2.0)
-
-
-def engine_pid(server: WeftServer) -> int:
-    """The one child of the server that is an engine."""
-    children = psutil.Process(server.process.pid).children()
-    (engine,) = [child for child in children if "weft.engine.process" in child.cmdline()]
-    return int(engine.pid)
 
 
 def outcome(server: WeftServer, key: str, model: str) -> tuple[str, int]:

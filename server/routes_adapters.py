@@ -14,7 +14,7 @@ from weft.registry.records import AdapterUsage
 from weft.server.access import Caller, TenantReader, TenantWriter, UploadCaller
 from weft.server.adapter_fit import FitItem, Room, find_fit, planned_item, waste
 from weft.server.json_body import json_body
-from weft.server.openapi import takes, takes_upload
+from weft.server.openapi import error_answer, takes, takes_upload
 from weft.server.pins import settle_pins
 from weft.server.publish import receive_adapter
 from weft.server.removal import remove_unreferenced
@@ -32,7 +32,10 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
     "/v1/adapters",
     status_code=201,
     openapi_extra=takes_upload(),
-    responses={200: {"model": AdapterView, "description": "These very bytes were there already."}},
+    responses={
+        200: {"model": AdapterView, "description": "These very bytes were there already."},
+        422: error_answer(422),
+    },
 )
 async def upload_adapter(request: Request, response: Response, services: Wired, caller: UploadCaller) -> AdapterView:
     """Upload the first or next version of an adapter."""

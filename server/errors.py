@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from weft import errors
 from weft.engine import request as engine_request
@@ -62,6 +63,7 @@ LAST_BYTES = frozenset({401, 408, 413, 431})
 """Answers given before the body was read to its end: the connection is closed after them."""
 LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
 """The same, where the status alone does not say it."""
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. The request id names it in the server's log."
 _PLAIN_CODES = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
 
@@ -167,14 +169,24 @@ async def _on_weft_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _on_http_exception(_: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     kind, code = _PLAIN_CODES.get(error.status_code, ("invalid_request_error", "invalid_request"))
     message = {404: "There is no such route.", 405: "This route does not take this method."}.get(
         error.status_code, "The request is malformed."
     )
-    return _response(error.status_code, _body(message, kind, None, code), dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers = {"allow": ", ".join(_methods(request))}
+    return _response(error.status_code, _body(message, kind, None, code), headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Methods that this path takes; each of its routes knows only its own."""
+    scopes = [{**request.scope, "method": method} for method in METHODS]
+    routes = request.app.routes
+    return [str(scope["method"]) for scope in scopes if any(route.matches(scope)[0] == Match.FULL for route in routes)]
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:

@@ -15,6 +15,8 @@ from weft.server.errors import error_response
 
 MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""
+MAX_UNASKED_BYTES = 64 * 1024
+"""Most bytes of a body that are still read, and dropped, after its request was answered."""
 HEAD_S = 10.0
 """Seconds that a head may take, from the connection or its first byte on."""
 IS_CLOSING = "is_closing"
@@ -30,6 +32,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """Of the request being read, as far as the parser told."""
     _untold_bytes = 0
     """Received since the parser last told of a head's end or a piece of a body: heads, trailers, chunk extensions."""
+    _unasked_bytes = 0
+    """Of the body being read, those that came after the answer."""
     _has_head = False
     _clock: asyncio.TimerHandle | None = None
 
@@ -46,9 +50,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what came; a head that has grown too long ends the connection."""
         self._untold_bytes += len(data)
-        if not self._has_head:
+        had_head = self._has_head
+        if not had_head:
             self._start_clock()
         super().data_received(data)
+        if self._has_head and not had_head and not self.transport.is_closing():
+            self.flow.pause_reading()  # whoever wants the body, which is nobody without a key, resumes
         if self._untold_bytes > MAX_HEAD_BYTES:
             self._refuse(_too_long())
 
@@ -72,13 +79,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Hand the request on; its body may take its time."""
         self._stop_clock()
-        self._has_head, self._untold_bytes = True, 0
+        self._has_head, self._untold_bytes, self._unasked_bytes = True, 0, 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body."""
         self._untold_bytes = 0
         super().on_body(body)
+        if self.cycle.response_complete:
+            self._unasked_bytes += len(body)
+            if self._unasked_bytes > MAX_UNASKED_BYTES:
+                self.transport.close()
 
     def on_message_complete(self) -> None:
         """End the request; whatever comes next is a head."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,10 +12,16 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import weft
+from weft.server.auth import PUBLIC_PATHS
 from weft.server.responses import ErrorView
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
+_ANY_ERRORS = (400, 401, 405, 431, 503)
+_KEYED_ERRORS = (403, 404, 429)
+_CHANGE_ERRORS = (409, 507)
+_BODY_ERRORS = (408, 413)
+IDEMPOTENCY_KEY = "Idempotency-Key"
 _bodies: dict[str, type[BaseModel]] = {}
 
 
@@ -47,10 +54,10 @@ def takes_upload() -> dict[str, Any]:
 def takes_retries() -> dict[str, Any]:
     """`openapi_extra` of a route that may be called again under the same key."""
     header = {
-        "name": "Idempotency-Key",
+        "name": IDEMPOTENCY_KEY,
         "in": "header",
         "required": False,
-        "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+        "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]([ -~]*[!-~])?$"},
         "description": "The same request under the same key is done once, and answered the same for 24 hours.",
     }
     return {"parameters": [header]}
@@ -91,15 +98,36 @@ def _make(app: FastAPI) -> dict[str, Any]:
         schemas.pop(name, None)
     page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     page["security"] = [{"key": []}]
-    error = {
-        "description": "Any error",
-        "content": {"application/json": {"schema": {"$ref": _REF.format(model="ErrorView")}}},
-    }
-    for operations in page["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            operation["responses"]["default"] = error
+    for path, operations in page["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            if _FOREIGN[0] in str(responses.get("422")):
+                del responses["422"]
+            for status in _errors(path, method, operation):
+                responses[str(status)] = error_answer(status)
+            if path in PUBLIC_PATHS:
+                operation["security"] = []
     return page
+
+
+def error_answer(status: int) -> dict[str, Any]:
+    """How the page describes an error of this status."""
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorView.__name__)}}}
+    return {"description": HTTPStatus(status).phrase, "content": content}
+
+
+def _errors(path: str, method: str, operation: dict[str, Any]) -> list[int]:
+    """Statuses of the errors that an operation may answer with, beside those that its route names."""
+    statuses = [*_ANY_ERRORS]
+    if path not in PUBLIC_PATHS:
+        statuses += _KEYED_ERRORS
+    if method != "get":
+        statuses += _CHANGE_ERRORS
+    if "requestBody" in operation:
+        statuses += _BODY_ERRORS
+    if any(parameter["name"] == IDEMPOTENCY_KEY for parameter in operation.get("parameters", ())):
+        statuses.append(422)  # a key used for something else, and adapters that cannot be served
+    return statuses
 
 
 def _request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:

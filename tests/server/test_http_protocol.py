@@ -96,3 +96,39 @@ async def test_the_time_of_a_head_does_not_run_for_what_follows_it(api: Api, mon
             await asyncio.sleep(0.8)
             assert (await answer.aread()).endswith(b"data: [DONE]\n\n")
     await eventually(lambda: not api.services.drain.num_running)
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 1073741824", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("who", ["nobody", "somebody wrong", "somebody who may not"])
+async def test_of_a_gigabyte_that_is_refused_little_is_read(
+    api: Api, who: str, framing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"nobody": "", "somebody wrong": "weft_0123456789ab_" + "x" * 43}
+    key = keys.get(who) or await api.key("acme", "infer")
+    credential = f"Authorization: Bearer {key}\r\n" if who != "nobody" else ""
+    head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\n{credential}{framing}\r\n\r\n".encode()
+    piece = b"x" * 65536 if "Length" in framing else b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    taken = 0
+    whole = BoundedProtocol.data_received
+
+    def data_received(self: BoundedProtocol, data: bytes) -> None:
+        nonlocal taken
+        taken += len(data)
+        whole(self, data)
+
+    monkeypatch.setattr(BoundedProtocol, "data_received", data_received)
+    async with api.listening() as url:
+        address = urlsplit(url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(head)
+        answer = asyncio.create_task(reader.readuntil(b"\r\n"))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1 << 14):
+                writer.write(piece)
+                await writer.drain()
+        status = await asyncio.wait_for(answer, 60)
+        writer.close()
+    assert status.split()[1] == (b"403" if who.endswith("may not") else b"401")
+    first = 256 << 10  # one read takes what came before anybody looked; of the rest nothing is read without a key
+    assert taken <= (first if who != "somebody who may not" else 2 * first)
+    assert api.files() == []

@@ -6,6 +6,7 @@ import pytest
 
 from api_server import Api
 from weft.server import schemas
+from weft.server.auth import PUBLIC_PATHS
 from weft.server.schemas import Body
 
 pytestmark = pytest.mark.anyio
@@ -28,8 +29,15 @@ async def test_the_page_is_public_and_complete(api: Api) -> None:
 async def test_every_operation_names_its_errors(api: Api) -> None:
     for path, operations in api.app.openapi()["paths"].items():
         for method, operation in operations.items():
-            assert "default" in operation["responses"], (method, path)
-            assert "422" not in operation["responses"], (method, path)
+            responses = operation["responses"]
+            expected = {"400", "401", "405", "503"}
+            expected |= set() if path in PUBLIC_PATHS else {"403", "404", "429"}
+            expected |= {"408", "413"} if "requestBody" in operation else set()
+            assert expected <= set(responses), (method, path)
+            assert ("422" in responses) == (path == "/v1/adapters" and method == "post")
+            for status in set(responses) - {"200", "201", "204"}:
+                schema = responses[status]["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorView"}, (method, path, status)
 
 
 async def test_fields_that_pass_are_described(api: Api) -> None:

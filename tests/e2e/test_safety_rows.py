@@ -1,0 +1,245 @@
+"""Every malformed upload of the safety rules against a real server, each within its budget and without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bad_upload import EVIL_REGEX
+from bad_uploads import bad_uploads, good_upload
+from expense import Expense, Trace, base_logprobs, measured
+from fake_engine import demo_ready
+from lora_files import config_bytes
+from raw_http import RawAnswer, chunked, connected, exchange, form, form_part, read_all, upload_head
+from safety_rows import FILE_ROWS, Row
+from weft_server import WeftServer, upload_bytes, weft_server
+
+CPU_S = 1.0
+MEMORY_BYTES = 64 << 20
+LIMIT = 128 << 20
+"""Of the server's uploads."""
+GIB = 1 << 30
+BASE = demo_ready().base
+GOOD = good_upload(BASE)
+CASES = {case.name: case for case in bad_uploads(BASE)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    """A server of its own, whose base must compute the same after all that was tried as before."""
+    folder = tmp_path_factory.mktemp("rows")
+    with weft_server(folder, "--set", f"server.max_upload_bytes={LIMIT}") as running:
+        before = base_logprobs(running, "acme")
+        yield running
+        assert base_logprobs(running, "acme") == before
+
+
+@pytest.fixture(scope="module")
+def client(server: WeftServer) -> httpx.Client:
+    return server.tenant("acme")
+
+
+@pytest.fixture(scope="module")
+def check_bytes(server: WeftServer, client: httpx.Client) -> int:
+    """Peak memory of the child that checks a good upload: what an interpreter takes at least."""
+    with measured(server) as expense:
+        upload_good(client)
+    return max(expense.check_peaks.values())
+
+
+@pytest.fixture(scope="module")
+def inferring_key(server: WeftServer, client: httpx.Client) -> str:
+    """A key of the same tenant that may not upload."""
+    return server.new_key("acme", scopes=["infer"])
+
+
+@pytest.fixture(autouse=True)
+def without_a_trace(server: WeftServer, client: httpx.Client, inferring_key: str, check_bytes: int) -> Iterator[None]:
+    """Nothing stays of what a test tries, and a good upload goes in right after."""
+    before = Trace.of(server)
+    yield
+    deadline = time.monotonic() + 10
+    while Trace.of(server) != before and time.monotonic() < deadline:
+        time.sleep(0.05)  # the client has its answer before the server has closed its files
+    assert Trace.of(server) == before
+    upload_good(client)
+
+
+def upload_good(client: httpx.Client) -> None:
+    answer = upload_bytes(client, "good", GOOD.config, GOOD.weights)
+    assert answer.status_code == 201, answer.text
+    assert client.delete("/v1/adapters/good").status_code == 204
+
+
+def assert_cheap(expense: Expense, check_bytes: int) -> None:
+    assert expense.server_cpu_s + expense.check_cpu_s < CPU_S
+    assert expense.server_bytes < MEMORY_BYTES
+    assert max(expense.check_peaks.values(), default=0) - check_bytes < MEMORY_BYTES
+
+
+def outcome(answer: httpx.Response | RawAnswer) -> tuple[int, str]:
+    if isinstance(answer, RawAnswer):
+        return answer.status, answer.code
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("row", FILE_ROWS, ids=str)
+def test_bad_files(server: WeftServer, client: httpx.Client, check_bytes: int, row: Row) -> None:
+    for name in row.cases:
+        upload = CASES[name].make()
+        with measured(server) as expense:
+            answer = upload_bytes(client, "bad", upload.config, upload.weights)
+        assert outcome(answer) == (row.status, row.code), (name, answer.text)
+        assert_cheap(expense, check_bytes)
+    assert list(server.data_dir.parent.rglob("PWNED")) == []
+
+
+def test_c_13_a_pattern_is_never_run(server: WeftServer, client: httpx.Client, check_bytes: int) -> None:
+    with measured(server) as expense:
+        answer = upload_bytes(client, "bad", config_bytes(target_modules=EVIL_REGEX), GOOD.weights)
+    assert answer.status_code == 201
+    assert_cheap(expense, check_bytes)
+    assert client.delete("/v1/adapters/bad").status_code == 204
+
+
+def test_t_1_a_length_over_the_limit_is_refused_unread(server: WeftServer, check_bytes: int) -> None:
+    for length in (LIMIT + (2 << 20), GIB, 10**18, 10**19, 10**40):
+        with measured(server) as expense:
+            answer = exchange(server.url, upload_head(server.tenants["acme"], length))
+        expected = (413, "upload.too_large") if length < 2**64 else (400, "invalid_http")
+        assert outcome(answer) == expected
+        assert_cheap(expense, check_bytes)
+
+
+def test_t_2_chunks_beyond_the_limit(server: WeftServer, check_bytes: int) -> None:
+    endless = chunked([form_part("weights", b"")[:-2], *[bytes(1 << 20)] * 1024])
+    with measured(server) as expense:
+        answer = exchange(server.url, upload_head(server.tenants["acme"], None), endless, send_bytes=1 << 20)
+    assert outcome(answer) == (413, "upload.too_large")
+    assert answer.sent < LIMIT + (16 << 20)
+    assert_cheap(expense, check_bytes)
+
+
+KEYS: list[tuple[str | None, str]] = [
+    (None, "none"),
+    ("weft_wrong", "wrong"),
+    ("weft_0123456789abcdef_" + "x" * 43, "unknown"),
+]
+
+
+@pytest.mark.parametrize("length", [GIB, None], ids=["length", "chunked"])
+@pytest.mark.parametrize("key", [key for key, _ in KEYS], ids=[name for _, name in KEYS])
+def test_t_3_a_gigabyte_without_a_key(
+    server: WeftServer, check_bytes: int, key: str | None, length: int | None
+) -> None:
+    pieces = [bytes(1 << 16)] * (GIB >> 16)
+    with measured(server) as expense:
+        answer = exchange(server.url, upload_head(key, length), pieces if length else chunked(pieces))
+    assert answer.status == 401
+    assert answer.sent < 1 << 20  # what two kernels keep between us and the server; the server itself takes less
+    assert expense.server_bytes < 10 << 20
+    assert_cheap(expense, check_bytes)
+
+
+def test_t_3_a_gigabyte_with_a_key_for_something_else(server: WeftServer, inferring_key: str, check_bytes: int) -> None:
+    with measured(server) as expense:
+        answer = exchange(server.url, upload_head(inferring_key, GIB), [bytes(1 << 16)] * (GIB >> 16))
+    assert outcome(answer) == (403, "forbidden")
+    assert answer.sent < 1 << 20
+    assert_cheap(expense, check_bytes)
+
+
+def test_t_4_an_upload_that_stalls(server: WeftServer, check_bytes: int) -> None:
+    begun = form_part("name", b"bad") + form_part("weights", GOOD.weights)[:5000]
+    with measured(server) as expense, connected(server.url) as sock:
+        sock.sendall(upload_head(server.tenants["acme"], len(GOOD.weights)) + begun)
+        answer = RawAnswer(read_all(sock), len(begun))
+    assert outcome(answer) == (408, "upload.timeout")
+    assert_cheap(expense, check_bytes)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.01, 0.999])
+def test_t_5_a_client_that_drops(server: WeftServer, check_bytes: int, share: float) -> None:
+    body = form(("name", b"bad"), ("config", GOOD.config), ("weights", GOOD.weights))
+    with measured(server) as expense, connected(server.url) as sock:
+        sock.sendall(upload_head(server.tenants["acme"], len(body)) + body[: int(share * len(body))])
+    assert_cheap(expense, check_bytes)
+
+
+NAME, CONFIG, WEIGHTS = ("name", b"bad"), ("config", GOOD.config), ("weights", GOOD.weights)
+UNEXPECTED = [
+    (NAME, CONFIG, WEIGHTS, ("evil", b"x")),
+    (NAME, CONFIG, WEIGHTS, WEIGHTS),
+    (NAME, CONFIG, CONFIG, WEIGHTS),
+    (NAME, NAME, CONFIG, WEIGHTS),
+    (NAME, CONFIG, WEIGHTS, ("", b"x")),
+]
+
+
+@pytest.mark.parametrize("parts", UNEXPECTED, ids=lambda parts: "+".join(name for name, _ in parts))
+def test_t_6_parts_that_nobody_asked_for(
+    server: WeftServer, check_bytes: int, parts: tuple[tuple[str, bytes], ...]
+) -> None:
+    body = form(*parts)
+    with measured(server) as expense:
+        answer = exchange(server.url, upload_head(server.tenants["acme"], len(body)), [body])
+    assert outcome(answer) == (400, "upload.unexpected_part")
+    assert_cheap(expense, check_bytes)
+
+
+FILENAMES = ["../../../../etc/cron.d/x", "/etc/cron.d/x", "..", "x/../../y", "C:\\x", "a" * 3000]
+
+
+@pytest.mark.parametrize("filename", FILENAMES, ids=lambda filename: filename[:30])
+def test_t_7_file_names_are_ignored(server: WeftServer, client: httpx.Client, filename: str) -> None:
+    parts = [form_part("name", b"bad"), form_part("config", GOOD.config, filename)]
+    body = b"".join([*parts, form_part("weights", GOOD.weights, filename), b"--b--\r\n"])
+    around = set(server.data_dir.parent.iterdir())
+    answer = client.post("/v1/adapters", content=body, headers={"content-type": "multipart/form-data; boundary=b"})
+    assert answer.status_code == 201, answer.text
+    assert set(server.data_dir.parent.iterdir()) == around
+    assert not Path("/etc/cron.d/x").exists()
+    assert client.delete("/v1/adapters/bad").status_code == 204
+
+
+NAMES = ["../x", "a/b", ".", "..", "a\0b", "x" * 300, "\u00e9", "", "A", "-a", "a-", "a..b", "a b", "a\nb", "%2e%2e"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_t_8_names_that_are_none(server: WeftServer, client: httpx.Client, check_bytes: int, name: str) -> None:
+    with measured(server) as expense:
+        answer = upload_bytes(client, name, GOOD.config, GOOD.weights)
+    assert outcome(answer) == (422, "adapter.name_invalid")
+    assert_cheap(expense, check_bytes)
+
+
+def test_q_5_a_disk_that_is_full(server: WeftServer, client: httpx.Client, check_bytes: int) -> None:
+    """No file of the server may grow beyond 4 MiB for a while: the same to a writer as a disk without room."""
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
+    try:
+        with measured(server) as expense:
+            answer = upload_bytes(client, "bad", GOOD.config, bytes(12 << 20))
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limits)
+    assert outcome(answer) == (507, "storage_full")
+    assert_cheap(expense, check_bytes)
+
+
+def test_q_6_a_database_that_is_away_at_commit(server: WeftServer, client: httpx.Client, check_bytes: int) -> None:
+    database = server.data_dir / "registry.sqlite"
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with measured(server) as expense:
+            answer = upload_bytes(client, "bad", GOOD.config, GOOD.weights)
+        other.execute("ROLLBACK")
+    assert outcome(answer) == (503, "database_unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert_cheap(expense, check_bytes)

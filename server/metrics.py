@@ -1,7 +1,8 @@
 """Prometheus metrics, in a registry of their own.
 
-Labels come from closed or capped sets: the first `MAX_LABELS` tenants and adapters that ask have names of their own,
-all others are `_other`. Exact figures per tenant come from SQL. Engine figures are read from a status at scrape time.
+Labels come from closed or capped sets: the tenants and adapters that ask first have names of their own as long as there
+is room, all others are `_other`; so the page stays small however many there are. Exact figures per tenant come from
+SQL. Engine figures are read from a status at scrape time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
@@ -21,6 +22,11 @@ from weft.registry.limits import TENANT_LIMITS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100
+"""Adapters that are shown by name where they lie."""
+PAIR_BYTES = 16_000
+"""Room for the names of tenants with their adapters; each stands in up to eight lines of the page."""
+LINE_BYTES = 60
+"""What such a line holds beside the names."""
 OTHER = "_other"
 BASE = "_base"
 """Label of requests to the base model."""
@@ -42,7 +48,8 @@ class Metrics:
 
     def __init__(self, max_adapters: int) -> None:
         self.registry = CollectorRegistry()
-        self._tenants = _CappedLabels()
+        disable_created_metrics()  # a second line for every counter, which nobody reads
+        self._pairs = _CappedPairs()
         self._adapters = _CappedLabels()
         self._digests: dict[str, str] = {}
         self._last_step = ("", 0)
@@ -87,11 +94,10 @@ class Metrics:
             status: How it ended.
             tokens: Tokens by kind: prompt, cached, completion.
         """
-        tenant_label = self._tenants.label(tenant) if tenant is not None else NO_TENANT
-        adapter_label = self._adapters.label(adapter) if adapter is not None else BASE
-        self._requests.labels(tenant_label, adapter_label, status).inc()
+        pair = self._pairs.labels(NO_TENANT if tenant is None else tenant, BASE if adapter is None else adapter)
+        self._requests.labels(*pair, status).inc()
         for kind, count in tokens.items():
-            self._tokens.labels(tenant_label, adapter_label, kind).inc(count)
+            self._tokens.labels(*pair, kind).inc(count)
 
     def first_token(self, ttft_s: float, queue_s: float | None) -> None:
         """Observe how long a request waited for its first token."""
@@ -206,3 +212,19 @@ class _CappedLabels:
             return OTHER
         self._known.add(name)
         return name
+
+
+class _CappedPairs:
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+        self._room = PAIR_BYTES
+
+    def labels(self, tenant: str, adapter: str) -> tuple[str, str]:
+        pair = (tenant, adapter)
+        if pair not in self._known:
+            needed = len(tenant) + len(adapter) + LINE_BYTES
+            if needed > self._room:
+                return OTHER, OTHER
+            self._known.add(pair)
+            self._room -= needed
+        return pair

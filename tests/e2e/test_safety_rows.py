@@ -6,7 +6,9 @@ import contextlib
 import resource
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ from bad_uploads import bad_uploads, good_upload
 from expense import Expense, Trace, base_logprobs, measured
 from fake_engine import demo_ready
 from lora_files import config_bytes
+from mutated_adapters import Mutant
 from raw_http import RawAnswer, chunked, connected, exchange, form, form_part, read_all, upload_head
 from safety_rows import FILE_ROWS, Row
 from weft_server import WeftServer, upload_bytes, weft_server
@@ -26,6 +29,7 @@ MEMORY_BYTES = 64 << 20
 LIMIT = 128 << 20
 """Of the server's uploads."""
 GIB = 1 << 30
+MUTANTS = 200
 BASE = demo_ready().base
 GOOD = good_upload(BASE)
 CASES = {case.name: case for case in bad_uploads(BASE)}
@@ -243,3 +247,23 @@ def test_q_6_a_database_that_is_away_at_commit(server: WeftServer, client: httpx
     assert outcome(answer) == (503, "database_unavailable")
     assert int(answer.headers["retry-after"]) >= 1
     assert_cheap(expense, check_bytes)
+
+
+def test_adapters_with_a_few_changes(server: WeftServer, client: httpx.Client) -> None:
+    """A sample of what is tried without HTTP by the tens of thousands."""
+    with ThreadPoolExecutor(2) as pool:
+        ends = Counter(pool.map(lambda seed: end_of(client, seed), range(MUTANTS)))
+    assert set(ends) <= {201, 413, 422}
+    assert ends[201] > 5
+    assert ends[422] > MUTANTS / 2
+
+
+def end_of(client: httpx.Client, seed: int) -> int:
+    upload = Mutant(BASE, seed).upload()
+    answer = upload_bytes(client, f"mutant-{seed}", upload.config, upload.weights)
+    if answer.status_code == 201:
+        body = {"model": f"mutant-{seed}", "prompt": "x", "max_tokens": 1, "logprobs": 1}
+        used = client.post("/v1/completions", json=body)
+        assert used.status_code == 200, used.text
+        assert client.delete(f"/v1/adapters/mutant-{seed}").status_code == 204
+    return answer.status_code

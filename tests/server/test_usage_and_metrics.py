@@ -4,19 +4,23 @@ import asyncio
 import csv
 import io
 import json
+import random
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
 
 from api_adapters import upload
 from api_server import BASE, Api
 from fake_engine import demo_tokenizer
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineStatus, ResidentAdapter
-from weft.server.metrics import MAX_LABELS, Metrics
+from weft.server.metrics import Metrics
 from weft.server.responses import OrganizationUsagePage, UsageList
 
 pytestmark = pytest.mark.anyio
@@ -243,19 +247,67 @@ async def test_every_promised_metric_is_there_with_its_labels(api: Api) -> None:
     assert values["weft_adapter_load_seconds_sum",] == 0.5
 
 
-def test_labels_are_capped() -> None:
+@pytest.mark.parametrize("length", [1, 63])
+def test_labels_are_capped(length: int) -> None:
+    """Also where every tenant uses every other's adapters, and all names are as long as may be."""
     metrics = Metrics(max_adapters=8)
-    for index in range(50 * MAX_LABELS):
-        metrics.learn_adapter(f"sha256:{index}", "acme", f"a{index}")
-        metrics.request_ended(f"t{index}", f"t{index}/a", "stop", {"prompt": 1})
-    status = EngineStatus(
-        boot_id="b",
-        seq=1,
-        running=0,
-        waiting=0,
-        residents=[ResidentAdapter(digest="sha256:4999", tier="host", pages=1, running=0)],
-    )
+    names = [f"{index:04d}".ljust(length, "x") for index in range(5000)]
+    for index, name in enumerate(names):
+        metrics.learn_adapter(f"sha256:{index}", "acme", name)
+        for adapter in (None, f"{name}/{name}", f"{names[index % 97]}/{names[index % 97]}"):
+            for status in ("stop", "length", "aborted", "error"):
+                metrics.request_ended(name, adapter, status, {"prompt": 1, "cached": 1, "completion": 1})
+    residents = [
+        ResidentAdapter(digest=f"sha256:{index}", tier=tier, pages=1, running=1)
+        for index in range(5000)
+        for tier in ("host", "device")
+    ]
+    status = EngineStatus(boot_id="b", seq=1, running=0, waiting=0, residents=residents)
     text = metrics.render(status, 0.0).decode()
     assert 'tenant="_other"' in text
-    assert 'weft_adapter_resident{adapter="_other",tier="host"} 1.0' in text
+    assert f'tenant="{names[0]}"' in text
+    assert 'weft_adapter_resident{adapter="_other",tier="host"} 4900.0' in text
     assert len(text) < 200_000
+    counted = re.findall(r"^weft_requests_total{.*} (\S+)$", text, re.MULTILINE)
+    assert sum(map(float, counted)) == 5000 * 3 * 4
+
+
+@pytest.mark.slow
+async def test_what_nobody_knows_makes_no_series(api: Api) -> None:
+    async def series() -> tuple[set[str], int]:
+        text = (await api.admin.get("/metrics")).text
+        return set(re.findall(r"^(\w\S*) ", text, re.MULTILINE)), len(text)
+
+    key, words = await api.key("acme"), random.Random(1)
+    body = {"prompt": "x", "max_tokens": 1}
+    assert (await api.client(key).post("/v1/completions", json={"model": BASE, **body})).status_code == 200
+    before = await series()
+    for _ in range(2500):
+        word = words.randbytes(12).hex()
+        statuses = [
+            await bare_status(api, "POST", "/v1/completions", key, orjson.dumps({"model": word, **body})),
+            await bare_status(api, "GET", f"/v1/adapters/{word}", key),
+            await bare_status(api, "GET", f"/{word}", key),
+            await bare_status(api, "GET", "/v1/models", f"weft_{word}"),
+        ]
+        assert statuses == [404, 404, 404, 401]
+    after = await series()
+    assert after[0] == before[0]
+    assert after[1] < 200_000
+
+
+async def bare_status(api: Api, method: str, path: str, key: str, body: bytes = b"") -> int:
+    """A request's status, at a small part of what a client library takes."""
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
+    statuses: list[int] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await api.app({**scope, "headers": headers, "http_version": "1.1", "scheme": "http"}, receive, send)
+    return statuses[0]

@@ -262,8 +262,8 @@ def test_labels_are_capped(length: int) -> None:
         for index in range(5000)
         for tier in ("host", "device")
     ]
-    status = EngineStatus(boot_id="b", seq=1, running=0, waiting=0, residents=residents)
-    text = metrics.render(status, 0.0).decode()
+    engine = EngineStatus(boot_id="b", seq=1, running=0, waiting=0, residents=residents)
+    text = metrics.render(engine, 0.0).decode()
     assert 'tenant="_other"' in text
     assert f'tenant="{names[0]}"' in text
     assert 'weft_adapter_resident{adapter="_other",tier="host"} 4900.0' in text

@@ -21,6 +21,7 @@ from weft.registry import postgres, sqlite
 from weft.registry.migrations import upgrade
 
 RETRY_MS = 50
+TURN_S = 5.0
 _WRITER = {"weft_writer": True}
 
 
@@ -98,7 +99,7 @@ class Database:
             CapacityError: The database cannot answer; code database_unavailable, or storage_full.
         """
         with _own_errors():
-            async with self._writer, self._write_sessions() as session, session.begin():
+            async with turn(self._writer), self._write_sessions() as session, session.begin():
                 await session.connection()
                 yield session
 
@@ -147,6 +148,24 @@ def _reason(error: DBAPIError) -> str:
     return (str(error.orig).strip() or type(error.orig).__name__).splitlines()[0]
 
 
+@asynccontextmanager
+async def turn(lock: asyncio.Lock) -> AsyncIterator[None]:
+    """Hold a lock that others hold for the length of a transaction: wait no longer for it than for the database's own.
+
+    Raises:
+        CapacityError: Those before us wait for the database too; code database_unavailable.
+    """
+    try:
+        async with asyncio.timeout(TURN_S):
+            await lock.acquire()
+    except TimeoutError as error:
+        raise unavailable() from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 @contextmanager
 def _own_errors() -> Iterator[None]:
     try:
@@ -158,10 +177,11 @@ def _own_errors() -> Iterator[None]:
             ) from error
         if not isinstance(error, OperationalError | InterfaceError | InternalError):
             raise
-        raise _unavailable() from error
+        raise unavailable() from error
     except PoolTimeoutError as error:
-        raise _unavailable() from error
+        raise unavailable() from error
 
 
-def _unavailable() -> CapacityError:
+def unavailable() -> CapacityError:
+    """The refusal while the database cannot answer."""
     return CapacityError("The database cannot answer now; try again.", code="database_unavailable")

@@ -24,14 +24,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from weft.errors import CapacityError
 from weft.registry import usage
 from weft.registry.clock import Clock, to_micros, utc_now
-from weft.registry.database import Database
+from weft.registry.database import Database, turn
 from weft.registry.journal import Journal, JournalFiles, read_lines
 from weft.registry.prices import PriceTable
 from weft.registry.records import AdapterUsage, Page, UsageEvent, UsageQuery, UsageReport
 from weft.registry.usage_events import list_events
 
 MOVE_INTERVAL_S = 1.0
-RETRY_INTERVAL_S = 5.0
+RETRY_INTERVAL_S = 1.0
 BATCH_EVENTS = 500
 INTERRUPTED = "interrupted"
 
@@ -86,6 +86,7 @@ class UsageLedger:
         self._move_interval_s = move_interval_s
         self._retry_interval_s = retry_interval_s
         self._open_marks: dict[str, UsageEvent] = {}
+        self._unwritten: set[str] = set()
         self._has_unmoved = asyncio.Event()
         self._unsealed_since: float | None = None
         self._sealed_since: float | None = None
@@ -151,7 +152,7 @@ class UsageLedger:
 
         Raises:
             CapacityError: The event is not on disk; code storage_full or storage_unavailable. The request is billed
-                from its last progress mark, at the next start.
+                from its last progress mark.
             InvalidRequestError: A field cannot be stored.
         """
         event = usage.checked_event(event)
@@ -182,7 +183,7 @@ class UsageLedger:
             CapacityError: Database or journal cannot be written now; nothing is lost, try again.
         """
         asked_at = self._num_flushes
-        async with self._moving:
+        async with turn(self._moving):
             if self._last_good_flush > asked_at:
                 return  # one that began after this was asked for has moved all of it
             self._num_flushes = this = self._num_flushes + 1
@@ -191,11 +192,15 @@ class UsageLedger:
             self._unsealed_since = None
             self._has_unmoved.clear()
             try:
-                files = [await asyncio.to_thread(_read_file, path) for path in await self._journal.seal()]
-                await self._carry_marks(files)
-                for file in files:
+                # One file at a time: after a long outage they may be more than fits into memory.
+                for path in await self._journal.seal():
+                    file = await asyncio.to_thread(_read_file, path)
                     await self._insert(entry.event for entry in file.entries if entry.kind == "final")
-                    await self._discard(file)
+                    # On a full disk a file stays for its marks, and those without make room.
+                    with contextlib.suppress(CapacityError):
+                        await self._carry_marks(file)
+                        await self._discard(file)
+                await self._bill_unwritten()
             except OSError as error:
                 raise CapacityError("The usage journal cannot be read now.", code="storage_unavailable") from error
             self._sealed_since = None
@@ -251,30 +256,49 @@ class UsageLedger:
         return max(self._monotonic() - min(moments), 0.0) if moments else 0.0
 
     async def _append_final(self, event: UsageEvent) -> None:
-        await self._journal.append(_encoder.encode(_Entry("final", event)))
+        try:
+            await self._journal.append(_encoder.encode(_Entry("final", event)))
+        except CapacityError:
+            self._unwritten.add(event.id)
+            raise
         self._open_marks.pop(event.id, None)
+
+    async def _bill_unwritten(self) -> None:
+        """Bill from their last marks those whose end the journal did not take."""
+        ids = frozenset(self._unwritten)
+        marks = [self._open_marks[each] for each in ids & self._open_marks.keys()]
+        await self._insert(replace(mark, status=INTERRUPTED) for mark in marks)
+        self._unwritten -= ids
+        for each in ids:
+            self._open_marks.pop(each, None)
 
     async def _replay(self) -> None:
         """Move what the last process left; whoever has marks but no end was cut off by its death."""
-        files = [await asyncio.to_thread(_read_file, path) for path in self._journal.closed]
-        finals: dict[str, UsageEvent] = {}
         marks: dict[str, UsageEvent] = {}
-        for entry in (entry for file in files for entry in file.entries):
-            event = entry.event
-            if entry.kind == "final":
-                finals.setdefault(event.id, event)
-            elif event.id not in marks or marks[event.id].completion_tokens <= event.completion_tokens:
-                marks[event.id] = event
-        cut_off = [replace(mark, status=INTERRUPTED) for mark in marks.values() if mark.id not in finals]
-        await self._insert([*finals.values(), *cut_off])
-        for file in files:
-            await self._discard(file)
-        if finals or cut_off:
-            _logger.info("usage journal: replayed %d ends and %d cut-off requests", len(finals), len(cut_off))
+        paths = self._journal.closed
+        num_ends = 0
+        for path in paths:
+            entries = (await asyncio.to_thread(_read_file, path)).entries
+            ends = [entry.event for entry in entries if entry.kind == "final"]
+            await self._insert(ends)
+            num_ends += len(ends)
+            for event in (entry.event for entry in entries if entry.kind == "mark"):
+                if event.id not in marks or marks[event.id].completion_tokens <= event.completion_tokens:
+                    marks[event.id] = event
+            for event in ends:
+                marks.pop(event.id, None)
+        # A mark may stand behind its end, but the end is in the database by now, and there the first one counts.
+        await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
+        for path in paths:
+            await self._discard(await asyncio.to_thread(_read_file, path))
+        if paths:
+            _logger.info("usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks))
 
-    async def _carry_marks(self, files: list[_File]) -> None:
-        marks = [_encoder.encode(_Entry("mark", event)) for event in self._open_marks.values()]
-        if files and marks:
+    async def _carry_marks(self, file: _File) -> None:
+        """Write the marks of requests that still run again before the file goes that holds them."""
+        marked = {entry.event.id for entry in file.entries if entry.kind == "mark"}
+        marks = [_encoder.encode(_Entry("mark", self._open_marks[each])) for each in marked & self._open_marks.keys()]
+        if marks:
             await self._journal.append(*marks)
 
     async def _insert(self, events: Iterable[UsageEvent]) -> None:

@@ -40,12 +40,11 @@ def open_postgres(url: URL) -> AsyncEngine:
         ConfigError: The driver is not installed.
     """
     try:
-        import psycopg
+        from weft.registry.postgres_connection import BoundedConnection
     except ImportError as error:
         raise ConfigError(
             "PostgreSQL needs its driver: pip install 'weft[postgres]'", param="registry.database_url"
         ) from error
-    del psycopg
     engine = create_async_engine(
         url.set(drivername="postgresql+psycopg"),
         pool_size=4,
@@ -54,6 +53,7 @@ def open_postgres(url: URL) -> AsyncEngine:
         pool_pre_ping=True,
         hide_parameters=True,
         connect_args={
+            "async_creator_fn": BoundedConnection.connect,
             "connect_timeout": CONNECT_S,
             "options": _SESSION,
             # Without these, a server that vanished would be waited for until the kernel gives up, after a quarter hour.

@@ -2,19 +2,24 @@
 
 Correct because whoever changes the database says so: `forget` drops everything, and an answer whose question was
 asked before the change is not remembered after it. What another process changed is seen after a second. While the
-database cannot answer, an answer serves for a minute, so that an outage stops no one who was there before it.
+database cannot answer, or is slow to, an answer serves for a minute, so that an outage stops no one who was there
+before it. Meanwhile one asker at a time finds out whether it is over; the others do not wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from weft.errors import CapacityError, WeftError
+from weft.registry.database import unavailable
 
 MAX_ENTRIES = 10_000
 MAX_AGE_S = 1.0
 MAX_OUTAGE_S = 60.0
+PATIENCE_S = 2.0
+"""How long who has an answer waits for a newer one."""
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -28,6 +33,8 @@ class Recent(Generic[KeyT, ValueT]):
         self._max_entries = max_entries
         self._entries: dict[KeyT, tuple[float, ValueT]] = {}
         self._epoch = 0
+        self._retry_at = float("-inf")
+        """Until when the database counts as away; in the past while it answers."""
 
     async def ask(self, key: KeyT, question: Callable[[], Awaitable[ValueT]]) -> ValueT:
         """The answer of a moment ago, or else that of `question`, which reads the database.
@@ -38,17 +45,23 @@ class Recent(Generic[KeyT, ValueT]):
         read_at, known = self._entries.get(key, (float("-inf"), None))
         asked_at, epoch = self._monotonic(), self._epoch
         age = asked_at - read_at
-        if known is not None and age < MAX_AGE_S:
+        serves = known is not None and age < MAX_OUTAGE_S
+        if known is not None and serves and (age < MAX_AGE_S or asked_at < self._retry_at):
             return known
+        if self._retry_at > float("-inf"):
+            self._retry_at = asked_at + PATIENCE_S
         try:
-            answer = await question()
-        except CapacityError:
-            if known is None or age >= MAX_OUTAGE_S or epoch != self._epoch:
-                raise
-            return known
+            async with asyncio.timeout(PATIENCE_S if serves else None):
+                answer = await question()
+        except (CapacityError, TimeoutError) as error:
+            self._retry_at = self._monotonic() + MAX_AGE_S
+            if known is not None and serves and epoch == self._epoch:
+                return known
+            raise unavailable() from error
         except WeftError:
             self._entries.pop(key, None)
             raise
+        self._retry_at = float("-inf")
         if epoch == self._epoch:
             if len(self._entries) >= self._max_entries:
                 self._entries.clear()

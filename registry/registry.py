@@ -60,6 +60,7 @@ class Registry:
         key_ring: KeyRing,
         resolved: Recent[tuple[str, str], Resolution],
         tenant_limits: Recent[str, Limits],
+        answers: Recent[str, bool],
         clock: Clock,
     ) -> None:
         self.usage = ledger
@@ -70,6 +71,7 @@ class Registry:
         self._key_ring = key_ring
         self._resolved = resolved
         self._tenant_limits = tenant_limits
+        self._answers = answers
         self._clock = clock
 
     @classmethod
@@ -103,7 +105,7 @@ class Registry:
         except BaseException:
             await database.close()
             raise
-        return cls(database, ledger, key_ring, Recent(monotonic), Recent(monotonic), clock)
+        return cls(database, ledger, key_ring, Recent(monotonic), Recent(monotonic), Recent(monotonic), clock)
 
     async def close(self) -> None:
         """Move the journal to the database as far as it goes, and close everything."""
@@ -113,8 +115,13 @@ class Registry:
             await self._database.close()
 
     async def check(self) -> None:
-        """Return if the database answers; for readiness."""
-        await self._database.check()
+        """Return if the database answers, or did within the last minute: so long, known keys are served without it."""
+
+        async def ask() -> bool:
+            await self._database.check()
+            return True
+
+        await self._answers.ask("answers", ask)
 
     async def authenticate(self, secret: str) -> Identity:
         """Who holds this secret.

@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 
-from weft.errors import EngineUnavailableError
+from weft.errors import CapacityError
 from weft.server import sse
 from weft.server.access import Admin
 from weft.server.services import Services, Wired
@@ -59,7 +59,7 @@ async def _events(services: Services) -> AsyncIterator[bytes]:
     while not services.drain.is_draining:
         try:
             snapshot = await _snapshot(services)
-        except EngineUnavailableError as error:
+        except CapacityError as error:
             yield sse.error_event(error)
         else:
             newest = (snapshot["boot_id"], snapshot["seq"])

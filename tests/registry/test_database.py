@@ -13,10 +13,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import IntegrityError
 
-from postgres_server import fresh_database
+from postgres_server import OwnPostgres, fresh_database
 from registry_samples import usage_event
 from weft.errors import CapacityError, ConfigError
-from weft.registry import postgres, sqlite
+from weft.registry import database as database_module
+from weft.registry import postgres, postgres_connection, sqlite
 from weft.registry.database import Database
 from weft.registry.database import database_url as parse_url
 from weft.registry.migrations import upgrade
@@ -217,6 +218,43 @@ async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(
     assert caught.value.code == "database_unavailable"
     for opened in (database, other):
         await opened.close()
+
+
+async def test_a_server_that_hangs_is_given_up_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_connection, "LIVENESS_S", 0.2)
+    monkeypatch.setattr(postgres_connection, "ANSWER_S", 0.5)
+    monkeypatch.setattr(postgres, "CONNECT_S", 2)
+    with OwnPostgres() as server:
+        database = await Database.open(server.url, tmp_path)
+        await asyncio.gather(database.check(), database.check())  # two connections
+
+        async def ask_until_it_hangs() -> None:
+            async with database.read() as session:
+                while True:
+                    await session.execute(text("SELECT 1"))
+                    server.freeze()
+
+        for ask in (ask_until_it_hangs, database.check, database.check):  # in a transaction, idle, and to be made
+            with pytest.raises(CapacityError) as caught:
+                async with asyncio.timeout(60):
+                    await ask()
+            assert caught.value.code == "database_unavailable"
+        server.thaw()
+        await database.check()
+        await database.close()
+
+
+async def test_a_writer_does_not_wait_without_end_for_another(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "TURN_S", 0.05)
+    async with database.write():
+        with pytest.raises(CapacityError) as caught:
+            async with database.write():
+                pytest.fail("two writers at once")
+    assert caught.value.code == "database_unavailable"
+    async with database.write():
+        pass
 
 
 async def test_connections_that_the_server_ended_are_replaced(tmp_path: Path) -> None:

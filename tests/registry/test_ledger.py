@@ -13,8 +13,10 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import ProgrammingError
 
+from postgres_server import fresh_database
 from registry_samples import NOON, StandingClock, usage_event
 from weft.errors import CapacityError, ConfigError, InvalidRequestError
+from weft.registry import database as database_module
 from weft.registry import ledger as ledger_module
 from weft.registry import usage
 from weft.registry.database import Database
@@ -31,6 +33,15 @@ ALL = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 async def _open(database: Database, tmp_path: Path, clock: StandingClock, **options: Any) -> UsageLedger:
     quick = {"move_interval_s": 3600.0, "retry_interval_s": 3600.0, **options}
     return await UsageLedger.open(database, tmp_path / "usage", clock=clock, monotonic=clock.monotonic, **quick)
+
+
+@pytest.fixture
+async def other_database(tmp_path: Path, database_url: str | None) -> AsyncIterator[Database]:
+    """An empty one of the same kind, for a database that was lost."""
+    (tmp_path / "other").mkdir()
+    opened = await Database.open(None if database_url is None else fresh_database(), tmp_path / "other")
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture
@@ -277,10 +288,13 @@ async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
         patched.setattr(os, "write", full)
         with pytest.raises(CapacityError) as caught:
             await ledger.record(usage_event("use_1", completion_tokens=50))
-        with pytest.raises(CapacityError):
-            await ledger.flush()
+        await ledger.flush()
+        assert _files(tmp_path)[0].stem.endswith("1"), "the mark of a running request has no other place"
     assert caught.value.code == "storage_full"
+    assert await _stored(database) == {"use_0": ("stop", 20), "use_1": ("interrupted", 32)}
     await ledger.record(usage_event("use_2"))
+    await ledger.flush()
+    assert _files(tmp_path) == []
     await _die(ledger)
     await (await _open(database, tmp_path, clock)).close()
     assert await _stored(database) == {
@@ -393,10 +407,10 @@ async def test_a_flush_that_failed_serves_nobody_else(
 ) -> None:
     await ledger.record(usage_event("use_1"))
     insert = ledger._insert
-    fails = [True, True, False]
+    fails = [True, True]
 
     async def failing(events: Any) -> None:
-        if fails.pop(0):
+        if fails and fails.pop(0):
             raise CapacityError("The database cannot answer now; try again.")
         await insert(events)
 
@@ -456,3 +470,70 @@ async def test_closing_before_the_mover_was_started_is_safe(
     await ledger.record(usage_event("use_1"))
     await ledger.close()
     assert list(await _stored(database)) == ["use_1"]
+
+
+async def test_when_the_database_is_lost_what_was_not_moved_survives(
+    database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_moved"))
+    await ledger.flush()
+    await ledger.record(usage_event("use_waiting"))
+    ledger.progress(usage_event("use_running", completion_tokens=3))
+    await _die(ledger)
+    ledger = await _open(other_database, tmp_path, clock)
+    assert await _stored(other_database) == {"use_waiting": ("stop", 20), "use_running": ("interrupted", 3)}
+    assert await ledger.check() == 0
+    await ledger.close()
+
+
+async def test_an_older_backup_gets_what_it_lacks_and_nothing_twice(
+    database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    """The process died after the move and before the file went; then the database of a while ago was given back."""
+    ledger = await _open(database, tmp_path, clock)
+    for number in range(3):
+        await ledger.record(usage_event(f"use_{number}"))
+    (path,) = _files(tmp_path)
+    content = path.read_bytes()
+    await ledger.close()
+    path.write_bytes(content)
+    async with other_database.write() as session:
+        await usage.insert_events(session, [usage_event(f"use_{number}") for number in range(2)])
+    for restored in (other_database, database):
+        ledger = await _open(restored, tmp_path, clock)
+        assert sorted(await _stored(restored)) == ["use_0", "use_1", "use_2"]
+        assert await ledger.check() == 0
+        await ledger.close()
+        path.write_bytes(content)
+
+
+async def test_after_a_long_outage_one_file_at_a_time_is_in_memory(
+    database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[int] = []
+    read_file = ledger_module._read_file
+
+    def read(path: Path) -> object:
+        on_disk.append(len(_files(tmp_path)))
+        return read_file(path)
+
+    ledger = await _open(database, tmp_path, clock)
+    for number in range(3):
+        await ledger.record(usage_event(f"use_{number}"))
+        await ledger._journal.seal()
+    monkeypatch.setattr(ledger_module, "_read_file", read)
+    await ledger.flush()
+    assert on_disk == [3, 2, 1]
+    await ledger.close()
+
+
+async def test_who_asks_for_a_flush_does_not_wait_for_a_database_that_hangs(
+    ledger: UsageLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "TURN_S", 0.05)
+    async with ledger._moving:
+        with pytest.raises(CapacityError) as caught:
+            await ledger.flush()
+    assert caught.value.code == "database_unavailable"
+    await ledger.flush()

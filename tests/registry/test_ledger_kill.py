@@ -1,8 +1,11 @@
-"""The ledger's promise, tried: a process is killed at random moments, and nothing acknowledged is lost or doubled."""
+"""The ledger's promise, tried: its process, or its database, is killed at random moments, and nothing acknowledged is
+lost or doubled.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import subprocess
 import sys
@@ -12,13 +15,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
-from registry_samples import NOON
+from postgres_server import OwnPostgres
+from registry_samples import NOON, usage_event
 from weft.config import environment
+from weft.errors import CapacityError
 from weft.registry.database import Database
 from weft.registry.ledger import UsageLedger
 from weft.registry.models import UsageEventRow, UsageRollupRow
 
 KILLS = 20
+RECOVERED_WITHIN_S = 5.0
 PROGRAM = Path(__file__).parents[1] / "support" / "ledger_under_load.py"
 
 
@@ -44,11 +50,65 @@ def test_killed_at_any_moment_every_acknowledged_event_counts_exactly_once(tmp_p
     for run in range(KILLS):
         acknowledged |= _acknowledged_until_killed(tmp_path, run, moments.randrange(100), moments.uniform(0.0, 0.05))
     assert len(acknowledged) > 500
-    asyncio.run(_check(tmp_path, acknowledged))
+    asyncio.run(_check(None, tmp_path, acknowledged))
 
 
-async def _check(data_dir: Path, acknowledged: set[str]) -> None:
-    database = await Database.open(None, data_dir)
+@pytest.mark.slow
+def test_whenever_the_database_dies_every_event_counts_exactly_once(tmp_path: Path) -> None:
+    with OwnPostgres() as postgres:
+        acknowledged = asyncio.run(_record_while_it_dies(postgres, tmp_path))
+        assert len(acknowledged) > 500
+        asyncio.run(_check(postgres.url, tmp_path, acknowledged))
+
+
+async def _record_while_it_dies(postgres: OwnPostgres, data_dir: Path) -> set[str]:
+    """Record without pause; each time the database is back, everything until its death is in it within seconds."""
+    moments = random.Random(8)
+    database = await Database.open(postgres.url, data_dir)
+    ledger = await UsageLedger.open(database, data_dir / "usage", move_interval_s=0.02, retry_interval_s=0.02)
+    acknowledged: set[str] = set()
+    is_over = asyncio.Event()
+
+    async def write(writer: int) -> None:
+        for number in itertools.count():
+            if is_over.is_set():
+                return
+            event_id = f"use_{writer}_{number}"
+            ledger.progress(usage_event(event_id, completion_tokens=64))
+            await ledger.record(usage_event(event_id, completion_tokens=70))
+            acknowledged.add(event_id)
+            await asyncio.sleep(0.005)
+
+    writers = [asyncio.create_task(write(writer)) for writer in range(4)]
+    for kill in range(KILLS):
+        await asyncio.sleep(moments.uniform(0.0, 0.2))
+        await asyncio.to_thread(postgres.crash)
+        if kill % 5 == 0:
+            await asyncio.to_thread(postgres.kill)
+            await asyncio.to_thread(postgres.start)
+        due, back = len(acknowledged), time.monotonic()
+        while (stored := await _count(database)) < due:
+            back = time.monotonic() if stored < 0 else back
+            assert time.monotonic() - back < RECOVERED_WITHIN_S
+    is_over.set()
+    await asyncio.gather(*writers)
+    await ledger.close()
+    await database.close()
+    return acknowledged
+
+
+async def _count(database: Database) -> int:
+    """Events stored; negative while the database is away."""
+    try:
+        await asyncio.sleep(0.05)
+        async with database.read() as session:
+            return await session.scalar(select(func.count()).select_from(UsageEventRow)) or 0
+    except CapacityError:
+        return -1
+
+
+async def _check(url: str | None, data_dir: Path, acknowledged: set[str]) -> None:
+    database = await Database.open(url, data_dir)
     ledger = await UsageLedger.open(database, data_dir / "usage", clock=lambda: NOON)
     async with database.read() as session:
         stored = {

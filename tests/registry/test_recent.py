@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from registry_samples import StandingClock
 from weft.errors import CapacityError, NotFoundError, WeftError
+from weft.registry import recent as recent_module
 from weft.registry.recent import MAX_AGE_S, MAX_OUTAGE_S, Recent
 
 pytestmark = pytest.mark.anyio
@@ -68,6 +70,43 @@ async def test_while_the_database_is_away_an_answer_serves_for_a_minute() -> Non
         await recent.ask("a", source)
     with pytest.raises(CapacityError):
         await recent.ask("unknown", source)
+
+
+async def test_in_an_outage_one_at_a_time_asks_and_the_others_go_on() -> None:
+    (recent, clock), source = made(), Source()
+    await answers(recent, source)
+    source.answer = CapacityError("away")
+    for _ in range(3):
+        clock.advance(MAX_AGE_S)
+        before = source.num_asked
+        assert await answers(recent, source, 5) == [1] * 5
+        assert source.num_asked == before + 1
+    source.answer = 2
+    clock.advance(MAX_AGE_S)
+    assert await answers(recent, source) == [2]
+
+
+async def test_a_database_that_hangs_is_not_waited_for_by_who_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_module, "PATIENCE_S", 0.05)
+    (recent, clock), source = made(), Source()
+    await answers(recent, source)
+    clock.advance(MAX_AGE_S)
+    hung = asyncio.Event()
+
+    async def never() -> int:
+        hung.set()
+        await asyncio.Event().wait()
+        return 0
+
+    async def second() -> list[int]:
+        await hung.wait()
+        return await answers(recent, source)
+
+    assert tuple(await asyncio.gather(answers(recent, never), answers(recent, never))) == ([1], [1])
+    clock.advance(MAX_AGE_S)
+    hung.clear()
+    assert tuple(await asyncio.gather(answers(recent, never), second())) == ([1], [1])
+    assert source.num_asked == 1
 
 
 async def test_what_was_taken_back_does_not_return_in_an_outage() -> None:

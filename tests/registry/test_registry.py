@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from registry_samples import StandingClock, facts, usage_event
-from weft.errors import ConfigError, NotFoundError, WeftError
+from weft.errors import CapacityError, ConfigError, NotFoundError, WeftError
 from weft.registry.clock import from_micros, iso, to_micros
+from weft.registry.recent import MAX_OUTAGE_S
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
@@ -52,6 +53,22 @@ async def test_what_is_stored_survives_a_restart(tmp_path: Path) -> None:
     assert await registry.get_adapter(acme.id, "support") == adapter
     assert (await registry.usage.summary([adapter.id]))[adapter.id].requests == 1
     await registry.close()
+
+
+async def test_it_counts_as_there_for_as_long_as_known_keys_are_served(
+    registry: Registry, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await registry.check()
+
+    async def away() -> None:
+        raise CapacityError("away", code="database_unavailable")
+
+    monkeypatch.setattr(registry._database, "check", away)
+    clock.advance(MAX_OUTAGE_S - 1)
+    await registry.check()
+    clock.advance(2)
+    with pytest.raises(CapacityError):
+        await registry.check()
 
 
 async def test_the_folder_is_for_its_owner_only(tmp_path: Path) -> None:

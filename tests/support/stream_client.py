@@ -39,28 +39,29 @@ class Seen:
     tokens: int = 0
     """Completion tokens that arrived."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     error: str | None = None
-    """Code of an error event."""
+    """Code of an error event, or of a refusal."""
     is_done: bool = False
     """Whether the end arrived."""
     is_all: bool = False
     """Whether it read everything that the server sent."""
 
 
-async def stream(url: str, key: str, request_id: str, body: dict[str, Any], cut: Cut) -> Seen:
-    """Send a completions request whose `body` asks for continuous usage, and leave as `cut` says."""
+async def stream(
+    url: str, key: str, request_id: str, body: dict[str, Any], cut: Cut, path: str = "/v1/completions"
+) -> Seen:
+    """Send a request that asks for continuous usage, and leave as `cut` says, or when the server does."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     seen = Seen()
     try:
         asked = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        writer.write(_request(address.netloc, key, "POST /v1/completions", asked, f"X-Request-Id: {request_id}"))
+        writer.write(_request(address.netloc, key, f"POST {path}", asked, f"X-Request-Id: {request_id}"))
         await writer.drain()
-        try:
+        with contextlib.suppress(TimeoutError, ConnectionError, EOFError):
             async with asyncio.timeout(cut.after_s):
                 await _read(reader, seen, cut.tokens)
-        except TimeoutError:
-            pass
         if not seen.is_done:
             await _leave(reader, writer, seen, cut.manner)
     finally:
@@ -68,16 +69,24 @@ async def stream(url: str, key: str, request_id: str, body: dict[str, Any], cut:
     return seen
 
 
-async def exchange(url: str, key: str, method_and_path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-    """One request on a connection of its own; status and body of the answer."""
+async def exchange(
+    url: str, key: str, method_and_path: str, body: dict[str, Any] | None = None, *headers: str
+) -> tuple[int, bytes]:
+    """One request on a connection of its own; status and body of the answer.
+
+    Raises:
+        ConnectionError: The server went away before it answered.
+    """
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
-        writer.write(_request(address.netloc, key, method_and_path, body, "Connection: close"))
+        writer.write(_request(address.netloc, key, method_and_path, body, "Connection: close", *headers))
         await writer.drain()
         head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
     finally:
         await _close(writer)
+    if not head:
+        raise ConnectionResetError("closed without an answer")
     return int(head.split()[1]), answer
 
 
@@ -108,6 +117,9 @@ async def _read(reader: asyncio.StreamReader, seen: Seen, until_tokens: int | No
             return
         if line.startswith(b"HTTP/1.1 "):
             seen.status = int(line.split()[1])
+            if seen.status != 200:
+                _note(seen, json.loads(await _body(reader)))
+                return
         elif line.startswith(b"data: [DONE]"):
             seen.is_done = seen.is_all = True
             return
@@ -115,12 +127,24 @@ async def _read(reader: asyncio.StreamReader, seen: Seen, until_tokens: int | No
             _note(seen, json.loads(line.removeprefix(b"data: ")))
 
 
+async def _body(reader: asyncio.StreamReader) -> bytes:
+    """What follows a status line and is not streamed."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    return await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+
+
 def _note(seen: Seen, event: dict[str, Any]) -> None:
     if "error" in event:
         seen.error = str(event["error"]["code"])
     elif event.get("usage"):
-        seen.tokens = event["usage"]["completion_tokens"]
-        seen.prompt_tokens = event["usage"]["prompt_tokens"]
+        note_usage(seen, event["usage"])
+
+
+def note_usage(seen: Seen, usage: dict[str, Any]) -> None:
+    """What the server says it has sent."""
+    seen.tokens = usage["completion_tokens"]
+    seen.prompt_tokens = usage["prompt_tokens"]
+    seen.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def _request(host: str, key: str, method_and_path: str, body: dict[str, Any] | None, *headers: str) -> bytes:

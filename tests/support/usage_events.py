@@ -5,6 +5,9 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
 
 from weft_server import WeftServer
 
@@ -22,9 +25,17 @@ class Billed:
     completion_tokens: int
 
 
-def usage_events(server: WeftServer) -> list[Billed]:
-    """All that was acknowledged until now, oldest first."""
+def usage_events(server: WeftServer, database_url: str | None = None) -> list[Billed]:
+    """All that was acknowledged until now, oldest first; without a URL, from the SQLite in the server's folder."""
     assert server.admin.get("/v1/usage").status_code == 200  # moves the journal into the database
-    columns = ", ".join(Billed.__slots__)
-    with closing(sqlite3.connect(f"file:{server.data_dir / 'registry.sqlite'}?mode=ro", uri=True)) as database:
-        return [Billed(*row) for row in database.execute(f"SELECT {columns} FROM usage_events ORDER BY at")]
+    return stored_events(server.data_dir, database_url)
+
+
+def stored_events(data_dir: Path, database_url: str | None = None) -> list[Billed]:
+    """What the database has, oldest first."""
+    question = f"SELECT {', '.join(Billed.__slots__)} FROM usage_events ORDER BY at"
+    if database_url is not None:
+        with psycopg.connect(database_url) as connection:
+            return [Billed(*row) for row in connection.execute(question)]
+    with closing(sqlite3.connect(f"file:{data_dir / 'registry.sqlite'}?mode=ro", uri=True)) as database:
+        return [Billed(*row) for row in database.execute(question)]

@@ -1,0 +1,297 @@
+"""Servers, engines and databases die under load: no acknowledged usage is lost or counted twice, to the token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from idleness import seconds_until_idle
+from postgres_server import OwnPostgres
+from usage_events import Billed, stored_events, usage_events
+from usage_load import BASE, Asked, UsageLoad, send
+from weft.config import environment
+from weft.registry.database import Database
+from weft.registry.ledger import UsageLedger
+from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
+
+KILLS = int(environment().get("TEST_KILLS", "4"))
+"""For each database; 50 are the hundred of the promise."""
+MOST_ENGINE_KILLS = 2
+"""In one life of the API; a third within a minute would count as a crash loop."""
+GONE_WITHIN_S = 10.0
+READY_WITHIN_S = 30.0
+CAUGHT_UP_WITHIN_S = 5.0
+TENANTS = ("acme", "globex", "initech")
+ADAPTERS = ("pirate", "shout")
+ENDS = {"stop", "length"}
+
+
+@dataclass
+class Trial:
+    """A data folder with its database, and what was done to those who use it."""
+
+    folder: Path
+    rng: random.Random
+    postgres: OwnPostgres | None
+    keys: dict[str, str] = field(default_factory=dict)
+    done: Counter[str] = field(default_factory=Counter)
+    outage_s: float = 0.0
+    slowest: dict[str, float] = field(default_factory=dict)
+    probes: list[Asked] = field(default_factory=list)
+
+    @property
+    def database_url(self) -> str | None:
+        return self.postgres.url if self.postgres else None
+
+    @property
+    def num_kills(self) -> int:
+        return self.done["engine kills"] + self.done["api kills"]
+
+    @contextmanager
+    def server(self) -> Iterator[WeftServer]:
+        """One life of the API."""
+        settings = ["--set", "model.threads=1", "--set", "memory.gib=0.1"]
+        if self.database_url is not None:
+            settings += ["--set", f"registry.database_url={self.database_url}"]
+        with weft_server(self.folder, *settings) as server:
+            yield server
+
+    def took(self, what: str, since: float) -> None:
+        self.slowest[what] = max(self.slowest.get(what, 0.0), time.monotonic() - since)
+
+    def times(self) -> str:
+        return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in sorted(self.slowest.items()))
+
+
+def make_tenants(trial: Trial, server: WeftServer) -> None:
+    for tenant in TENANTS:
+        for name in ADAPTERS:
+            answer = server.upload(server.tenant(tenant), name, DEMO_ADAPTERS / name)
+            assert answer.status_code == 201, answer.text
+    trial.keys.update(server.tenants)
+
+
+def one_life(trial: Trial, server: WeftServer) -> None:
+    """Kill the engine some times, take the database away perhaps, and kill the API in the end."""
+    trial.done["lives"] += 1
+    steps: list[Callable[[], None]] = [lambda: kill_engine(trial, server)] * trial.rng.randint(0, MOST_ENGINE_KILLS)
+    if trial.done["lives"] % 2:
+        steps.append(lambda: outage(trial, server))
+    trial.rng.shuffle(steps)
+    for step in steps:
+        time.sleep(trial.rng.uniform(0.3, 1.5))
+        step()
+    time.sleep(trial.rng.uniform(0.3, 2.0))
+    if trial.postgres is not None and trial.done["lives"] % 3 == 2:
+        probes(trial, server)
+        with away(trial, trial.rng.choice(["stopped", "killed"]), server.data_dir):
+            probes(trial, server)
+            kill_api(trial, server)
+            with pytest.raises(RuntimeError, match="database_url names a database that cannot be used"), trial.server():
+                pytest.fail("it started without its database")
+        trial.done["api kills without a database"] += 1
+    else:
+        kill_api(trial, server)
+
+
+def kill_engine(trial: Trial, server: WeftServer) -> None:
+    (engine,) = engines(server)
+    engine.kill()
+    started = time.monotonic()
+    while engines(server) in ([], [engine]):
+        assert time.monotonic() - started < READY_WITHIN_S, server.log.read_text()
+        time.sleep(0.02)
+    server.wait_ready(READY_WITHIN_S)
+    trial.took("engine back", started)
+    trial.done["engine kills"] += 1
+
+
+def kill_api(trial: Trial, server: WeftServer) -> None:
+    orphans = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.kill()
+    server.process.wait()
+    started = time.monotonic()
+    _, alive = psutil.wait_procs(orphans, GONE_WITHIN_S)
+    assert alive == []
+    trial.took("engine gone after its API", started)
+    trial.done["api kills"] += 1
+
+
+def engines(server: WeftServer) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "weft.engine.process" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def outage(trial: Trial, server: WeftServer) -> None:
+    """Take the database away for seconds: known keys are served on, changes are refused, and all is billed after."""
+    probes(trial, server)
+    kind = trial.rng.choice(["stopped", "killed", "frozen"] if trial.postgres else ["locked"])
+    with away(trial, kind, server.data_dir):
+        started = time.monotonic()
+        numbers = probes(trial, server)
+        trial.took(f"nine answers while {kind}", started)
+        refused(trial, f"change while {kind}", lambda: server.admin.post("/v1/tenants", json={"name": "late"}))
+        if trial.postgres is not None:
+            with server.client(trial.keys["acme"]) as late:
+                refused(trial, f"upload while {kind}", lambda: server.upload(late, "late", DEMO_ADAPTERS / "french"))
+            refused(trial, f"usage while {kind}", lambda: server.admin.get("/v1/usage"))
+        time.sleep(trial.rng.uniform(0.0, 2.0))
+        ready = server.admin.get("/ready")
+        assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
+        trial.outage_s += time.monotonic() - started
+    back = time.monotonic()
+    while not numbers <= {event.request_id for event in stored_events(server.data_dir, trial.database_url)}:
+        assert time.monotonic() - back < CAUGHT_UP_WITHIN_S
+        time.sleep(0.05)
+    trial.took(f"caught up after {kind}", back)
+    trial.done[f"database {kind}"] += 1
+
+
+@contextmanager
+def away(trial: Trial, kind: str, data_dir: Path) -> Iterator[None]:
+    """The database, for the length of the block."""
+    if trial.postgres is None:
+        with closing(sqlite3.connect(data_dir / "registry.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield
+        return
+    take, give = {
+        "stopped": (trial.postgres.stop, trial.postgres.start),
+        "killed": (trial.postgres.kill, trial.postgres.start),
+        "frozen": (trial.postgres.freeze, trial.postgres.thaw),
+    }[kind]
+    take()
+    try:
+        yield
+    finally:
+        give()
+
+
+def probes(trial: Trial, server: WeftServer) -> set[str]:
+    """One whole answer for each tenant and model, which must be good; returns the ids of these requests."""
+    numbers = set()
+    for tenant, model in itertools.product(TENANTS, (BASE, *ADAPTERS)):
+        asked = Asked(
+            request_id=f"probe-{len(trial.probes)}",
+            tenant=tenant,
+            path="/v1/completions",
+            body={"model": model, "prompt": "hello", "max_tokens": 4, "n": 1, "ignore_eos": True},
+            is_stream=False,
+        )
+        trial.probes.append(asked)
+        numbers.add(asked.request_id)
+        asyncio.run(send(server.url, trial.keys[tenant], asked))
+        assert (asked.seen.status, asked.seen.error) == (200, None)
+    return numbers
+
+
+def refused(trial: Trial, what: str, ask: Callable[[], httpx.Response]) -> None:
+    started = time.monotonic()
+    answer = ask()
+    trial.took(what, started)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable"), answer.text
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_no_usage_is_lost_or_doubled_whoever_dies(backend: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        postgres = stack.enter_context(OwnPostgres()) if backend == "postgresql" else None
+        trial = Trial(tmp_path, random.Random(11), postgres)
+        load = UsageLoad(trial.keys, ADAPTERS, seed=5)
+        with ExitStack() as clients:
+            while trial.num_kills < KILLS:
+                with trial.server() as server:
+                    load.url = server.url
+                    if not trial.keys:
+                        make_tenants(trial, server)
+                        clients.enter_context(load)
+                    one_life(trial, server)
+        with trial.server() as server:
+            seconds_until_idle(server)
+            state = server.engine()
+            assert sum(state["pages"].values()) == state["ready"]["memory"]["num_pages"]
+            events = usage_events(server, trial.database_url)
+            report = check(trial, [*load.asked, *trial.probes], events, server)
+            assert server.stop() == 0
+        asyncio.run(check_sums(trial))
+    print(f"{backend}: {dict(trial.done)}; {report}; outages {trial.outage_s:.0f} s; slowest: {trial.times()}")
+
+
+def check(trial: Trial, asked: list[Asked], events: list[Billed], server: WeftServer) -> str:
+    """Compare what the clients saw with what was billed, request by request, and with the totals."""
+    billed = {event.request_id: event for event in events}
+    assert len(billed) == len(events), "billed twice"
+    assert set(billed) <= {each.request_id for each in asked}
+    wrong = [(each, billed.get(each.request_id)) for each in asked if not is_right(each, billed.get(each.request_id))]
+    assert wrong == []
+    totals = server.admin.get("/v1/usage").json()["totals"]
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+        assert totals[name] == sum(getattr(event, name) for event in events), name
+    assert totals["requests"] == len(events)
+    ends = Counter(outcome(each) for each in asked)
+    assert all(ends[how] for how in ("done", "cut", "error event", "503 engine_restarted")), ends
+    return f"{len(asked)} requests: {dict(ends)}, {len(events)} events {dict(Counter(e.status for e in events))}"
+
+
+def outcome(asked: Asked) -> str:
+    seen = asked.seen
+    if seen.is_done:
+        return "done"
+    if seen.status in (None, 200):
+        return "error event" if seen.error else "unanswered" if seen.status is None else "cut"
+    return f"{seen.status} {seen.error}"
+
+
+def is_right(asked: Asked, bill: Billed | None) -> bool:
+    """At most one event; exactly what the client saw where it saw an end, and no more than was sent elsewhere."""
+    seen = asked.seen
+    if seen.is_done:
+        return (
+            bill is not None
+            and bill.status in ENDS
+            and (bill.prompt_tokens, bill.cached_tokens, bill.completion_tokens)
+            == (seen.prompt_tokens, seen.cached_tokens, seen.tokens)
+            and (bill.status == "stop" or not asked.body["ignore_eos"] or seen.tokens == asked.asked_tokens)
+        )
+    if seen.status not in (None, 200, 503):
+        return False
+    if seen.status == 503:  # told before a token was sent
+        return bill is None or (bill.status == "error" and bill.completion_tokens == 0)
+    if seen.error is not None:  # the engine died, and all that it had said was sent
+        return bill is not None and bill.status == "error" and bill.completion_tokens == seen.tokens
+    if bill is None:
+        return True
+    if bill.status in ENDS:  # the end was billed, as it must be before it goes out, and never went out
+        return bill.completion_tokens <= asked.asked_tokens
+    return bill.status == "interrupted" and bill.completion_tokens <= seen.tokens
+
+
+async def check_sums(trial: Trial) -> None:
+    """The sums by hour are those of the events, and the journal has nothing left."""
+    data_dir = trial.folder / "data"
+    assert [path.name for path in (data_dir / "usage").iterdir()] == ["lock"]
+    database = await Database.open(trial.database_url, data_dir)
+    ledger = await UsageLedger.open(database, data_dir / "usage")
+    assert await ledger.check() == 0
+    await ledger.close()
+    await database.close()

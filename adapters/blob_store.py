@@ -19,11 +19,11 @@ class BlobStore(Protocol):
     """Blobs by SHA-256: durable once committed, hashed on every read. Thread-safe and safe among processes.
 
     Methods that take a digest raise ValueError when it is not 64 lower-case hex digits, and CapacityError
-    (storage_unavailable) where the blobs are behind a network that fails.
+    (storage.unavailable) where the blobs are behind a network that fails.
     """
 
     def create(self) -> BlobWriter:
-        """Start a new blob; raises CapacityError when the disk is full (code storage_full)."""
+        """Start a new blob; raises CapacityError when the disk is full (code storage.full)."""
 
     def open(self, sha256: str, pause: Callable[[], None] = ...) -> AbstractContextManager[BlobReader]:
         """Open a blob for reading it once, from its beginning; `pause` is called after each piece of a millisecond.
@@ -48,7 +48,7 @@ class BlobStore(Protocol):
 
         Raises:
             ConfigError: The store refuses, and why.
-            CapacityError: It cannot be reached now (code storage_unavailable), or it is full (storage_full).
+            CapacityError: It cannot be reached now (code storage.unavailable), or it is full (storage.full).
         """
 
 

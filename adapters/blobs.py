@@ -55,7 +55,7 @@ class BlobWriter:
         """Append bytes.
 
         Raises:
-            CapacityError: The disk is full (code storage_full); discard the writer.
+            CapacityError: The disk is full (code storage.full); discard the writer.
         """
         rest = memoryview(chunk).cast("B")
         self._hash.update(rest)
@@ -73,7 +73,7 @@ class BlobWriter:
         """Do now what takes long in `commit`, all but naming the blob. Nothing else has to wait meanwhile.
 
         Raises:
-            CapacityError: The bytes cannot be kept (code storage_full or storage_unavailable); discard the writer.
+            CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
         """
         with full_disk_is_capacity():
             os.fsync(self._fd)
@@ -85,7 +85,7 @@ class BlobWriter:
             The digest, 64 hex digits.
 
         Raises:
-            CapacityError: The bytes cannot be kept (code storage_full or storage_unavailable); discard the writer.
+            CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
         """
         digest = self.sha256()
         with full_disk_is_capacity():
@@ -187,7 +187,7 @@ class LocalBlobs:
         """Start a new blob.
 
         Raises:
-            CapacityError: The disk is full (code storage_full).
+            CapacityError: The disk is full (code storage.full).
         """
         return BlobWriter(self)
 
@@ -255,7 +255,7 @@ class LocalBlobs:
         return removed
 
     def probe(self) -> None:
-        """Make sure that blobs can be stored; raises CapacityError when the disk is full (code storage_full)."""
+        """Make sure that blobs can be stored; raises CapacityError when the disk is full (code storage.full)."""
         with self.create():
             pass
 
@@ -309,14 +309,14 @@ def _folder(root: Path, names: tuple[str, ...]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def full_disk_is_capacity() -> Iterator[None]:
-    """Turn a full disk into a CapacityError with code storage_full."""
+    """Turn a full disk into a CapacityError with code storage.full."""
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
         raise CapacityError(
-            "The adapter store's disk is full; try again once space was freed.", retry_after_s=30.0, code="storage_full"
+            "The adapter store's disk is full; try again once space was freed.", retry_after_s=30.0, code="storage.full"
         ) from error
 
 

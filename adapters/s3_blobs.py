@@ -287,7 +287,7 @@ class S3Blobs:
 
     def _unavailable(self) -> CapacityError:
         return CapacityError(
-            "The adapter store cannot be reached; try again.", retry_after_s=DOWN_S, code="storage_unavailable"
+            "The adapter store cannot be reached; try again.", retry_after_s=DOWN_S, code="storage.unavailable"
         )
 
 

@@ -160,7 +160,7 @@ class EngineClient:
                 await self._supervision
             self._supervision = None
         connection = self._connection
-        self._go_down(EngineUnavailableError("The engine is shutting down.", code="server_draining"))
+        self._go_down(EngineUnavailableError("The engine is shutting down.", code="server.draining"))
         if connection is not None:
             await connection.close()
 

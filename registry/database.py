@@ -75,7 +75,7 @@ class Database:
         """Return if the database answers.
 
         Raises:
-            CapacityError: It does not; code database_unavailable.
+            CapacityError: It does not; code db.unavailable.
         """
         async with self.read() as session:
             await session.execute(text("SELECT 1"))
@@ -85,7 +85,7 @@ class Database:
         """A transaction that only reads, on one snapshot.
 
         Raises:
-            CapacityError: The database cannot answer; code database_unavailable.
+            CapacityError: The database cannot answer; code db.unavailable.
         """
         with _own_errors():
             async with self._read_sessions() as session, session.begin():
@@ -96,7 +96,7 @@ class Database:
         """A transaction that may write; commits at the end, rolls back on an error.
 
         Raises:
-            CapacityError: The database cannot answer; code database_unavailable, or storage_full.
+            CapacityError: The database cannot answer; code db.unavailable, or storage.full.
         """
         with _own_errors():
             async with turn(self._writer), self._write_sessions() as session, session.begin():
@@ -153,7 +153,7 @@ async def turn(lock: asyncio.Lock) -> AsyncIterator[None]:
     """Hold a lock that others hold for the length of a transaction: wait no longer for it than for the database's own.
 
     Raises:
-        CapacityError: Those before us wait for the database too; code database_unavailable.
+        CapacityError: Those before us wait for the database too; code db.unavailable.
     """
     try:
         async with asyncio.timeout(TURN_S):
@@ -173,7 +173,7 @@ def _own_errors() -> Iterator[None]:
     except DBAPIError as error:
         if sqlite.is_full(error) or postgres.is_full(error):
             raise CapacityError(
-                "The disk that holds the database is full; free some space.", code="storage_full"
+                "The disk that holds the database is full; free some space.", code="storage.full"
             ) from error
         if not isinstance(error, OperationalError | InterfaceError | InternalError):
             raise
@@ -184,4 +184,4 @@ def _own_errors() -> Iterator[None]:
 
 def unavailable() -> CapacityError:
     """The refusal while the database cannot answer."""
-    return CapacityError("The database cannot answer now; try again.", code="database_unavailable")
+    return CapacityError("The database cannot answer now; try again.", code="db.unavailable")

@@ -168,7 +168,7 @@ class Journal:
         """Append payloads, all in one group; returns when they are on disk for good.
 
         Raises:
-            CapacityError: They are not; code storage_full, or storage_unavailable.
+            CapacityError: They are not; code storage.full, or storage.unavailable.
         """
         self._enqueue(payload, *more)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -181,7 +181,7 @@ class Journal:
         It survives the death of the process once written; a power cut may take it until the next `append`.
 
         Raises:
-            CapacityError: The journal was closed; code storage_unavailable.
+            CapacityError: The journal was closed; code storage.unavailable.
         """
         self._enqueue(payload)
 
@@ -211,7 +211,7 @@ class Journal:
 
     def _enqueue(self, *payloads: bytes) -> None:
         if self._is_closed:
-            raise CapacityError("The usage journal is closed: the server is stopping.", code="storage_unavailable")
+            raise CapacityError("The usage journal is closed: the server is stopping.", code="storage.unavailable")
         self._lines += [encode_line(payload) for payload in payloads]
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all_groups())
@@ -245,8 +245,8 @@ class Journal:
 
 def _refusal(error: OSError) -> CapacityError:
     if error.errno in _FULL:
-        return CapacityError("The disk that holds the usage journal is full; free some space.", code="storage_full")
-    return CapacityError("The usage journal cannot be written now; try again.", code="storage_unavailable")
+        return CapacityError("The disk that holds the usage journal is full; free some space.", code="storage.full")
+    return CapacityError("The usage journal cannot be written now; try again.", code="storage.unavailable")
 
 
 def _lock(folder: Path) -> int:

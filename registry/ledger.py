@@ -151,7 +151,7 @@ class UsageLedger:
         The same id counts once, however often it is recorded; the first that is written wins.
 
         Raises:
-            CapacityError: The event is not on disk; code storage_full or storage_unavailable. The request is billed
+            CapacityError: The event is not on disk; code storage.full or storage.unavailable. The request is billed
                 from its last progress mark.
             InvalidRequestError: A field cannot be stored.
         """
@@ -202,7 +202,7 @@ class UsageLedger:
                         await self._discard(file)
                 await self._bill_unwritten()
             except OSError as error:
-                raise CapacityError("The usage journal cannot be read now.", code="storage_unavailable") from error
+                raise CapacityError("The usage journal cannot be read now.", code="storage.unavailable") from error
             self._sealed_since = None
             self._last_good_flush = this
 

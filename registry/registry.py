@@ -48,8 +48,8 @@ ADMIN = "admin"
 class Registry:
     """Tenants, keys, adapters and usage over one database.
 
-    Thread: the event loop that opened it. All methods raise `CapacityError` (code database_unavailable or
-    storage_full) when the database cannot answer; names and texts that cannot be stored raise
+    Thread: the event loop that opened it. All methods raise `CapacityError` (code db.unavailable or
+    storage.full) when the database cannot answer; names and texts that cannot be stored raise
     `InvalidRequestError`. `actor` is who did it, for the audit log: a key id, or `admin`.
     """
 

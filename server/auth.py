@@ -69,7 +69,9 @@ class AuthMiddleware:
 def _bearer(headers: Headers) -> str:
     values = headers.getlist("authorization")
     if not values:
-        raise AuthenticationError("No API key was given: send the header 'Authorization: Bearer <key>'.")
+        raise AuthenticationError(
+            "No API key was given: send the header 'Authorization: Bearer <key>'.", code="auth.missing"
+        )
     scheme, _, key = values[0].partition(" ")
     key = key.strip()
     if len(values) > 1 or scheme.lower() != "bearer" or not key:

@@ -53,7 +53,7 @@ ANSWERS: dict[type[WeftError], tuple[int, str]] = {
 }
 """Status and `type` of every error class."""
 STATUS_BY_CODE = {
-    "storage_full": 507,
+    "storage.full": 507,
     "config.too_large": 413,
     "headers_too_large": 431,
     "idempotency.key_reused": 422,

@@ -32,7 +32,7 @@ class StagedWriter:
         """Append bytes.
 
         Raises:
-            CapacityError: The disk is full (code storage_full).
+            CapacityError: The disk is full (code storage.full).
         """
         rest = memoryview(chunk)
         with full_disk_is_capacity():
@@ -66,7 +66,7 @@ class StagedFiles:
 
         Raises:
             ConflictError: The file does not end at `offset`; code upload.offset_mismatch.
-            CapacityError: The disk is full (code storage_full).
+            CapacityError: The disk is full (code storage.full).
         """
         folder = self._folder(upload_id)
         with full_disk_is_capacity():

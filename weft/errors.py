@@ -188,7 +188,7 @@ class QueueFullError(CapacityError):
 class DrainingError(CapacityError):
     """The server is shutting down."""
 
-    code = "server_draining"
+    code = "server.draining"
 
 
 class EngineUnavailableError(CapacityError):

@@ -263,7 +263,7 @@ def test_a_real_full_disk_is_a_capacity_error_and_leaves_nothing(blobs: LocalBlo
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
-    assert caught.value.code == "storage_full"
+    assert caught.value.code == "storage.full"
     assert files(blobs) == []
 
 
@@ -282,7 +282,7 @@ def test_a_disk_that_fills_up_at_any_step_is_a_capacity_error(
     monkeypatch.setattr(os, step, full_when_creating if step == "open" else full)
     with pytest.raises(CapacityError) as caught:
         store(blobs)
-    assert caught.value.code == "storage_full"
+    assert caught.value.code == "storage.full"
     monkeypatch.undo()
     assert files(blobs) == []
     assert store(blobs) == DIGEST

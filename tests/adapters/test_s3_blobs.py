@@ -248,7 +248,7 @@ def test_readers_in_a_cache_that_holds_nothing_all_get_their_bytes(blobs: S3Blob
                 if read(tight, digest) != content:
                     wrong.append(digest)
             except CapacityError as error:
-                if error.code != "storage_unavailable":
+                if error.code != "storage.unavailable":
                     wrong.append(error.code)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -289,10 +289,10 @@ def test_a_missing_bucket_is_said_plainly(tmp_path: Path) -> None:
     blobs = s3_blobs_in("no-such-bucket", tmp_path / "cache")
     with pytest.raises(ConfigError, match=r"s3://no-such-bucket/team/a cannot be used \(NoSuchBucket\)"):
         blobs.probe()
-    assert read_error(blobs) == "storage_unavailable"
+    assert read_error(blobs) == "storage.unavailable"
     with pytest.raises(CapacityError) as caught:
         store(blobs)
-    assert caught.value.code == "storage_unavailable"
+    assert caught.value.code == "storage.unavailable"
     assert copies(tmp_path / "cache") == set()
 
 
@@ -302,7 +302,7 @@ def test_wrong_keys_are_said_plainly_and_never_shown(
     with caplog.at_level(logging.DEBUG), s3.refusing_keys():
         with pytest.raises(ConfigError, match="InvalidAccessKeyId") as caught:
             blobs.probe()
-        assert read_error(blobs) == "storage_unavailable"
+        assert read_error(blobs) == "storage.unavailable"
         with pytest.raises(CapacityError):
             store(blobs)
         with pytest.raises(CapacityError):
@@ -327,11 +327,11 @@ def test_a_server_that_is_gone_is_told_soon_and_not_asked_by_everybody(
     started = time.monotonic()
     with pytest.raises(CapacityError) as caught:
         blobs.probe()
-    assert caught.value.code == "storage_unavailable"
+    assert caught.value.code == "storage.unavailable"
     assert time.monotonic() - started < 10
     started = time.monotonic()
     for _ in range(100):
-        assert read_error(blobs) == "storage_unavailable"
+        assert read_error(blobs) == "storage.unavailable"
     assert time.monotonic() - started < 0.5
 
 
@@ -356,7 +356,7 @@ def test_nobody_waits_for_a_server_that_never_answers(
             started = time.monotonic()
             with pytest.raises(CapacityError) as caught:
                 ask()
-            assert caught.value.code == "storage_unavailable"
+            assert caught.value.code == "storage.unavailable"
             assert time.monotonic() - started < 5
     assert copies(tmp_path / "cache") == set()
 

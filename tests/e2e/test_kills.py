@@ -208,7 +208,7 @@ def refused(trial: Trial, what: str, ask: Callable[[], httpx.Response]) -> None:
     started = time.monotonic()
     answer = ask()
     trial.took(what, started)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable"), answer.text
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "db.unavailable"), answer.text
     assert int(answer.headers["retry-after"]) >= 1
 
 

@@ -157,5 +157,5 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(tmp_path: Path) 
         assert server.process.wait(timeout=60) == 0
         for thread in threads:
             thread.join(timeout=60)
-        assert {how for how, _ in results} <= {"server_draining", "503", "done"}
-        assert any(how == "server_draining" for how, _ in results)
+        assert {how for how, _ in results} <= {"server.draining", "503", "done"}
+        assert any(how == "server.draining" for how, _ in results)

@@ -233,7 +233,7 @@ def test_q_5_a_disk_that_is_full(server: WeftServer, client: httpx.Client, check
             answer = upload_bytes(client, "bad", GOOD.config, bytes(12 << 20))
     finally:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limits)
-    assert outcome(answer) == (507, "storage_full")
+    assert outcome(answer) == (507, "storage.full")
     assert_cheap(expense, check_bytes)
 
 
@@ -244,7 +244,7 @@ def test_q_6_a_database_that_is_away_at_commit(server: WeftServer, client: httpx
         with measured(server) as expense:
             answer = upload_bytes(client, "bad", GOOD.config, GOOD.weights)
         other.execute("ROLLBACK")
-    assert outcome(answer) == (503, "database_unavailable")
+    assert outcome(answer) == (503, "db.unavailable")
     assert int(answer.headers["retry-after"]) >= 1
     assert_cheap(expense, check_bytes)
 

@@ -351,7 +351,7 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
 
 async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: Tenant) -> None:
     async def fail() -> None:
-        raise CapacityError("full", code="storage_full")
+        raise CapacityError("full", code="storage.full")
 
     terms = Terms(answer=lambda _, is_new: Answer(status=201 if is_new else 200, body={}), store=fail)
     with pytest.raises(CapacityError):

@@ -146,7 +146,7 @@ async def test_a_database_locked_by_another_process_is_unavailable(
     with pytest.raises(CapacityError) as caught:
         async with database.write() as session:
             await session.execute(text("SELECT 1"))
-    assert caught.value.code == "database_unavailable"
+    assert caught.value.code == "db.unavailable"
     other.execute("ROLLBACK")
     other.close()
     async with database.write() as session:
@@ -166,7 +166,7 @@ async def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
 
     with pytest.raises(CapacityError) as caught:
         await fill()
-    assert caught.value.code == "storage_full"
+    assert caught.value.code == "storage.full"
     await database.close()
 
 
@@ -215,7 +215,7 @@ async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(
         with pytest.raises(CapacityError) as caught:
             async with other.write():
                 pytest.fail("two writers at once")
-    assert caught.value.code == "database_unavailable"
+    assert caught.value.code == "db.unavailable"
     for opened in (database, other):
         await opened.close()
 
@@ -238,7 +238,7 @@ async def test_a_server_that_hangs_is_given_up_and_taken_again(tmp_path: Path, m
             with pytest.raises(CapacityError) as caught:
                 async with asyncio.timeout(60):
                     await ask()
-            assert caught.value.code == "database_unavailable"
+            assert caught.value.code == "db.unavailable"
         server.thaw()
         await database.check()
         await database.close()
@@ -252,7 +252,7 @@ async def test_a_writer_does_not_wait_without_end_for_another(
         with pytest.raises(CapacityError) as caught:
             async with database.write():
                 pytest.fail("two writers at once")
-    assert caught.value.code == "database_unavailable"
+    assert caught.value.code == "db.unavailable"
     async with database.write():
         pass
 

@@ -212,9 +212,9 @@ async def test_a_cancelled_wait_does_not_disturb_the_others(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (errno.ENOSPC, "storage_full"),
-        (errno.EDQUOT, "storage_full"),
-        (errno.EIO, "storage_unavailable"),
+        (errno.ENOSPC, "storage.full"),
+        (errno.EDQUOT, "storage.full"),
+        (errno.EIO, "storage.unavailable"),
     ],
 )
 async def test_who_waits_for_a_failed_write_is_told_why(

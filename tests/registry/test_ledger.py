@@ -290,7 +290,7 @@ async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
             await ledger.record(usage_event("use_1", completion_tokens=50))
         await ledger.flush()
         assert _files(tmp_path)[0].stem.endswith("1"), "the mark of a running request has no other place"
-    assert caught.value.code == "storage_full"
+    assert caught.value.code == "storage.full"
     assert await _stored(database) == {"use_0": ("stop", 20), "use_1": ("interrupted", 32)}
     await ledger.record(usage_event("use_2"))
     await ledger.flush()
@@ -324,7 +324,7 @@ async def test_a_database_that_fails_delays_events_and_loses_none(
 
     async def unavailable(*_: object) -> int:
         has_failed.set()
-        raise CapacityError("down", code="database_unavailable")
+        raise CapacityError("down", code="db.unavailable")
 
     insert_events = usage.insert_events
     monkeypatch.setattr(usage, "insert_events", unavailable)
@@ -352,7 +352,7 @@ async def test_a_journal_that_cannot_be_read_is_unavailable_and_stays(
         patched.setattr(ledger_module, "read_lines", broken)
         with pytest.raises(CapacityError) as caught:
             await ledger.flush()
-    assert caught.value.code == "storage_unavailable"
+    assert caught.value.code == "storage.unavailable"
     assert len(_files(tmp_path)) == 1
     await ledger.flush()
     assert list(await _stored(database)) == ["use_1"]
@@ -535,5 +535,5 @@ async def test_who_asks_for_a_flush_does_not_wait_for_a_database_that_hangs(
     async with ledger._moving:
         with pytest.raises(CapacityError) as caught:
             await ledger.flush()
-    assert caught.value.code == "database_unavailable"
+    assert caught.value.code == "db.unavailable"
     await ledger.flush()

@@ -61,7 +61,7 @@ async def test_it_counts_as_there_for_as_long_as_known_keys_are_served(
     await registry.check()
 
     async def away() -> None:
-        raise CapacityError("away", code="database_unavailable")
+        raise CapacityError("away", code="db.unavailable")
 
     monkeypatch.setattr(registry._database, "check", away)
     clock.advance(MAX_OUTAGE_S - 1)

@@ -90,7 +90,7 @@ async def test_an_upload_while_the_store_is_away_is_503_and_leaves_no_version(
     client = await api.tenant("acme")
     cut_off(api, 60)
     answer = await upload(client, "pirate")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage.unavailable")
     assert answer.headers["retry-after"] == "5"
     assert SECRET_KEY not in answer.text
     assert (await client.get("/v1/adapters/pirate")).status_code == 404

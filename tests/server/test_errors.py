@@ -54,7 +54,7 @@ def test_what_passes_with_time_says_when() -> None:
 
 
 def test_a_full_disk_is_507() -> None:
-    assert answer(errors.CapacityError("full", code="storage_full"))[0] == 507
+    assert answer(errors.CapacityError("full", code="storage.full"))[0] == 507
 
 
 @pytest.mark.parametrize(

@@ -405,12 +405,12 @@ async def test_a_quota_that_cannot_be_read_lets_nobody_pass(api: Api, monkeypatc
     client = await limited(api, tokens_per_month=1000)
 
     async def down(*_: object) -> int:
-        raise CapacityError("The database cannot answer now; try again.", code="database_unavailable")
+        raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
 
     with monkeypatch.context() as patch:
         patch.setattr(api.services.registry.usage, "tokens", down)
         answer = await complete(client)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "database_unavailable")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "db.unavailable")
     assert (await complete(client)).status_code == 200
     assert (await used(client))["tokens_per_month"] == 6
 

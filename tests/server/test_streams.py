@@ -203,7 +203,7 @@ async def test_draining_refuses_new_requests_and_lets_running_ones_finish(api: A
         assert (await client.get("/health")).status_code == 200
         answer = await running
     assert refused.status_code == ready.status_code == 503
-    assert refused.json()["error"]["code"] == ready.json()["error"]["code"] == "server_draining"
+    assert refused.json()["error"]["code"] == ready.json()["error"]["code"] == "server.draining"
     assert int(refused.headers["retry-after"]) >= 1
     assert answer.status_code == 200
     assert await draining == 0
@@ -221,7 +221,7 @@ async def test_draining_ends_what_takes_too_long_with_an_error_event(api: Api, u
                 events += [line.removeprefix("data: ")] if line.startswith("data: ") else []
         assert await draining == 2
         whole = await waiting
-    assert json.loads(events[-1])["error"]["code"] == "server_draining"
+    assert json.loads(events[-1])["error"]["code"] == "server.draining"
     assert whole.status_code == 503
     assert len(api.engine.aborted) == 2
     api.services.drain.is_draining = False
@@ -244,7 +244,7 @@ async def test_engine_events_go_on_after_an_outage_of_the_database(
     api: Api, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(_: object) -> None:
-        raise CapacityError("away", code="database_unavailable")
+        raise CapacityError("away", code="db.unavailable")
 
     monkeypatch.setattr(routes_engine, "POLL_S", 0.01)
     with monkeypatch.context() as outage:
@@ -254,7 +254,7 @@ async def test_engine_events_go_on_after_an_outage_of_the_database(
             client.stream("GET", "/v1/engine/events") as answer,
         ):
             lines = aiter(answer.aiter_lines())
-            assert json.loads((await anext(lines)).removeprefix("data: "))["error"]["code"] == "database_unavailable"
+            assert json.loads((await anext(lines)).removeprefix("data: "))["error"]["code"] == "db.unavailable"
             outage.undo()
             while '"object":"engine"' not in await anext(lines):
                 pass

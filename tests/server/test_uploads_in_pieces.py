@@ -297,7 +297,7 @@ async def test_a_full_disk_keeps_what_was_received(api: Api, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr("weft.server.staged_files.os.write", full)
         answer = await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)
-        assert code(answer) == (507, "storage_full")
+        assert code(answer) == (507, "storage.full")
     assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
     assert (await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)).status_code == 200
 
@@ -331,7 +331,7 @@ async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch
     async def fails() -> tuple[int, int]:
         nonlocal calls
         calls += 1
-        raise CapacityError("The database cannot answer now; try again.", code="database_unavailable")
+        raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
 
     monkeypatch.setattr(api.services.registry.uploads, "forget_old", fails)
     await eventually(lambda: calls > 1)

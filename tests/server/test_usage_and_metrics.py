@@ -90,7 +90,7 @@ async def test_a_failed_upload_of_usage_is_no_good_end(api: Api, monkeypatch: py
     from weft.errors import CapacityError
 
     async def full(_: object) -> None:
-        raise CapacityError("The journal's disk is full.", code="storage_full")
+        raise CapacityError("The journal's disk is full.", code="storage.full")
 
     client = await api.tenant("acme")
     monkeypatch.setattr(api.services.registry.usage, "record", full)
@@ -98,7 +98,7 @@ async def test_a_failed_upload_of_usage_is_no_good_end(api: Api, monkeypatch: py
     assert (await client.post("/v1/completions", json=body)).status_code == 507
     streamed = await client.post("/v1/completions", json={**body, "stream": True})
     assert "[DONE]" not in streamed.text
-    assert "storage_full" in streamed.text
+    assert "storage.full" in streamed.text
 
 
 async def test_metrics_show_requests_and_the_engine(api: Api) -> None:

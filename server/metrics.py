@@ -48,7 +48,8 @@ class Metrics:
 
     def __init__(self, max_adapters: int) -> None:
         self.registry = CollectorRegistry()
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for every counter, which nobody reads
+        # Those were a second line for every counter, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._pairs = _CappedPairs()
         self._adapters = _CappedLabels()
         self._digests: dict[str, str] = {}

@@ -20,7 +20,7 @@ from expense import Expense, Trace, base_logprobs, measured
 from fake_engine import demo_ready
 from lora_files import config_bytes
 from mutated_adapters import Mutant
-from raw_http import RawAnswer, chunked, connected, exchange, form, form_part, read_all, upload_head
+from raw_http import RawAnswer, chunked, connected, exchange, form, form_part, head_of, read_all, upload_head
 from safety_rows import FILE_ROWS, Row
 from weft_server import WeftServer, upload_bytes, weft_server
 
@@ -247,6 +247,21 @@ def test_q_6_a_database_that_is_away_at_commit(server: WeftServer, client: httpx
     assert outcome(answer) == (503, "db.unavailable")
     assert int(answer.headers["retry-after"]) >= 1
     assert_cheap(expense, check_bytes)
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters", "/v1/completions"])
+@pytest.mark.parametrize("has_key", [True, False], ids=["key", "no key"])
+def test_a_million_chunks_of_a_byte(server: WeftServer, has_key: bool, path: str) -> None:
+    is_upload = path == "/v1/adapters"
+    kind = "multipart/form-data; boundary=b" if is_upload else "application/json"
+    key = server.tenants["acme"] if has_key else None
+    head = head_of("POST", path, key, Content_Type=kind, Transfer_Encoding="chunked")
+    begun = next(chunked([form_part("weights", b"x")])) if is_upload else b""
+    with measured(server) as expense:
+        answer = exchange(server.url, head, [begun, b"1\r\nx\r\n" * 1_000_000, b"0\r\n\r\n"], send_bytes=1 << 20)
+    assert answer.status == (400 if has_key else 401)
+    assert expense.server_cpu_s < 2 * CPU_S
+    assert expense.server_bytes < MEMORY_BYTES
 
 
 def test_adapters_with_a_few_changes(server: WeftServer, client: httpx.Client) -> None:

@@ -255,8 +255,8 @@ def test_labels_are_capped(length: int) -> None:
     for index, name in enumerate(names):
         metrics.learn_adapter(f"sha256:{index}", "acme", name)
         for adapter in (None, f"{name}/{name}", f"{names[index % 97]}/{names[index % 97]}"):
-            for status in ("stop", "length", "aborted", "error"):
-                metrics.request_ended(name, adapter, status, {"prompt": 1, "cached": 1, "completion": 1})
+            for end in ("stop", "length", "aborted", "error"):
+                metrics.request_ended(name, adapter, end, {"prompt": 1, "cached": 1, "completion": 1})
     residents = [
         ResidentAdapter(digest=f"sha256:{index}", tier=tier, pages=1, running=1)
         for index in range(5000)

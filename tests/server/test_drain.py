@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from api_adapters import upload
+from api_server import Api
 from weft.errors import DrainingError
 from weft.server.drain import Drain
 
@@ -59,3 +61,14 @@ async def test_work_is_cut_when_the_time_is_over_or_somebody_hurries() -> None:
             drain.hurry()
         assert await asyncio.wait_for(draining, 25) == 1
         await working
+
+
+async def test_an_upload_while_draining_is_refused_unread_with_a_time(api: Api) -> None:
+    client = await api.tenant("acme")
+    api.services.drain.is_draining = True
+    answer = await upload(client, "late")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_draining")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert api.files() == []
+    api.services.drain.is_draining = False
+    assert (await upload(client, "late")).status_code == 201

@@ -21,7 +21,8 @@ from weft.registry import postgres, sqlite
 from weft.registry.migrations import upgrade
 
 RETRY_MS = 50
-TURN_S = 5.0
+TURN_S = 30.0
+"""Longest wait for the writers before us in this process: a long queue is no outage, one behind a dead database is."""
 _WRITER = {"weft_writer": True}
 
 

@@ -7,6 +7,7 @@ routes.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -17,11 +18,47 @@ MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""
 MAX_UNASKED_BYTES = 64 * 1024
 """Most bytes of a body that are still read, and dropped, after its request was answered."""
+READ_BYTES = 64 * 1024
+"""Most bytes of one read: so of a body that nobody may send no more is taken, however much of it lies ready."""
+LINGER_S = 1.0
+"""Seconds that a refused client has to read why, before the connection is closed."""
 HEAD_S = 10.0
 """Seconds that a head may take, from the connection or its first byte on."""
 IS_CLOSING = "is_closing"
 """Name in a request's state: says whether the connection drops what is sent from now on. Who waits for a message of the
 ASGI server learns that some turns of the event loop later."""
+
+
+class BoundedReads(asyncio.BufferedProtocol):
+    """Between a connection and its protocol: bounds what one read takes. The event loops themselves take four times it."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self._buffer = bytearray()
+        self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
+        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+
+    @classmethod
+    def connect(cls, *args: Any, **kwargs: Any) -> BoundedReads:  # noqa: ANN401 - uvicorn's own
+        """For uvicorn: a new connection."""
+        return cls(BoundedProtocol(*args, **kwargs))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a connection."""
+        self._protocol.connection_made(transport)  # type: ignore[arg-type]
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Room for the next read."""
+        del sizehint
+        self._buffer = bytearray(READ_BYTES)
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Pass on what was read."""
+        data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
+        self._protocol.data_received(data)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -35,6 +72,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _unasked_bytes = 0
     """Of the body being read, those that came after the answer."""
     _has_head = False
+    _is_refused = False
+    """Answered by `_refuse`: nothing is parsed any more."""
     _clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -49,6 +88,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; a head that has grown too long ends the connection."""
+        if self._is_refused:
+            self._unasked_bytes += len(data)
+            if self._unasked_bytes > MAX_UNASKED_BYTES:
+                self.transport.close()
+            return
         self._untold_bytes += len(data)
         had_head = self._has_head
         if not had_head:
@@ -124,14 +168,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: WeftError) -> None:
         """Answer, unless the answer to an earlier request is under way, and close the connection."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:
             response = error_response(error)
             headers = [(name, value) for name, value in response.raw_headers if name != b"connection"]
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", bytes(response.body)]))
-        self.transport.close()
+        # Closed with bytes unread, the connection would be reset, and the answer perhaps lost on its way.
+        self._is_refused, self._unasked_bytes = True, 0
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
 def _too_long() -> PayloadTooLargeError:

@@ -27,7 +27,7 @@ from weft.server.adapter_check import AdapterCheck
 from weft.server.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.app import MetricsApp, create_app
 from weft.server.drain import Drain
-from weft.server.http_protocol import BoundedProtocol
+from weft.server.http_protocol import BoundedReads
 from weft.server.logs import configure_logs
 from weft.server.metrics import Metrics
 from weft.server.pins import settle_pins
@@ -135,7 +135,7 @@ class ApiServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=BoundedProtocol,
+                http=BoundedReads.connect,  # type: ignore[arg-type]
                 log_config=None,
                 access_log=False,
                 lifespan="off",

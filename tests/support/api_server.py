@@ -21,7 +21,7 @@ from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.app import create_app
 from weft.server.drain import Drain
-from weft.server.http_protocol import BoundedProtocol
+from weft.server.http_protocol import BoundedReads
 from weft.server.incoming import Pace
 from weft.server.metrics import Metrics
 from weft.server.services import Services, base_names
@@ -71,7 +71,12 @@ class Api:
     async def listening(self) -> AsyncIterator[str]:
         """The app on a real port, for what only a socket shows."""
         config = uvicorn.Config(
-            self.app, http=BoundedProtocol, port=0, log_config=None, lifespan="off", access_log=False
+            self.app,
+            http=BoundedReads.connect,  # type: ignore[arg-type]
+            port=0,
+            log_config=None,
+            lifespan="off",
+            access_log=False,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve())

@@ -30,7 +30,7 @@ ASGI server learns that some turns of the event loop later."""
 
 
 class BoundedReads(asyncio.BufferedProtocol):
-    """Between a connection and its protocol: bounds what one read takes, which the event loops bound at four times it."""
+    """Between a connection and its protocol: bounds what one read takes, to a quarter of what event loops take."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol

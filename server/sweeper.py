@@ -27,7 +27,6 @@ class Sweeper:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._suspects: frozenset[str] = frozenset()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -60,7 +59,7 @@ class Sweeper:
             "answers": answers,
             "staged": await self._sweep_staged(),
             "temporary": await asyncio.to_thread(services.blobs.sweep, age_s),
-            "blobs": await self._sweep_blobs(is_alone),
+            "blobs": await self._sweep_blobs(),
         }
         if any(removed.values()):
             log.info("swept", **removed)
@@ -85,16 +84,11 @@ class Sweeper:
             await asyncio.to_thread(self._services.staged.delete, upload_id)
         return len(doomed)
 
-    async def _sweep_blobs(self, is_alone: bool) -> int:
-        """Delete blobs without a version: where others store too, only those that had none at the last sweep either.
-
-        Another server's blob is without one for the moment between storing and publishing it.
-        """
+    async def _sweep_blobs(self) -> int:
         digests = await asyncio.to_thread(lambda: list(self._services.blobs.digests()))
-        lonely: set[str] = set()
+        doomed: list[str] = []
         for start in range(0, len(digests), BLOBS_AT_ONCE):
-            lonely |= await self._services.registry.unreferenced(digests[start : start + BLOBS_AT_ONCE])
-        doomed = sorted(lonely if is_alone else lonely & self._suspects)
-        self._suspects = frozenset(lonely)
-        await delete_blobs(self._services, doomed)
+            doomed += await self._services.registry.unreferenced(digests[start : start + BLOBS_AT_ONCE])
+        for start in range(0, len(doomed), BLOBS_AT_ONCE):
+            await delete_blobs(self._services, doomed[start : start + BLOBS_AT_ONCE])
         return len(doomed)

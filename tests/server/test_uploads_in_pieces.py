@@ -344,20 +344,6 @@ async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch
     assert len(api.files()) == 1
 
 
-async def test_where_others_store_too_a_blob_without_a_version_gets_a_second_look(tmp_path: Path) -> None:
-    async with open_api(tmp_path) as api:
-        blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
-        registry_config = replace(api.services.config.registry, blob_url=str(blobs.root))
-        services = replace(api.services, config=replace(api.services.config, registry=registry_config))
-        sweeper = Sweeper(services)
-        blobs.make_folders(lonely)
-        blobs.path(lonely).write_bytes(b"x")
-        assert (await sweeper.sweep(is_start=True))["blobs"] == 0
-        assert len(api.files()) == 1
-        assert (await sweeper.sweep())["blobs"] == 1
-        assert api.files() == []
-
-
 async def test_a_file_that_stalls_is_given_up_and_kept(tmp_path: Path) -> None:
     async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api:
         client, files = await api.tenant("acme"), sound()

@@ -139,7 +139,8 @@ class Registry:
         """
         async with self._change() as session:
             tenant = await tenants.create_tenant(session, name, limits or {}, self._clock())
-            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name)
+            given = dict(limits) if limits else None
+            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, limits=given)
         return tenant
 
     async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[Tenant]:
@@ -206,7 +207,17 @@ class Registry:
                 session, self._key_ring, tenant, name, scopes, expires_at, now=self._clock()
             )
             key = await keys.update_key(session, key.id, limits=limits, now=self._clock())
-            audit.add(session, self._clock(), ADMIN, "key.create", tenant=tenant, target=key.id)
+            audit.add(
+                session,
+                self._clock(),
+                ADMIN,
+                "key.create",
+                tenant=tenant,
+                target=key.id,
+                scopes=list(key.scopes),
+                limits=dict(key.limits) or None,
+                expires_at=iso(key.expires_at) if key.expires_at else None,
+            )
         return key, secret
 
     async def update_key(

@@ -112,13 +112,21 @@ def show(body: Any, as_json: bool, columns: Sequence[str]) -> None:  # noqa: ANN
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, dict):
-        return " ".join(f"{name}={inner}" for name, inner in value.items()) or "-"
+        return " ".join(f"{name}={_inner(inner)}" for name, inner in value.items()) or "-"
+    return _inner(value) or "-"
+
+
+def _inner(value: object) -> str:
+    """What stands behind a name, as the commands take it: `1:95,2:5`, `none`."""
+    if isinstance(value, dict):
+        parts = {
+            name: f"({_inner(inner)})" if isinstance(inner, dict) else _inner(inner) for name, inner in value.items()
+        }
+        return ",".join(f"{name}:{part}" for name, part in parts.items())
     if isinstance(value, list):
-        return ",".join(str(item) for item in value) or "-"
-    return str(value)
+        return ",".join(map(str, value))
+    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _body(answer: httpx.Response, url: str) -> dict[str, Any]:

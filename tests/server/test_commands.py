@@ -301,6 +301,26 @@ def test_lists_are_tables_without_folded_cells(recorder: Recorder) -> None:
     assert digest in row
 
 
+def test_splits_and_limits_are_shown_as_the_commands_take_them(recorder: Recorder) -> None:
+    recorder.body = {
+        "object": "adapter",
+        "name": "a",
+        "pinned": False,
+        "aliases": {"default": {"1": 95, "2": 5}, "b": 2},
+    }
+    shown = run("adapter", "alias", "a", "b=2", "--url", recorder.url).output
+    assert "default=1:95,2:5 b=2" in shown
+    details = (
+        ({"limits": {"adapters": None, "stored_bytes": 9}}, "limits=adapters:none,stored_bytes:9"),
+        ({"aliases": {"default": {"1": 95, "2": 5}, "b": None}}, "aliases=default:(1:95,2:5),b:none"),
+        ({"digest": "sha256:0", "activate": True, "scopes": ["infer"]}, "digest=sha256:0 activate=yes scopes=infer"),
+        ({}, "-"),
+    )
+    recorder.body = {"object": "list", "data": [{"action": "x", "detail": detail} for detail, _ in details]}
+    lines = run("audit", "--url", recorder.url).output.splitlines()[1:]
+    assert all(line.endswith(f"  {text}") for line, (_, text) in zip(lines, details, strict=True)), lines
+
+
 def test_the_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = ("doctor", "--data-dir", str(tmp_path), "--port", "0", "--json")
     found = {finding["check"]: finding for finding in json.loads(run(*arguments).stdout)}

@@ -166,6 +166,14 @@ class Registry:
 
         return await self._tenant_limits.ask(tenant_id, read)
 
+    async def stored(self, tenant_id: str) -> dict[str, int]:
+        """What counts against the limits `adapters` and `stored_bytes` of this tenant."""
+        async with self._database.read() as session:
+            return {
+                "adapters": await quotas.count_adapters(session, tenant_id),
+                "stored_bytes": await quotas.stored_bytes(session, tenant_id, self._clock()),
+            }
+
     async def update_tenant(self, name: str, limits: Mapping[str, object]) -> Tenant:
         """Replace a tenant's limits.
 

@@ -86,10 +86,15 @@ def push(  # noqa: PLR0913 - one parameter per option
     as_json: JSON = False,
 ) -> None:
     """Upload an adapter, or its next version. After a broken connection it goes on, also when started again."""
+    from weft.registry.names import is_name
     from weft.server.commands.push import push_files
 
-    draft = {"name": name or folder.resolve().name, "description": description, "activate": activate}
-    body = push_files(adapter_files(folder), draft, url, key, tenant)
+    own_name = folder.resolve().name
+    files = adapter_files(folder)
+    if name is None and not is_name(own_name):
+        fail(f"the folder's name {own_name!r} cannot name an adapter; give one with --name.", 2)
+    draft = {"name": name or own_name, "description": description, "activate": activate}
+    body = push_files(files, draft, url, key, tenant)
     show(body, as_json, COLUMNS)
     if not as_json:
         _tell(body.get("report") or {})
@@ -201,7 +206,8 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
 def _tell(report: Mapping[str, Any]) -> None:
     """Print what the check noticed, the warnings on stderr."""
     if report.get("layout") == "mlx" or report.get("renamed"):
-        typer.echo(f"read as: {report['layout']}, {report['renamed']} tensors under other names than PEFT's")
+        renamed = f", {report['renamed']} tensors under other names than PEFT's" if report.get("renamed") else ""
+        typer.echo(f"read as: {report['layout']}{renamed}")
     for warning in report.get("warnings", ()):
         typer.echo(f"warning: {warning}", err=True)
 

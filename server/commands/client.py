@@ -40,14 +40,18 @@ def call(url: str, key: str | None, method: str, path: str, **arguments: Any) ->
     Raises:
         typer.Exit: It refused (2 for bad input, 1 for all else) or cannot be reached (1); the reason was printed.
     """
+    return body_of(reach(url, key, method, path, **arguments), url, key)
+
+
+def reach(url: str, key: str | None, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
+    """Call the server as `call` does, for its answer whatever that says; where there is none, the command ends."""
     import httpx
 
     try:
-        answer = send(url, key, method, path, **arguments)
+        return send(url, key, method, path, **arguments)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error).rstrip(".")
         fail(f"cannot reach {url}: {reason}. Is `weft serve` running there? Set --url or WEFT_URL.", 1)
-    return body_of(answer, url, key)
 
 
 def send(url: str, key: str | None, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
@@ -126,6 +130,8 @@ def _inner(value: object) -> str:
         return ",".join(f"{name}:{part}" for name, part in parts.items())
     if isinstance(value, list):
         return ",".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.3f}"
     return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
 
 

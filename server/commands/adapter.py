@@ -114,14 +114,19 @@ def list_adapters(tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None
 def show_adapter(
     name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """Show one adapter and its versions."""
+    """Show one adapter, who else may call it, and its versions."""
     params = {"tenant": tenant}
     body = call(url, key, "GET", f"/v1/adapters/{_quoted(name)}", params=params)
-    versions = call(url, key, "GET", f"/v1/adapters/{_quoted(name)}/versions", params=params)
+    versions, grants = (
+        call(url, key, "GET", f"/v1/adapters/{_quoted(name)}/{part}", params=params) for part in ("versions", "grants")
+    )
     if as_json:
-        show({**body, "versions": versions["data"]}, True, ())
+        show({**body, "versions": versions["data"], "grants": grants["data"]}, True, ())
         return
-    show(body, False, COLUMNS)
+    body["granted_to"] = [
+        grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants["data"]
+    ]
+    show(body, False, (*COLUMNS, "description", "granted_to"))
     _tell(body.get("report") or {})
     typer.echo("")
     show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))

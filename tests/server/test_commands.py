@@ -220,6 +220,19 @@ def test_a_grant_says_who_may_call_what(recorder: Recorder) -> None:
     assert json.loads(recorder.calls[-1][3]) == {"tenant": "ten_1", "version": 2}
 
 
+def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Recorder) -> None:
+    adapter = {"name": "a", "aliases": {"default": 2}, "description": "for tests", "report": {"warnings": ["odd"]}}
+    grants = {"object": "list", "data": [{"tenant": "rival", "version": None}, {"tenant": "third", "version": 2}]}
+    recorder.pages = [adapter, {"object": "list", "data": [{"version": 2, "digest": "sha256:0"}]}, grants]
+    done = run("adapter", "show", "a", "--tenant", "acme", "--url", recorder.url)
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert ["granted_to", "rival,third@2"] in lines
+    assert ["description", "for tests"] in lines
+    assert "warning: odd" in done.stderr
+    parts = [path for _, path, _, _ in recorder.calls]
+    assert parts == [f"/v1/adapters/a{part}?tenant=acme" for part in ("", "/versions", "/grants")]
+
+
 def test_a_name_with_its_tenant_is_refused_with_the_way_to_say_it(recorder: Recorder) -> None:
     for command in ("show", "rm", "pin", "unpin"):
         done = run("adapter", command, "acme/support", "--url", recorder.url)

@@ -144,7 +144,7 @@ def _check_field(name: str, value: object) -> None:
     if feature is not None:
         if not is_one_of(value, feature.neutral):
             raise AdapterIncompatibleError(
-                f"{name} is {shown(value)}: {feature.what} is not served. {feature.mend}", code=feature.code
+                f"{name} is {shown(value)}: Weft does not serve {feature.what}. {feature.mend}", code=feature.code
             )
     elif name in MODULE_LIST_FIELDS:
         _check_module_list(name, value)

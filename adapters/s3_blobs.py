@@ -250,7 +250,7 @@ class S3Blobs:
                 found = obstore.get(self._store, _key(sha256), options={"range": (start, start + num_bytes)})
                 return memoryview(found.bytes()), found.meta["size"]
             except BaseError as error:
-                if _reason(error)[0] != "InvalidRange":
+                if reason_of(error)[0] != "InvalidRange":
                     raise
                 return memoryview(b""), start  # the object ends here
 
@@ -268,7 +268,7 @@ class S3Blobs:
         try:
             yield
         except (BaseError, FileNotFoundError) as error:
-            reason, is_answer = _reason(error)
+            reason, is_answer = reason_of(error)
             if sha256 is not None and isinstance(error, FileNotFoundError) and reason != "NoSuchBucket":
                 raise missing(sha256) from None
             logger.warning("%s: %s", self._name, reason)
@@ -295,7 +295,7 @@ def _key(sha256: str) -> str:
     return "/".join((*parents(sha256), sha256))
 
 
-def _reason(error: Exception) -> tuple[str, bool]:
+def reason_of(error: Exception) -> tuple[str, bool]:
     """What went wrong in a word or two, and whether S3 said so, which it would do again."""
     text = str(error)
     code, status, kind = (found and found[1] for found in (part.search(text) for part in (_CODE, _STATUS, _KIND)))

@@ -23,14 +23,23 @@ UPLOADING = "uploading"
 async def storage_left(session: AsyncSession, tenant_id: str, now: datetime) -> int | None:
     """Bytes that the tenant may still store, below 0 when there are too many; None without a limit."""
     limit = await _limit(session, tenant_id, "stored_bytes")
-    if limit is None:
-        return None
+    return None if limit is None else int(limit) - await stored_bytes(session, tenant_id, now)
+
+
+async def stored_bytes(session: AsyncSession, tenant_id: str, now: datetime) -> int:
+    """Bytes that the tenant stores or has reserved."""
     stored = select(func.coalesce(func.sum(VersionRow.size_bytes), 0)).join(AdapterRow)
     reserved = select(func.coalesce(func.sum(UploadRow.size_bytes), 0)).where(
         UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(now)
     )
     used = await session.scalar(stored.where(AdapterRow.tenant_id == tenant_id))
-    return int(limit) - int(used or 0) - int(await session.scalar(reserved) or 0)
+    return int(used or 0) + int(await session.scalar(reserved) or 0)
+
+
+async def count_adapters(session: AsyncSession, tenant_id: str) -> int:
+    """Adapters of the tenant."""
+    owned = select(func.count()).select_from(AdapterRow).where(AdapterRow.tenant_id == tenant_id)
+    return int(await session.scalar(owned) or 0)
 
 
 async def check_storage(session: AsyncSession, tenant_id: str, now: datetime) -> None:
@@ -51,8 +60,7 @@ async def check_adapters(session: AsyncSession, tenant_id: str, to_come: int = 0
         ForbiddenError: Code quota.adapters.
     """
     limit = await _limit(session, tenant_id, "adapters")
-    owned = select(func.count()).select_from(AdapterRow).where(AdapterRow.tenant_id == tenant_id)
-    if limit is not None and (await session.scalar(owned) or 0) + to_come > limit:
+    if limit is not None and await count_adapters(session, tenant_id) + to_come > limit:
         raise ForbiddenError(
             f"The tenant may have {int(limit)} adapters; delete one first.", code="quota.adapters", param="name"
         )

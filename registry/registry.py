@@ -139,7 +139,8 @@ class Registry:
         """
         async with self._change() as session:
             tenant = await tenants.create_tenant(session, name, limits or {}, self._clock())
-            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name)
+            given = dict(limits) if limits else None
+            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, limits=given)
         return tenant
 
     async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[Tenant]:
@@ -164,6 +165,14 @@ class Registry:
                 return await tenants.limits_of(session, tenant_id)
 
         return await self._tenant_limits.ask(tenant_id, read)
+
+    async def stored(self, tenant_id: str) -> dict[str, int]:
+        """What counts against the limits `adapters` and `stored_bytes` of this tenant."""
+        async with self._database.read() as session:
+            return {
+                "adapters": await quotas.count_adapters(session, tenant_id),
+                "stored_bytes": await quotas.stored_bytes(session, tenant_id, self._clock()),
+            }
 
     async def update_tenant(self, name: str, limits: Mapping[str, object]) -> Tenant:
         """Replace a tenant's limits.
@@ -206,7 +215,17 @@ class Registry:
                 session, self._key_ring, tenant, name, scopes, expires_at, now=self._clock()
             )
             key = await keys.update_key(session, key.id, limits=limits, now=self._clock())
-            audit.add(session, self._clock(), ADMIN, "key.create", tenant=tenant, target=key.id)
+            audit.add(
+                session,
+                self._clock(),
+                ADMIN,
+                "key.create",
+                tenant=tenant,
+                target=key.id,
+                scopes=list(key.scopes),
+                limits=dict(key.limits) or None,
+                expires_at=iso(key.expires_at) if key.expires_at else None,
+            )
         return key, secret
 
     async def update_key(

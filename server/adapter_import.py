@@ -103,6 +103,8 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
         import obstore
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
         from obstore.store import S3Store
+
+        from weft.adapters.s3_blobs import reason_of
     except ModuleNotFoundError as error:
         raise InvalidRequestError("obstore is missing here: pip install 'weft[s3]'.", param="source") from error
 
@@ -116,12 +118,15 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
     except (FileNotFoundError, PermissionDeniedError, UnauthenticatedError) as error:
         raise _not_found(file) from error
     except BaseError as error:
-        raise _unavailable() from error
+        reason, is_final = reason_of(error)
+        raise (_not_found(file, f" ({reason})") if is_final else _unavailable()) from error
 
 
-def _not_found(file: str) -> NotFoundError:
+def _not_found(file: str, why: str = "") -> NotFoundError:
     return NotFoundError(
-        f"There is no {file} at the source, or this server may not read it.", code="import.not_found", param="source"
+        f"There is no {file} at the source, or this server may not read it{why}.",
+        code="import.not_found",
+        param="source",
     )
 
 

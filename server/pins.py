@@ -23,15 +23,13 @@ async def check_pinned_pages(services: Services, adapter: Adapter, versions: Ite
     limit = (await services.registry.tenant_limits(adapter.tenant_id)).pinned_pages
     if limit is None:
         return
-    pinned = await services.registry.pinned_adapters()
-    others = [other.current for other in pinned if other.tenant_id == adapter.tenant_id and other.id != adapter.id]
     pages = 0
     for version in versions:
         count = await services.check.pages(version)
         if count is None:
             raise AdapterUnavailableError("The adapter's weights cannot be read now.")
         pages += count
-    taken = sum([await services.check.pages(other) or 0 for other in others])
+    taken = await pinned_pages(services, adapter.tenant_id, besides=adapter.id)
     if taken + pages > limit:
         services.metrics.limited("pinned_pages")
         raise ForbiddenError(
@@ -40,6 +38,13 @@ async def check_pinned_pages(services: Services, adapter: Adapter, versions: Ite
             code="quota.pinned_pages",
             param="pinned",
         )
+
+
+async def pinned_pages(services: Services, tenant_id: str, besides: str | None = None) -> int:
+    """Device pages of the tenant's pinned adapters, without the one of the id `besides`."""
+    pinned = await services.registry.pinned_adapters()
+    others = [other.current for other in pinned if other.tenant_id == tenant_id and other.id != besides]
+    return sum([await services.check.pages(other) or 0 for other in others])
 
 
 async def settle_pins(services: Services) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import suppress
 from dataclasses import dataclass
 
 from weft.adapters.ref import AdapterRef
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry.records import Adapter, AdapterVersion
 from weft.registry.registry import Registry
-from weft.registry.selectors import model_not_found, parse_selector
+from weft.registry.selectors import DEFAULT_ALIAS, model_not_found, parse_selector
 from weft.server.access import Caller
 
 NEAR_NAMES = 3
@@ -79,7 +80,7 @@ async def _resolve_one(registry: Registry, caller: Caller, served_name: str, tex
     except NotFoundError as error:
         if caller.tenant_id is None:
             raise
-        raise await _with_near_names(registry, caller.tenant_id, served_name, text, error) from error
+        raise await _with_hint(registry, caller.tenant_id, served_name, text, error) from error
     return ResolvedModel(name=text, adapter=adapter, version=version)
 
 
@@ -94,12 +95,21 @@ async def _tenant_of_selector(registry: Registry, text: str) -> str:
         raise model_not_found(text) from error
 
 
-async def _with_near_names(
+async def _with_hint(
     registry: Registry, tenant_id: str, served_name: str, text: str, error: NotFoundError
 ) -> NotFoundError:
+    name = text.partition("@")[0]
+    with suppress(NotFoundError):
+        version = (await registry.get_adapter(tenant_id, name)).current.version
+        hint = f"Your adapter `{name}` has no such version or alias: ask for `{name}@{version}`, or set the alias"
+        return NotFoundError(
+            f"{error.message} {hint} (`{DEFAULT_ALIAS}` is what the plain name means).",
+            code=error.code,
+            param=error.param,
+        )
     page = await registry.list_adapters(tenant_id)
     names = [served_name, *(adapter.name for adapter in page.items)]
-    near = difflib.get_close_matches(text.partition("@")[0], names, n=NEAR_NAMES)
+    near = difflib.get_close_matches(name, names, n=NEAR_NAMES)
     if not near:
         return error
     hint = ", ".join(f"`{name}`" for name in near)

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 
 from weft.server.access import AnyCaller
 from weft.server.admission import shares_of
+from weft.server.pins import pinned_pages
 from weft.server.responses import HeldView, MeView, NamedView
 from weft.server.services import Wired
 from weft.server.views import key_view
@@ -23,6 +24,9 @@ async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
     for share in await shares_of(services, caller, with_month=True):
         limits[share.holder] = {name: value for name, value in asdict(share.limits).items() if value is not None}
         used[share.holder] = share.account.used(services.monotonic())
+    if caller.tenant_id is not None:
+        pages = await pinned_pages(services, caller.tenant_id)
+        used["tenant"] |= {**await services.registry.stored(caller.tenant_id), "pinned_pages": pages}
     key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
     return MeView(
         role=caller.identity.role,

@@ -236,6 +236,6 @@ def _explain(error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
     setting = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "missing":
-        hint = "give --model" if setting == "model.path" else f"set {environment_name(setting)}"
+        hint = "give --model or --set model.path=..." if setting == "model.path" else f"set {environment_name(setting)}"
         return ConfigError(f"{setting} is required: {hint}.", param=setting)
     return ConfigError(f"{setting}: {first['msg']}, got {first['input']!r}.", param=setting)

@@ -86,10 +86,15 @@ def push(  # noqa: PLR0913 - one parameter per option
     as_json: JSON = False,
 ) -> None:
     """Upload an adapter, or its next version. After a broken connection it goes on, also when started again."""
+    from weft.registry.names import is_name
     from weft.server.commands.push import push_files
 
-    draft = {"name": name or folder.resolve().name, "description": description, "activate": activate}
-    body = push_files(adapter_files(folder), draft, url, key, tenant)
+    own_name = folder.resolve().name
+    files = adapter_files(folder)
+    if name is None and not is_name(own_name):
+        fail(f"the folder's name {own_name!r} cannot name an adapter; give one with --name.", 2)
+    draft = {"name": name or own_name, "description": description, "activate": activate}
+    body = push_files(files, draft, url, key, tenant)
     show(body, as_json, COLUMNS)
     if not as_json:
         _tell(body.get("report") or {})
@@ -109,14 +114,19 @@ def list_adapters(tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None
 def show_adapter(
     name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False
 ) -> None:
-    """Show one adapter and its versions."""
+    """Show one adapter, who else may call it, and its versions."""
     params = {"tenant": tenant}
     body = call(url, key, "GET", f"/v1/adapters/{_quoted(name)}", params=params)
-    versions = call(url, key, "GET", f"/v1/adapters/{_quoted(name)}/versions", params=params)
+    versions, grants = (
+        call(url, key, "GET", f"/v1/adapters/{_quoted(name)}/{part}", params=params) for part in ("versions", "grants")
+    )
     if as_json:
-        show({**body, "versions": versions["data"]}, True, ())
+        show({**body, "versions": versions["data"], "grants": grants["data"]}, True, ())
         return
-    show(body, False, COLUMNS)
+    body["granted_to"] = [
+        grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants["data"]
+    ]
+    show(body, False, (*COLUMNS, "description", "granted_to"))
     _tell(body.get("report") or {})
     typer.echo("")
     show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
@@ -201,7 +211,8 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
 def _tell(report: Mapping[str, Any]) -> None:
     """Print what the check noticed, the warnings on stderr."""
     if report.get("layout") == "mlx" or report.get("renamed"):
-        typer.echo(f"read as: {report['layout']}, {report['renamed']} tensors under other names than PEFT's")
+        renamed = f", {report['renamed']} tensors under other names than PEFT's" if report.get("renamed") else ""
+        typer.echo(f"read as: {report['layout']}{renamed}")
     for warning in report.get("warnings", ()):
         typer.echo(f"warning: {warning}", err=True)
 

@@ -40,14 +40,18 @@ def call(url: str, key: str | None, method: str, path: str, **arguments: Any) ->
     Raises:
         typer.Exit: It refused (2 for bad input, 1 for all else) or cannot be reached (1); the reason was printed.
     """
+    return body_of(reach(url, key, method, path, **arguments), url, key)
+
+
+def reach(url: str, key: str | None, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
+    """Call the server as `call` does, for its answer whatever that says; where there is none, the command ends."""
     import httpx
 
     try:
-        answer = send(url, key, method, path, **arguments)
+        return send(url, key, method, path, **arguments)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error).rstrip(".")
         fail(f"cannot reach {url}: {reason}. Is `weft serve` running there? Set --url or WEFT_URL.", 1)
-    return body_of(answer, url, key)
 
 
 def send(url: str, key: str | None, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
@@ -112,13 +116,23 @@ def show(body: Any, as_json: bool, columns: Sequence[str]) -> None:  # noqa: ANN
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, dict):
-        return " ".join(f"{name}={inner}" for name, inner in value.items()) or "-"
+        return " ".join(f"{name}={_inner(inner)}" for name, inner in value.items()) or "-"
+    return _inner(value) or "-"
+
+
+def _inner(value: object) -> str:
+    """What stands behind a name, as the commands take it: `1:95,2:5`, `none`."""
+    if isinstance(value, dict):
+        parts = {
+            name: f"({_inner(inner)})" if isinstance(inner, dict) else _inner(inner) for name, inner in value.items()
+        }
+        return ",".join(f"{name}:{part}" for name, part in parts.items())
     if isinstance(value, list):
-        return ",".join(str(item) for item in value) or "-"
-    return str(value)
+        return ",".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _body(answer: httpx.Response, url: str) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, call, show
+from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, body_of, call, reach, show
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s", "key", "request_id")
 
 
 def register(app: typer.Typer) -> None:
@@ -21,18 +22,50 @@ def usage(  # noqa: PLR0913 - one parameter per option
     bucket: Annotated[str | None, typer.Option(help="1m, 1h or 1d.")] = None,
     start: Annotated[str | None, typer.Option(help="ISO-8601. [default: 30 days ago]")] = None,
     end: Annotated[str | None, typer.Option(help="ISO-8601. [default: now]")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat.")] = None,
+    status: Annotated[
+        list[str] | None, typer.Option(help="Only stop, length, aborted, error or interrupted; repeat.")
+    ] = None,
+    events: Annotated[bool, typer.Option("--events", help="The single events, without --by and --bucket.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     tenant: TENANT = None,
     url: URL = DEFAULT_URL,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
     """Show who used how many tokens."""
-    params = {"group_by": by, "bucket": bucket, "start": start, "end": end, "tenant": tenant}
-    body = call(url, key, "GET", "/v1/usage", params=params)
+    params = {"start": start, "end": end, "tenant": tenant, "adapter": adapter, "status": status}
+    path = "/v1/usage/events" if events else "/v1/usage"
+    if not events:
+        params |= {"group_by": by, "bucket": bucket}
+    if as_csv:
+        _print_csv(url, key, path, params)
+        return
+    body = page = call(url, key, "GET", path, params=params)
+    while page.get("next"):
+        page = call(url, key, "GET", path, params={**params, "after": page["next"]})
+        body["data"] += page["data"]
+    body["next"] = None
+    if events:
+        show(body, as_json, EVENT)
+        return
     groups = [name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")]
     sums = [*SUMS, *(("cost",) if "currency" in body else ())]
     show(body, as_json, [*(("start",) if bucket else ()), *groups, *sums])
     if not as_json:
-        typer.echo(
-            "total " + "  ".join(f"{name} {body['totals'][name]}" for name in sums) + f" {body.get('currency', '')}"
-        )
+        totals = "  ".join(f"{name} {body['totals'][name]}" for name in sums)
+        typer.echo(f"total {totals} {body.get('currency', '')}".rstrip())
+
+
+def _print_csv(url: str, key: str | None, path: str, params: dict[str, Any]) -> None:
+    """All pages as one table."""
+    after = None
+    while True:
+        answer = reach(url, key, "GET", path, params={**params, "format": "csv", "after": after})
+        if answer.is_error:
+            body_of(answer, url, key)
+        header, _, rows = answer.text.replace("\r\n", "\n").partition("\n")
+        typer.echo(rows if after else f"{header}\n{rows}", nl=False)
+        after = answer.headers.get("x-weft-next")
+        if after is None:
+            return

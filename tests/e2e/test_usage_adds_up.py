@@ -126,7 +126,7 @@ def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_w
     def used(server: WeftServer, key: str) -> dict[str, int]:
         with server.client(key) as client:
             me = client.get("/v1/me").json()
-        assert me["used"]["tenant"] == me["used"]["key"]
+        assert me["used"]["tenant"].items() >= me["used"]["key"].items()
         return dict(me["used"]["key"])
 
     with weft_server(tmp_path) as server:

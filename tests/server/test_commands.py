@@ -27,6 +27,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.status, self.body = 200, {"object": "list", "data": [], "next": None, "totals": {}}  # type: Any, Any
+        self.pages: list[Any] = []
+        """Bodies of the next answers, before `body`."""
         self.calls: list[tuple[str, str, str | None, bytes]] = []
         recorder = self
 
@@ -34,9 +36,13 @@ class Recorder:
             def answer(self) -> None:
                 sent = self.rfile.read(int(self.headers.get("content-length") or 0))
                 recorder.calls.append((self.command, self.path, self.headers.get("authorization"), sent))
-                payload = b"" if recorder.status == 204 else json.dumps(recorder.body).encode()
+                body = recorder.pages.pop(0) if recorder.pages else recorder.body
+                text = body if isinstance(body, str) else json.dumps(body)
+                payload = b"" if recorder.status == 204 else text.encode()
                 self.send_response(recorder.status)
                 self.send_header("content-type", "application/json")
+                if recorder.pages:
+                    self.send_header("x-weft-next", "n")
                 self.send_header("content-length", str(len(payload)))
                 self.end_headers()
                 self.wfile.write(payload)
@@ -137,6 +143,13 @@ def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_p
     assert "load('adapter_model.bin', weights_only=True" in found.stderr
 
 
+def test_a_folder_whose_name_names_no_adapter_needs_a_name(tmp_path: Path, recorder: Recorder) -> None:
+    folder = mlx_folder(tmp_path / "My-Adapter")
+    refused = run("adapter", "push", str(folder), "--url", recorder.url)
+    assert (refused.exit_code, "give one with --name" in refused.stderr) == (2, True)
+    assert not recorder.calls
+
+
 def test_commands_call_their_routes(recorder: Recorder) -> None:
     environ = {"WEFT_URL": recorder.url, "WEFT_KEY": "secret"}
     for arguments, method, path, status in (
@@ -156,6 +169,8 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         (("adapter", "grant", "a", "ten_1", "--withdraw"), "DELETE", "/v1/adapters/a/grants/ten_1", 204),
         (("audit", "--tenant", "acme"), "GET", "/v1/audit?tenant=acme&limit=50", 200),
         (("usage", "--by", "key", "--json"), "GET", "/v1/usage?group_by=key", 200),
+        (("usage", "--events", "--adapter", "a", "--adapter", ""), "GET", "/v1/usage/events?adapter=a&adapter=", 200),
+        (("whoami", "--json"), "GET", "/v1/me", 200),
     ):
         recorder.status = status
         done = run(*arguments, **environ)
@@ -203,6 +218,19 @@ def test_a_grant_says_who_may_call_what(recorder: Recorder) -> None:
     done = run("adapter", "grant", "a", "ten_1", "--version", "2", "--url", recorder.url)
     assert (done.exit_code, done.output) == (0, "other may call a@2\n")
     assert json.loads(recorder.calls[-1][3]) == {"tenant": "ten_1", "version": 2}
+
+
+def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Recorder) -> None:
+    adapter = {"name": "a", "aliases": {"default": 2}, "description": "for tests", "report": {"warnings": ["odd"]}}
+    grants = {"object": "list", "data": [{"tenant": "rival", "version": None}, {"tenant": "third", "version": 2}]}
+    recorder.pages = [adapter, {"object": "list", "data": [{"version": 2, "digest": "sha256:0"}]}, grants]
+    done = run("adapter", "show", "a", "--tenant", "acme", "--url", recorder.url)
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert ["granted_to", "rival,third@2"] in lines
+    assert ["description", "for tests"] in lines
+    assert "warning: odd" in done.stderr
+    parts = [path for _, path, _, _ in recorder.calls]
+    assert parts == [f"/v1/adapters/a{part}?tenant=acme" for part in ("", "/versions", "/grants")]
 
 
 def test_a_name_with_its_tenant_is_refused_with_the_way_to_say_it(recorder: Recorder) -> None:
@@ -299,6 +327,69 @@ def test_lists_are_tables_without_folded_cells(recorder: Recorder) -> None:
     header, row = run("tenant", "ls", "--url", recorder.url, COLUMNS="30").output.splitlines()
     assert header.startswith("NAME")
     assert digest in row
+
+
+def test_usage_of_many_pages_is_one_table(recorder: Recorder) -> None:
+    sums = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
+    pages = [
+        {"object": "list", "data": [{"tenant": name}], "next": after, "totals": sums}
+        for name, after in (("a", "n"), ("b", "n"), ("c", None))
+    ]
+    recorder.pages = pages.copy()
+    table = run("usage", "--by", "tenant", "--url", recorder.url).output.splitlines()
+    assert [line.split()[0] for line in table] == ["TENANT", "a", "b", "c", "total"]
+    assert [path.partition("after=")[2] for _, path, _, _ in recorder.calls] == ["", "n", "n"]
+    recorder.pages = pages.copy()
+    whole = json.loads(run("usage", "--json", "--url", recorder.url).output)
+    assert (len(whole["data"]), whole["next"]) == (3, None)
+    recorder.pages = ["tenant,requests\r\na,1\r\n", "tenant,requests\r\nb,2\r\n"]
+    shown = run("usage", "--csv", "--status", "stop", "--url", recorder.url).output
+    assert shown == "tenant,requests\na,1\nb,2\n"
+    assert "status=stop" in recorder.calls[-1][1]
+    assert "format=csv&after=n" in recorder.calls[-1][1]
+    recorder.status, recorder.body = 400, {"error": {"message": "No such time.", "code": "invalid_value"}}
+    refused = run("usage", "--csv", "--url", recorder.url)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+
+
+def test_whoami_shows_the_tenants_id_and_what_is_used_of_the_limits(recorder: Recorder) -> None:
+    recorder.body = {
+        "object": "me",
+        "role": "tenant",
+        "tenant": {"id": "ten_1", "name": "acme"},
+        "key": {"id": "key_1", "name": "site", "scopes": ["infer"], "expires_at": None},
+        "limits": {"tenant": {"adapters": 3}, "key": {}},
+        "used": {"tenant": {"adapters": 1, "tokens_per_month": 9}, "key": {"tokens_per_month": 7}},
+    }
+    lines = [line.split() for line in run("whoami", "--url", recorder.url).output.splitlines()]
+    assert ["tenant_id", "ten_1"] in lines
+    assert lines[-3:] == [
+        ["tenant", "adapters", "1", "3"],
+        ["tenant", "tokens_per_month", "9", "-"],
+        ["key", "tokens_per_month", "7", "-"],
+    ]
+    recorder.body = {"object": "me", "role": "admin", "tenant": None, "key": None, "limits": {}, "used": {"tenant": {}}}
+    assert run("whoami", "--url", recorder.url).output.splitlines()[0].split() == ["role", "admin"]
+
+
+def test_splits_and_limits_are_shown_as_the_commands_take_them(recorder: Recorder) -> None:
+    recorder.body = {
+        "object": "adapter",
+        "name": "a",
+        "pinned": False,
+        "aliases": {"default": {"1": 95, "2": 5}, "b": 2},
+    }
+    shown = run("adapter", "alias", "a", "b=2", "--url", recorder.url).output
+    assert "default=1:95,2:5 b=2" in shown
+    details: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"limits": {"adapters": None, "stored_bytes": 9}}, "limits=adapters:none,stored_bytes:9"),
+        ({"aliases": {"default": {"1": 95, "2": 5}, "b": None}}, "aliases=default:(1:95,2:5),b:none"),
+        ({"digest": "sha256:0", "activate": True, "scopes": ["infer"]}, "digest=sha256:0 activate=yes scopes=infer"),
+        ({}, "-"),
+    )
+    recorder.body = {"object": "list", "data": [{"action": "x", "detail": detail} for detail, _ in details]}
+    lines = run("audit", "--url", recorder.url).output.splitlines()[1:]
+    assert all(line.endswith(f"  {text}") for line, (_, text) in zip(lines, details, strict=True)), lines
 
 
 def test_the_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -141,5 +141,27 @@ async def test_the_audit_log_is_read_in_pages_and_by_tenant(api: Api) -> None:
                 break
             before = f"&before={page['next']}"
         assert paged == whole["data"]
+        assert whole["data"][1]["detail"] == {"scopes": ["infer", "adapters", "usage"]}
         mine = (await admin.get("/v1/audit?tenant=rival")).json()["data"]
         assert [entry["action"] for entry in mine] == ["key.create", "tenant.create"]
+
+
+async def test_the_audit_log_tells_what_tenants_and_keys_were_given(api: Api) -> None:
+    async with api.admin as admin:
+        await admin.post("/v1/tenants", json={"name": "acme", "limits": {"adapters": 3}})
+        given = {"scopes": ["infer"], "limits": {"requests_per_minute": 5}, "expires_at": "2100-01-01T00:00:00Z"}
+        await admin.post("/v1/tenants/acme/keys", json=given)
+        key, tenant = (await admin.get("/v1/audit")).json()["data"]
+    assert tenant["detail"] == {"limits": {"adapters": 3}}
+    assert key["detail"] == {**given, "expires_at": "2100-01-01T00:00:00.000000Z"}
+
+
+async def test_an_owner_is_told_which_version_an_adapter_without_this_alias_has(api: Api) -> None:
+    acme = await api.tenant("acme")
+    await upload(acme, "support")
+    await acme.patch("/v1/adapters/support", json={"aliases": {"default": None}})
+    for model in ("support", "support@9", "support@prod"):
+        answer = await acme.post("/v1/completions", json={"model": model, "prompt": "x"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "model_not_found")
+        assert "no such version or alias: ask for `support@1`" in error["message"]

@@ -171,3 +171,14 @@ async def test_only_admins_import_and_only_from_there(api: Api, hub: Hub) -> Non
     assert code(dots) in ((404, "import.not_found"), (400, "invalid_value"))
     assert [path for path, _ in hub.seen if "resolve" not in path] == []
     assert (await api.admin.post("/v1/adapters:import", json={**body, "tenant": "none"})).status_code == 404
+
+
+async def test_an_import_without_credentials_says_so(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    await api.tenant("acme")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    body = {"name": "support", "tenant": "acme", "source": "s3://bucket/lora"}
+    refused = await api.admin.post("/v1/adapters:import", json=body)
+    assert code(refused) == (404, "import.not_found")
+    assert "(no AWS credentials were found)" in refused.json()["error"]["message"]

@@ -279,7 +279,12 @@ async def test_a_key_sees_its_state(api: Api, clocks: Clocks) -> None:
     assert "key" not in me["key"]
     assert me["limits"] == {"tenant": {"requests_per_minute": 9, "adapters": 3}, "key": {"tokens_per_month": 500}}
     counts = {"requests_per_minute": 1, "tokens_per_minute": 6, "concurrent_requests": 0, "tokens_per_month": 6}
-    assert me["used"] == {"tenant": counts, "key": counts}
+    nothing = {"adapters": 0, "stored_bytes": 0, "pinned_pages": 0}
+    assert me["used"] == {"tenant": counts | nothing, "key": counts}
+    made = (await upload(client, "support")).json()
+    await client.patch("/v1/adapters/support", json={"pinned": True})
+    held = {"adapters": 1, "stored_bytes": made["size_bytes"], "pinned_pages": made["pages"]}
+    assert (await client.get("/v1/me")).json()["used"]["tenant"].items() >= held.items()
     async with api.admin as admin:
         me = (await admin.get("/v1/me")).json()
     assert (me["role"], me["tenant"], me["key"], me["used"]) == ("admin", None, None, {"tenant": {}, "key": {}})

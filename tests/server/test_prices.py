@@ -111,6 +111,9 @@ async def test_usage_is_filtered_grouped_by_status_and_listed_by_event(api: Api)
     assert [*first["data"], *rest["data"]] == events["data"]
     assert rest["next"] is None
     assert len((await api.admin.get("/v1/usage/events")).json()["data"]) == 4
+    sums = await acme.get("/v1/usage?group_by=key,status&bucket=1m&format=csv&limit=1")
+    pages = (await acme.get("/v1/usage?group_by=key,status&bucket=1m&limit=1")).json()
+    assert sums.headers["x-weft-next"] == pages["next"]
     page = await acme.get("/v1/usage/events?format=csv&limit=2")
     assert page.headers["x-weft-next"] == first["next"]
     assert [row["id"] for row in csv.DictReader(io.StringIO(page.text))] == [event["id"] for event in first["data"]]

@@ -126,7 +126,7 @@ async def get_usage(
     rows = [_row_fields(query, row, currency) for row in report.rows]
     if params.format == "csv":
         empty = UsageRow(start=query.start, end=query.end)
-        return _csv_response(list(_row_fields(query, empty, currency)), rows)
+        return _csv_response(list(_row_fields(query, empty, currency)), rows, next_page=report.next)
     return UsageList(
         object="list",
         data=[UsageRowView.model_validate(row) for row in rows],

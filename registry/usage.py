@@ -308,7 +308,8 @@ def _grouped(query: UsageQuery, facts: Subquery, sums: list[Label[int]]) -> tupl
         bucket = (facts.c.at // width * width).label("bucket")
         rows = select(bucket, *groups, *names, *sums).group_by(bucket, *groups)
     else:
-        bucket = literal(to_micros(query.start)).label("bucket")
+        # Not the start, which by default moves with the clock: the next page would begin anew.
+        bucket = literal(0, BigInteger).label("bucket")
         rows = select(bucket, *groups, *names, *sums).group_by(*groups)
     grouped = rows.subquery()
     return grouped, [grouped.c.bucket, *(grouped.c[column.name] for column in groups)]
@@ -318,7 +319,7 @@ def _usage_row(query: UsageQuery, row: RowMapping) -> UsageRow:
     width = _BUCKETS[query.bucket]
     by_adapter = "adapter" in query.group_by or "version" in query.group_by
     return UsageRow(
-        start=from_micros(row["bucket"]),
+        start=from_micros(row["bucket"]) if width else query.start.astimezone(UTC),
         end=from_micros(row["bucket"] + width) if width else query.end.astimezone(UTC),
         tenant_id=row.get("tenant_id") or None,
         tenant=(row["tenant"] or None) if "tenant" in query.group_by else None,

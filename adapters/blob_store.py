@@ -43,6 +43,9 @@ class BlobStore(Protocol):
     def sweep(self, max_age_s: float) -> int:
         """Remove temporary files of crashed writers, of more than this age in seconds. Returns how many."""
 
+    def reach(self) -> None:
+        """Return if the store answers; raises CapacityError (storage.unavailable) where it does not."""
+
     def probe(self) -> None:
         """Store, read and delete a few bytes.
 

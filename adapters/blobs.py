@@ -254,6 +254,9 @@ class LocalBlobs:
                         removed += 1
         return removed
 
+    def reach(self) -> None:
+        """A folder is always there."""
+
     def probe(self) -> None:
         """Make sure that blobs can be stored; raises CapacityError when the disk is full (code storage.full)."""
         with self.create():

@@ -169,6 +169,11 @@ class S3Blobs:
         """Remove temporary files of crashed writers."""
         return self._cache.sweep(max_age_s)
 
+    def reach(self) -> None:
+        """Return if S3 answers; raises CapacityError (storage.unavailable) where it does not."""
+        with self._asking():
+            self._size("probe/reach")
+
     def probe(self) -> None:
         """Store, read and delete a few bytes."""
         key, content = f"probe/{secrets.token_hex(16)}", secrets.token_bytes(16)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Select, and_, delete, func, literal, select
+from sqlalchemy import ColumnElement, Select, and_, delete, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -93,20 +93,27 @@ async def list_adapters(session: AsyncSession, tenant_id: str, after: str | None
 
 async def list_granted(session: AsyncSession, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
     """What this tenant may call of others, by owner and name: an adapter, or it at the one version that is granted."""
+    is_granted = and_(VersionRow.adapter_id == AdapterRow.id, VersionRow.version == GrantRow.version)
     statement = (
-        select(AdapterRow, TenantRow.name, GrantRow.version)
+        select(AdapterRow, TenantRow.name, VersionRow)
         .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
         .join(GrantRow, GrantRow.adapter_id == AdapterRow.id)
-        .where(GrantRow.tenant_id == tenant_id)
+        .outerjoin(VersionRow, is_granted)
+        .where(GrantRow.tenant_id == tenant_id, or_(GrantRow.version == EVERY_VERSION, VersionRow.version.is_not(None)))
         .order_by(TenantRow.name, AdapterRow.name, GrantRow.version)
     )
-    found: list[tuple[Adapter, int | None]] = []
-    for row, owner, version in (await session.execute(statement)).all():
-        if version == EVERY_VERSION:
-            found.append(((await _records(session, [(row, owner)]))[0], None))
-        elif (granted := await session.get(VersionRow, (row.id, version))) is not None:
-            found.append(((await _records(session, [(row, owner)], {row.id: granted}))[0], version))
-    return tuple(found)
+    rows = (await session.execute(statement)).all()
+    adapters = list({row.id: (row, owner) for row, owner, _ in rows}.values())
+    known: dict[str, Adapter] = {}
+    # Others grant as much as they like, so the number of questions must not grow with it.
+    for start in range(0, len(adapters), _CHUNK):
+        known |= {adapter.id: adapter for adapter in await _records(session, adapters[start : start + _CHUNK])}
+    return tuple(
+        (known[row.id], None)
+        if version is None
+        else (replace(known[row.id], current=_version(version)), version.version)
+        for row, _, version in rows
+    )
 
 
 async def get_adapter(session: AsyncSession, tenant_id: str, name: str) -> Adapter:

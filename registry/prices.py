@@ -14,6 +14,9 @@ from sqlalchemy import BigInteger, ColumnElement, FromClause, and_, case, cast, 
 
 UNITS = 10**10
 """Units of cost in one of the currency."""
+PART = 10**5
+"""Prices are summed up in parts, above and below so many units: a database's integers end at 2^63 units, which are
+no more than 900 million of a currency; in parts it is 9 * 10^13 tokens at any price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +43,21 @@ class PriceTable:
     adapters: Mapping[tuple[str, str], Price] = field(default_factory=dict)
     """By the caller's tenant and the adapter's name."""
 
-    def cost(self, facts: FromClause) -> ColumnElement[int]:
-        """The cost of each row of `facts`, in units."""
+    def costs(self, facts: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
+        """The cost of each row of `facts` in two parts: the first in `PART` units, the second in units."""
         columns = facts.c
         computed = columns.prompt_tokens - columns.cached_tokens
-        parts = (("prompt", computed), ("cached", columns.cached_tokens), ("completion", columns.completion_tokens))
-        terms = [cast(tokens, BigInteger) * self._of(kind, columns) for kind, tokens in parts]
-        return terms[0] + terms[1] + terms[2]
+        kinds = (("prompt", computed), ("cached", columns.cached_tokens), ("completion", columns.completion_tokens))
 
-    def _of(self, kind: str, columns: Any) -> ColumnElement[int]:  # noqa: ANN401 - a collection of columns
+        def cost(part: int) -> ColumnElement[int]:
+            terms = [cast(tokens, BigInteger) * self._of(kind, part, columns) for kind, tokens in kinds]
+            return terms[0] + terms[1] + terms[2]
+
+        return cost(0), cost(1)
+
+    def _of(self, kind: str, part: int, columns: Any) -> ColumnElement[int]:  # noqa: ANN401 - a collection of columns
         def units(price: Price) -> ColumnElement[int]:
-            return literal(getattr(price, kind), BigInteger)
+            return literal(divmod(getattr(price, kind), PART)[part], BigInteger)
 
         whens: list[tuple[ColumnElement[bool], ColumnElement[int]]] = [
             (and_(columns.tenant == tenant, columns.adapter == adapter), units(price))
@@ -62,11 +69,11 @@ class PriceTable:
         return case(*whens, else_=units(self.default)) if whens else units(self.default)
 
 
-def sum_of_cost(prices: PriceTable | None, facts: FromClause) -> ColumnElement[int]:
-    """The cost of all rows together, in units; 0 without prices."""
+def cost_sums(prices: PriceTable | None, facts: FromClause) -> tuple[ColumnElement[int], ...]:
+    """The cost of all rows together, in the parts of `PriceTable.costs`; 0 without prices."""
     if prices is None:
-        return literal(0, BigInteger)
-    return cast(func.coalesce(func.sum(prices.cost(facts)), 0), BigInteger)
+        return literal(0, BigInteger), literal(0, BigInteger)
+    return tuple(cast(func.coalesce(func.sum(cost), 0), BigInteger) for cost in prices.costs(facts))
 
 
 def in_currency(units: int) -> str:

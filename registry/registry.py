@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -43,6 +44,13 @@ from weft.registry.references import unreferenced_weights
 from weft.registry.uploads import Terms, Uploads, settle
 
 ADMIN = "admin"
+
+
+class Forgetful(Protocol):
+    """Keeps answers of the database."""
+
+    def forget(self) -> None:
+        """Something changed: no earlier answer counts any more."""
 
 
 class Registry:
@@ -180,7 +188,7 @@ class Registry:
         Raises:
             NotFoundError: There is none of this name.
         """
-        async with self._change() as session:
+        async with self._change(self._key_ring, self._tenant_limits) as session:
             tenant = await tenants.update_tenant(session, name, limits)
             audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, limits=dict(limits))
         return tenant
@@ -191,7 +199,7 @@ class Registry:
         Raises:
             NotFoundError: There is none of this name.
         """
-        async with self._change() as session:
+        async with self._change(self._key_ring, self._tenant_limits, self._resolved) as session:
             removed = await tenants.delete_tenant(session, name)
             audit.add(session, self._clock(), ADMIN, "tenant.delete", tenant=name, target=name)
         return removed
@@ -243,7 +251,7 @@ class Registry:
             NotFoundError: There is no such key, or it was revoked.
             InvalidRequestError: A value is none that a key could be made with.
         """
-        async with self._change() as session:
+        async with self._change(self._key_ring) as session:
             key = await keys.update_key(
                 session, key_id, name=name, limits=limits, scopes=scopes, expires_at=expires_at, now=self._clock()
             )
@@ -285,7 +293,7 @@ class Registry:
         Raises:
             NotFoundError: There is no such key, or it was revoked before.
         """
-        async with self._change() as session:
+        async with self._change(self._key_ring) as session:
             key = await keys.revoke_key(session, key_id, self._clock())
             audit.add(session, self._clock(), ADMIN, "key.revoke", tenant=key.tenant, target=key_id)
 
@@ -298,7 +306,7 @@ class Registry:
         Raises:
             NotFoundError: There is no such key, or it was revoked before.
         """
-        async with self._change() as session:
+        async with self._change(self._key_ring) as session:
             key, secret = await keys.rotate_key(session, self._key_ring, key_id, grace_s, self._clock())
             audit.add(session, self._clock(), ADMIN, "key.rotate", tenant=key.tenant, target=key_id, grace_s=grace_s)
         return key, secret
@@ -327,7 +335,7 @@ class Registry:
             ForbiddenError: The tenant may not store as much; codes quota.*.
             AnsweredBeforeError: By the `terms`, the same change was made before.
         """
-        async with self._change() as session:
+        async with self._change(self._resolved) as session:
             adapter, created = await adapters.publish_version(
                 session, tenant_id, name, facts, description=description, activate=activate, now=self._clock()
             )
@@ -407,7 +415,7 @@ class Registry:
             NotFoundError: The tenant has none of this name.
             InvalidRequestError: An alias is no name, or means a version that does not exist.
         """
-        async with self._change() as session:
+        async with self._change(self._resolved) as session:
             adapter = await adapters.update_adapter(
                 session, tenant_id, name, description=description, pinned=pinned, aliases=aliases
             )
@@ -434,7 +442,7 @@ class Registry:
         Raises:
             NotFoundError: The tenant has none of this name, or no such version.
         """
-        async with self._change() as session:
+        async with self._change(self._resolved) as session:
             adapter, removed = await adapters.delete_adapter(session, tenant_id, name, version)
             target = name if version is None else f"{name}@{version}"
             audit.add(session, self._clock(), actor, "adapter.delete", tenant=adapter.tenant, target=target)
@@ -475,7 +483,7 @@ class Registry:
             NotFoundError: No such adapter, version or grantee.
             InvalidRequestError: The grantee is the owner, or there are too many grants.
         """
-        async with self._change() as session:
+        async with self._change(self._resolved) as session:
             adapter, owner = await adapters.own_row(session, tenant_id, name)
             grant, is_new = await grants.add_grant(session, adapter, grantee, version, self._clock())
             detail = {"grantee": grant.tenant, "version": version}
@@ -490,7 +498,7 @@ class Registry:
         Raises:
             NotFoundError: No such adapter or grant.
         """
-        async with self._change() as session:
+        async with self._change(self._resolved) as session:
             adapter, owner = await adapters.own_row(session, tenant_id, name)
             await grants.remove_grant(session, adapter, grantee, version)
             detail = {"grantee": grantee, "version": version}
@@ -524,7 +532,11 @@ class Registry:
             return await audit.list_entries(session, before, limit, tenant)
 
     @asynccontextmanager
-    async def _change(self) -> AsyncIterator[AsyncSession]:
+    async def _change(self, *touched: Forgetful) -> AsyncIterator[AsyncSession]:
+        """A transaction that writes, after which the answers that it touches count no more.
+
+        Others stay, so that an outage of the database right after a change stops nobody whom it did not concern.
+        """
         has_begun = False
         try:
             async with self._database.write() as session:
@@ -532,10 +544,8 @@ class Registry:
                 yield session
         finally:
             # Also when the caller is cancelled: the change may have been committed.
-            if has_begun:
-                self._key_ring.forget()
-                self._resolved.forget()
-                self._tenant_limits.forget()
+            for answers in touched if has_begun else ():
+                answers.forget()
 
 
 def _readable(aliases: Mapping[str, Shares | int | None]) -> dict[str, object]:

@@ -39,7 +39,7 @@ from weft.errors import InvalidRequestError
 from weft.registry.clock import DAY_US, HOUR_US, MINUTE_US, from_micros, to_micros
 from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text, storable
-from weft.registry.prices import PriceTable, sum_of_cost
+from weft.registry.prices import PART, PriceTable, cost_sums
 from weft.registry.records import AdapterUsage, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 
 MAX_TOKENS = 1 << 40
@@ -50,7 +50,7 @@ MAX_WANTED = 100
 
 _BUCKETS = {None: 0, "1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}
 _SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-_FIGURES = (*_SUMS, "cost")
+_COSTS = ("cost_parts", "cost_units")
 _KEYS = ("at", "tenant_id", "adapter_id", "adapter_version", "key_id", "status")
 _NAMES = ("tenant", "adapter")
 _GROUP_COLUMNS = {
@@ -136,7 +136,8 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
     """
     check_query(query)
     facts = _facts(query)
-    sums = [*(_sum(facts.c[name]) for name in _SUMS), sum_of_cost(prices, facts).label("cost")]
+    costs = zip(cost_sums(prices, facts), _COSTS, strict=True)
+    sums = [*(_sum(facts.c[name]) for name in _SUMS), *(cost.label(name) for cost, name in costs)]
     grouped, order = _grouped(query, facts, sums)
     page = select(grouped).where(grouped.c.requests > 0).order_by(*order).limit(query.limit + 1)
     if query.after is not None:
@@ -146,7 +147,7 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
     more = len(found) > query.limit
     return UsageReport(
         rows=tuple(_usage_row(query, row) for row in found[: query.limit]),
-        totals=UsageTotals(**{name: totals[name] for name in _FIGURES}),
+        totals=UsageTotals(**_figures(totals)),
         next=_write_cursor([found[query.limit - 1][column.name] for column in order]) if more else None,
     )
 
@@ -307,7 +308,8 @@ def _grouped(query: UsageQuery, facts: Subquery, sums: list[Label[int]]) -> tupl
         bucket = (facts.c.at // width * width).label("bucket")
         rows = select(bucket, *groups, *names, *sums).group_by(bucket, *groups)
     else:
-        bucket = literal(to_micros(query.start)).label("bucket")
+        # Not the start, which by default moves with the clock: the next page would begin anew.
+        bucket = literal(0, BigInteger).label("bucket")
         rows = select(bucket, *groups, *names, *sums).group_by(*groups)
     grouped = rows.subquery()
     return grouped, [grouped.c.bucket, *(grouped.c[column.name] for column in groups)]
@@ -317,7 +319,7 @@ def _usage_row(query: UsageQuery, row: RowMapping) -> UsageRow:
     width = _BUCKETS[query.bucket]
     by_adapter = "adapter" in query.group_by or "version" in query.group_by
     return UsageRow(
-        start=from_micros(row["bucket"]),
+        start=from_micros(row["bucket"]) if width else query.start.astimezone(UTC),
         end=from_micros(row["bucket"] + width) if width else query.end.astimezone(UTC),
         tenant_id=row.get("tenant_id") or None,
         tenant=(row["tenant"] or None) if "tenant" in query.group_by else None,
@@ -326,8 +328,13 @@ def _usage_row(query: UsageQuery, row: RowMapping) -> UsageRow:
         version=row.get("adapter_version") or None,
         key_id=row.get("key_id") or None,
         status=row.get("status") or None,
-        **{name: row[name] for name in _FIGURES},
+        **_figures(row),
     )
+
+
+def _figures(row: RowMapping) -> dict[str, int]:
+    parts, units = (row[name] for name in _COSTS)
+    return {**{name: row[name] for name in _SUMS}, "cost": parts * PART + units}
 
 
 def _write_cursor(place: Sequence[object]) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import event
 
 from registry_samples import facts
 from weft.errors import InvalidRequestError, NotFoundError
@@ -111,3 +112,24 @@ async def test_grants_go_with_the_grantee(registry: Registry, acme: Tenant, othe
     await registry.grant_adapter(acme.id, "support", other.id)
     await registry.delete_tenant("other")
     assert await registry.list_grants(acme.id, "support") == ()
+
+
+async def test_what_strangers_grant_costs_no_more_questions(registry: Registry, acme: Tenant, other: Tenant) -> None:
+    statements: list[str] = []
+    engine = registry._database._engine.sync_engine
+    event.listen(engine, "before_cursor_execute", lambda *details: statements.append(details[2]))
+    asked = []
+    for number in range(4):
+        await registry.publish_version(acme.id, f"support-{number}", facts(str(number)))
+        await registry.publish_version(acme.id, f"support-{number}", facts(f"{number} again"))
+        await registry.grant_adapter(acme.id, f"support-{number}", other.id, 1)
+        await registry.grant_adapter(acme.id, f"support-{number}", other.id)
+        statements.clear()
+        listed = await registry.list_granted(other.id)
+        asked.append(len(statements))
+        assert [(adapter.name, adapter.current.version, version) for adapter, version in listed] == [
+            (f"support-{made}", current, version)
+            for made in range(number + 1)
+            for current, version in ((2, None), (1, 1))
+        ]
+    assert asked[0] == asked[-1]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from registry_samples import NOON, StandingClock
+from registry_samples import NOON, StandingClock, facts
 from weft.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
 from weft.registry import keys as keys_module
 from weft.registry.database import Database
@@ -295,6 +295,9 @@ async def test_known_keys_work_through_an_outage_of_a_minute(
     def away() -> None:
         raise OperationalError("SELECT", {}, Exception("away"))
 
+    acme = await registry.get_tenant("acme")
+    await registry.create_tenant("late")  # a change that does not concern the key
+    await registry.publish_version(acme.id, "support", facts("a"))
     monkeypatch.setattr(registry._database, "_read_sessions", away)
     monkeypatch.setattr(registry._database, "_write_sessions", away)
     clock.advance(30)

@@ -367,6 +367,16 @@ async def test_cost_is_that_of_the_closest_price_and_adds_up(database: Database)
     assert (await _query(database)).totals.cost == 0
 
 
+async def test_a_large_bill_in_a_small_currency_is_exact(database: Database) -> None:
+    tokens = {"prompt_tokens": usage.MAX_TOKENS, "cached_tokens": 0, "completion_tokens": 1}
+    await _insert(database, *(usage_event(f"use_{number}", **tokens) for number in range(3)))
+    dear = PriceTable(currency="VND", default=Price(prompt=10**10, cached=0, completion=123_456_789))
+    async with database.read() as session:
+        report = await usage.query(session, UsageQuery(start=DAY.start, end=DAY.end), dear)
+    assert report.totals.cost == 3 * (usage.MAX_TOKENS * 10**10 + 123_456_789)
+    assert [row.cost for row in report.rows] == [report.totals.cost]
+
+
 def test_a_cost_is_shown_exactly() -> None:
     shown = {0: "0", UNITS: "1", 10 * UNITS: "10", UNITS // 2: "0.5", 1: "0.0000000001", 3 * UNITS + 20: "3.000000002"}
     assert {units: in_currency(units) for units in shown} == shown

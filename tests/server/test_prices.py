@@ -120,6 +120,18 @@ async def test_usage_is_filtered_grouped_by_status_and_listed_by_event(api: Api)
     assert (await acme.get("/v1/usage/events?bucket=1h")).status_code == 400
 
 
+async def test_a_page_of_sums_as_csv_tells_where_the_next_begins(api: Api) -> None:
+    await upload(await api.tenant("acme"), "support")
+    for model in (BASE, "support"):
+        await ask(api, "acme", model)
+    acme, page = await api.tenant("acme"), {"group_by": "adapter", "format": "csv", "limit": "1"}
+    first = await acme.get("/v1/usage", params=page)
+    rest = await acme.get("/v1/usage", params={**page, "after": first.headers["x-weft-next"]})
+    rows = [row["adapter"] for part in (first, rest) for row in csv.DictReader(io.StringIO(part.text))]
+    assert sorted(rows) == ["", "support"]
+    assert "x-weft-next" not in rest.headers
+
+
 async def test_a_client_s_own_text_is_no_formula(api: Api) -> None:
     await ask(api, "acme", **{"x-request-id": "=1+2"})
     text = (await (await api.tenant("acme")).get("/v1/usage/events?format=csv")).text

@@ -55,12 +55,15 @@ async def settle(
         ForbiddenError: A limit is exceeded; codes quota.*.
         AnsweredBeforeError: The same change was made before.
         NotFoundError: The upload is gone.
+        ConflictError: The upload was rejected; code upload.ended.
     """
     answer = terms.answer(adapter, is_new)
     if terms.upload_id is not None:
         row = await _row(session, tenant_id, terms.upload_id, now)
-        if row.state != UPLOADING:
+        if row.state == "ready":
             raise AnsweredBeforeError(Answer(status=200, body=row.result or {}))
+        if row.state != UPLOADING:
+            raise ConflictError("The upload has ended; make a new one.", code="upload.ended")
         row.state, row.result = "ready", dict(answer.body)
         await session.flush()
     if terms.retry is not None:

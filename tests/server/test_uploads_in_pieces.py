@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, p
 from postgres_server import KINDS, database_of
 from weft.adapters.blobs import LocalBlobs
 from weft.errors import CapacityError
+from weft.registry.records import VersionFacts
 from weft.server import sweeper as sweeper_module
 from weft.server.incoming import Pace
 from weft.server.responses import AdapterView, UploadList, UploadView
@@ -371,3 +373,20 @@ async def test_a_tenant_has_so_many_uploads_open(api: Api, monkeypatch: pytest.M
     assert ([one["id"] for one in rest.json()["data"]], rest.json()["next"]) == ([second], None)
     assert (await complete(client, first)).status_code == 201
     assert (await announce(client, files, "c")).status_code == 201
+
+
+async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await api.tenant("acme")
+    upload_id = await send_all(client, sound())
+    owner, check = await api.services.registry.get_tenant("acme"), api.services.check.check
+
+    async def check_while_another_rejects(*arguments: Any) -> VersionFacts:
+        await api.services.registry.uploads.reject(owner.id, upload_id, {"code": "adapter_invalid", "message": "no"})
+        return await check(*arguments)
+
+    monkeypatch.setattr(api.services.check, "check", check_while_another_rejects)
+    assert code(await complete(client, upload_id)) == (409, "upload.ended")
+    assert (await client.get("/v1/adapters")).json()["data"] == []
+    assert api.files() == []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, cast
 
-from sqlalchemy import delete, exists, select
+from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, NotFoundError
@@ -92,14 +92,18 @@ class Uploads:
             return await idempotency.find(session, tenant_id, retry, self._clock())
 
     async def storage_left(self, tenant_id: str, key: str | None = None) -> int | None:
-        """Bytes that the tenant may still store, below 0 when there are too many.
+        """Bytes that the tenant may still store, below 0 when there are too many; None without a limit.
 
-        None without a limit, and where `key` has an answer already: a change that was made stores nothing again.
+        Where `key` has an answer already, at least as many as one of its versions has: a change that was made stores
+        nothing again, but its body has to be read to be known.
         """
         async with self._database.read() as session:
-            if key is not None and await session.get(IdempotencyRow, (tenant_id, key)) is not None:
-                return None
-            return await quotas.storage_left(session, tenant_id, self._clock())
+            left = await quotas.storage_left(session, tenant_id, self._clock())
+            if left is None or key is None or await session.get(IdempotencyRow, (tenant_id, key)) is None:
+                return left
+            own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id)
+            largest = select(func.max(VersionRow.size_bytes)).where(VersionRow.adapter_id.in_(own))
+            return max(left, await session.scalar(largest) or 0)
 
     async def create(
         self,

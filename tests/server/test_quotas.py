@@ -158,3 +158,15 @@ async def test_a_repeated_upload_is_answered_although_the_room_is_used_up(api: A
     first = await upload(client, "a")
     again = await upload(client, "a")
     assert (first.status_code, again.status_code, first.content) == (201, 201, again.content)
+
+
+async def test_a_key_that_was_used_opens_no_way_around_the_limit(api: Api) -> None:
+    client = await api.tenant("acme")
+    client.headers["idempotency-key"] = "k"
+    files = sound()
+    assert (await upload(client, "a", files)).status_code == 201
+    await limit(api, stored_bytes=1)
+    replayed = await upload(client, "a", files)
+    assert (replayed.status_code, replayed.headers["idempotent-replayed"]) == (201, "true")
+    larger = type(files)(files.config, files.weights + bytes(2 << 20))
+    assert code(await upload(client, "b", larger)) == (403, "quota.storage")

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from weft.errors import BusyError, RateLimitError
 from weft.registry.records import VersionFacts
+from weft.server.staged_files import FILES
 
 STREAMS = 2
 """Files of uploads in pieces that a tenant may send at once."""
@@ -72,6 +73,10 @@ class Intake:
         )
         with self._taking([("file", upload_id, file) for file in files], busy):
             yield
+
+    def is_writing(self, upload_id: str) -> bool:
+        """Whether somebody is at a file of the upload."""
+        return any(token in self._taken for token in (("file", upload_id, file) for file in FILES))
 
     @contextmanager
     def stream(self, tenant_id: str) -> Iterator[None]:

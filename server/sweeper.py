@@ -79,7 +79,8 @@ class Sweeper:
     async def _sweep_staged(self) -> int:
         # First the folders, then the rows: a folder is made after its row.
         folders = await asyncio.to_thread(self._services.staged.ids)
-        doomed = set(folders) - await self._services.registry.uploads.open_ids()
+        gone = set(folders) - await self._services.registry.uploads.open_ids()
+        doomed = [upload_id for upload_id in gone if not self._services.intake.is_writing(upload_id)]
         for upload_id in doomed:
             await asyncio.to_thread(self._services.staged.delete, upload_id)
         return len(doomed)

@@ -268,6 +268,17 @@ async def test_nobody_writes_beside_another(api: Api) -> None:
     assert (await complete(client, upload_id)).status_code == 200
 
 
+async def test_an_upload_that_expires_while_somebody_is_at_it_keeps_its_files(api: Api) -> None:
+    upload_id = await send_all(await api.tenant("acme"), sound())
+    api.services.registry.uploads._clock = lambda: datetime.now(UTC) + timedelta(hours=25)
+    sweeper = Sweeper(api.services)
+    with api.services.intake.writing(upload_id, WEIGHTS):
+        assert (await sweeper.sweep())["staged"] == 0
+        assert len(staged(api)) == 2
+    assert (await sweeper.sweep())["staged"] == 1
+    assert staged(api) == []
+
+
 async def test_a_deleted_or_expired_upload_is_gone_with_its_files(api: Api) -> None:
     client, files = await api.tenant("acme"), sound()
     deleted, old, ready = [await send_all(client, files, name) for name in ("a", "b", "c")]

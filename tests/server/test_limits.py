@@ -355,7 +355,7 @@ async def test_a_months_sum_survives_a_restart(tmp_path: Path) -> None:
     async with started() as api:
         client = api.client(secret)
         assert (await complete(client)).status_code == 200
-        assert (await used(client), await used(client, "key")) == (await used(client, "key"), await used(client))
+        assert (await used(client)).items() >= (await used(client, "key")).items()
         assert (await used(client))["tokens_per_month"] == 30
         async with api.admin as admin:
             await admin.patch("/v1/tenants/acme", json={"limits": {"tokens_per_month": 30}})

@@ -11,7 +11,7 @@ from weft.adapters.blobs import BlobReader, BlobWriter, LocalBlobs
 from weft.config import GIB, RegistryConfig, environment
 from weft.errors import ConfigError
 
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Variables that may name a server other than Amazon's."""
 
 
@@ -71,10 +71,14 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
             "registry.blob_url names S3, for which obstore is missing: pip install 'weft[s3]'.",
             param="registry.blob_url",
         ) from error
-    endpoint = next(filter(None, map(environment().get, ENDPOINTS)), "")
     return S3Blobs(
         *registry.s3_place,
         cache=folder,
         cache_bytes=int(registry.blob_cache_gib * GIB),
-        allow_http=endpoint.startswith("http://"),
+        allow_http=may_lack_tls(),
     )
+
+
+def may_lack_tls() -> bool:
+    """Whether the environment names an endpoint of S3 without TLS, which nothing else allows."""
+    return next(filter(None, map(environment().get, _ENDPOINTS)), "").startswith("http://")

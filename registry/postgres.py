@@ -16,7 +16,6 @@ from weft.errors import ConfigError
 CONNECT_S = 5
 LOCK_MS = 5000
 STATEMENT_MS = 30_000
-WRITER = {"weft_writer": True}
 
 _LOCK = 0x77656674
 """Key of the advisory lock: `weft`."""

@@ -15,7 +15,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 BUSY_TIMEOUT_MS = 5000
 CACHE_KIB = 512
 """Pages of the database that each connection keeps; the system keeps them for all of them anyway."""
-WRITER = {"weft_writer": True}
 
 
 def open_sqlite(url: URL) -> AsyncEngine:

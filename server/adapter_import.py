@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from weft.adapters.adapter_config import MAX_CONFIG_BYTES
-from weft.adapters.blob_store import ENDPOINTS
+from weft.adapters.blob_store import may_lack_tls
 from weft.adapters.blobs import PIECE_BYTES, BlobWriter
-from weft.config import environment
 from weft.errors import CapacityError, InvalidRequestError, NotFoundError, PayloadTooLargeError
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE
 from weft.server.threads import in_thread
@@ -108,10 +107,12 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
     except ModuleNotFoundError as error:
         raise InvalidRequestError("obstore is missing here: pip install 'weft[s3]'.", param="source") from error
 
-    endpoint = next(filter(None, map(environment().get, ENDPOINTS)), "")
-    options = {"allow_http": endpoint.startswith("http://"), "timeout": f"{IMPORT_S:g}s"}
     try:
-        store = S3Store(bucket, prefix=prefix or None, client_options=options)  # type: ignore[arg-type]
+        store = S3Store(
+            bucket,
+            prefix=prefix or None,
+            client_options={"allow_http": may_lack_tls(), "timeout": f"{IMPORT_S:g}s"},
+        )
         found = await obstore.get_async(store, file)
         async for piece in found.stream(PIECE_BYTES):
             yield bytes(piece)

@@ -42,6 +42,7 @@ def upgrade(
         await database.close()
         return database.revision_before, database.revision
 
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if database_url is None:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     before, after = asyncio.run(run())
     typer.echo(f"schema {after}: up to date" if before == after else f"schema {before or 'none'} -> {after}")

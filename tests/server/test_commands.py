@@ -408,5 +408,7 @@ def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -
     assert run(*folder).output == "schema 0002: up to date\n"
     url = fresh_database()
     assert run("db", "upgrade", WEFT_REGISTRY__DATABASE_URL=url).output == "schema none -> 0002\n"
-    assert run("db", "upgrade", "--database-url", url).output == "schema 0002: up to date\n"
+    unused = tmp_path / "unused"
+    again = run("db", "upgrade", "--database-url", url, "--data-dir", str(unused))
+    assert (again.output, unused.exists()) == ("schema 0002: up to date\n", False)
     assert isinstance(run("db", "upgrade", "--database-url", "mysql://h/d").exception, ConfigError)

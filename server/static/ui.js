@@ -194,8 +194,9 @@ export function Dialog({ title, onClose, children }) {
   </dialog>`;
 }
 
-/** Ask before what cannot be undone. `act` may throw an ApiError, which is shown; when it is done the window closes. */
-export function Confirm({ title, children, verb, act, onClose }) {
+/** Ask before what cannot be undone. `act` may throw an ApiError, which is shown; when it is done the window closes.
+ * Nothing can be confirmed before `isReady`. */
+export function Confirm({ title, children, verb, act, onClose, isReady = true }) {
   const [error, setError] = useState(null);
   const confirm = async () => {
     try {
@@ -209,7 +210,7 @@ export function Confirm({ title, children, verb, act, onClose }) {
   return html`<${Dialog} title=${title} onClose=${onClose}>
     <div>${children}</div>
     <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="danger" onClick=${confirm}>${verb}<//></div>
+    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="danger" disabled=${!isReady} onClick=${confirm}>${verb}<//></div>
   <//>`;
 }
 

@@ -165,7 +165,7 @@ async def _on_weft_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, WeftError):
         raise error
     if answer(error)[0] == 500:
-        log.error("internal_error", path=request.url.path, exc_info=error)
+        log.error("internal_error", request_id=request.state.request_id, path=request.url.path, exc_info=error)
     return error_response(error)
 
 

@@ -30,6 +30,16 @@ _SPELLINGS: tuple[tuple[Layout, re.Pattern[str]], ...] = (
     ),
     ("mlx", re.compile(rf"{_LAYER}\.lora_(?P<part>[ab])")),
 )
+_ANY_LORA = re.compile(
+    r"(?:base_model\.model\.)?(?P<stem>[A-Za-z_.]+)\.(?P<layer>[0-9]{1,9})\.(?P<path>[A-Za-z_.]+)\.lora_[ABab](?:\.weight)?"
+)
+_WHOLE_MODEL = re.compile(
+    r"(?!.*(?:lora|base_layer|v_head))(?:model|lm_head|transformer|gpt_neox)\.[A-Za-z0-9_.]*(?:weight|bias)"
+)
+_SAVE_ADAPTER_ALONE = (
+    "It is a weight of a whole model, perhaps with the adapter merged into it: call PEFT's save_pretrained on the "
+    "PeftModel, before merge_and_unload, and upload the adapter_model.safetensors that this writes."
+)
 _VOCABULARY = (
     "so the vocabulary was changed or trained: leave embed_tokens and lm_head out of target_modules and "
     "modules_to_save, do not resize the embedding, and save with save_embedding_layers=False."
@@ -123,13 +133,33 @@ class TensorNames:
                     written = name.rpartition(".lora_")[0].removeprefix(_ROOT)
                     return TensorName(place, layout, found["stem"], written, adapter, is_renamed)
         raise AdapterIncompatibleError(
-            f"Tensor {name} is not allowed in an adapter. {self._mend(name)}", code="weights.tensor_not_allowed"
+            f"Tensor {name} is not allowed in an adapter.",
+            code="weights.tensor_not_allowed",
+            param=name,
+            mend=self._mend(name),
         )
 
     def _mend(self, name: str) -> str:
+        if _WHOLE_MODEL.fullmatch(name):
+            return _SAVE_ADAPTER_ALONE
         for part, hint in _HINTS:
             if part in name:
                 return hint
+        if found := _ANY_LORA.fullmatch(unwrapped(name)):
+            if not found["stem"].endswith(tuple(self._stems)):
+                return (
+                    f"Layers are at {self._stem} here: the adapter was trained on a model of another family. Upload "
+                    "it to a server of its own base model."
+                )
+            if found["path"] not in self._modules:
+                return (
+                    f"The layers have no such module here, only {', '.join(self._modules)}: retrain on some of these."
+                )
+            if int(found["layer"]) >= self._num_layers:
+                return (
+                    f"Layers go from 0 to {self._num_layers - 1} here: the adapter was trained on a deeper base model. "
+                    "Upload it to a server of that one."
+                )
         return (
             f"Expected {_ROOT}{self._stem}.<0 to {self._num_layers - 1}>.<module>.lora_A.weight or lora_B.weight with "
             f"<module> one of {', '.join(self._modules)}."

@@ -48,6 +48,9 @@ MIN_SCALING = 1e-8
 Number = TypeVar("Number", int, float)
 
 _AS_SAVED = "Upload the adapter_config.json that PEFT's save_pretrained wrote, unchanged."
+_SWAPPED = "Upload the weights as the weights, and PEFT's adapter_config.json as the config."
+_LENGTH_BYTES = 8
+"""What a safetensors file begins with, before its JSON."""
 _MAX_ALPHA = MAX_SCALING * 256
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _TRANSFORMERS_MODULE = re.compile(r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}")
@@ -88,8 +91,10 @@ def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | No
     findings.attempt(_check_initialisation, config.get("init_lora_weights", True))
     findings.attempt(_check_auto_mapping, config.get("auto_mapping"))
     spec = _spec(config, max_rank, findings)
+    told = findings.params
     for name, value in written.items():
-        findings.attempt(_check_values, name, value)
+        if name not in told:
+            findings.attempt(_check_values, name, value)
     return spec
 
 
@@ -148,8 +153,11 @@ def parse_config(raw: bytes) -> dict[str, object]:
         if len(raw) > MAX_CONFIG_BYTES:
             check_depth(raw, MAX_DEPTH)
             raise PayloadTooLargeError(
-                f"adapter_config.json may have at most {MAX_CONFIG_BYTES} bytes.", code="config.too_large"
+                f"adapter_config.json may have at most {MAX_CONFIG_BYTES} bytes; perhaps another file was sent as it.",
+                code="config.too_large",
             )
+        if raw[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and b"\0" in raw[:_LENGTH_BYTES]:
+            _refuse("not_json", "adapter_config.json is a safetensors file.", None, _SWAPPED)
         config = parse(raw, MAX_DEPTH)
     except TooDeepError as error:
         _refuse("too_deep", f"adapter_config.json is {error}.", None, _AS_SAVED)
@@ -224,7 +232,7 @@ def _check_field(name: str, value: object) -> None:
             "field_unknown",
             f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes.",
             named(name),
-            "Remove it if it does not.",
+            "Remove it if it does not, as where only the training needed it.",
         )
 
 
@@ -306,7 +314,7 @@ def _rank(name: str, value: object, max_rank: int, findings: Findings) -> int:
                 f"{name} is {value}; this server serves ranks up to {max_rank}.",
                 code="config.rank_invalid",
                 param=name,
-                mend="Retrain with a smaller rank, or raise adapter.max_rank.",
+                mend="Retrain with a smaller rank, or have adapter.max_rank raised on the server.",
             )
         )
     return value

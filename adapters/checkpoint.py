@@ -321,7 +321,7 @@ def _check_shape(named: _Named, rank: int, width: int) -> None:
             f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}.",
             code="weights.rank_mismatch",
             param=tensor.name,
-            mend="Mend r or rank_pattern: they must say what was trained.",
+            mend="Set r, or rank_pattern for single modules, to the rank that was trained.",
         )
     expected = [rank, width] if name.rank_axis == 0 else [width, rank]
     is_transposed = got_rank == width and got_width == rank

@@ -26,8 +26,7 @@ Result = TypeVar("Result")
 class Findings:
     """What was found so far, in the order in which it was found.
 
-    Findings of one code and one mend are one, which lists further names. Of one field or tensor only the first is
-    kept: what follows from it would mislead.
+    Findings of one code and one mend are one, which lists further names.
     """
 
     def __init__(self) -> None:
@@ -35,8 +34,13 @@ class Findings:
         """How often something was found, listed or not."""
         self._class: type[AdapterError] = AdapterError
         self._listed: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
-        self._params: set[str] = set()
+        self._noted: set[tuple[str, str]] = set()
         self._unlisted = 0
+
+    @property
+    def params(self) -> set[str]:
+        """Fields and tensors of which something was found."""
+        return {param for _, param in self._noted}
 
     def attempt(
         self, check: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -53,9 +57,9 @@ class Findings:
         self.seen += 1
         finding = error.finding
         if finding.param is not None:
-            if finding.param in self._params:
+            if (finding.code, finding.param) in self._noted:
                 return
-            self._params.add(finding.param)
+            self._noted.add((finding.code, finding.param))
         key = (finding.code, finding.mend)
         if key in self._listed:
             self._listed[key][1].append(_cut(finding.param or "another", MAX_NAME))

@@ -113,6 +113,6 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
                 "computes.",
                 code="config.field_unknown",
                 param=named(name),
-                mend="Remove it if it does not.",
+                mend="Remove it if it does not, as where only the training needed it.",
             )
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}

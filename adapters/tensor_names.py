@@ -41,22 +41,26 @@ _SAVE_ADAPTER_ALONE = (
     "PeftModel, before merge_and_unload, and upload the adapter_model.safetensors that this writes."
 )
 _VOCABULARY = (
-    "so the vocabulary was changed or trained: leave embed_tokens and lm_head out of target_modules and "
-    "modules_to_save, do not resize the embedding, and save with save_embedding_layers=False."
+    "It belongs to the embedding or the output head, so the vocabulary was changed or trained: leave embed_tokens and "
+    "lm_head out of target_modules and modules_to_save, do not resize the embedding, and save with "
+    "save_embedding_layers=False."
 )
 _MEGATRON = "It belongs to a fused layer of Megatron or NeMo: convert the adapter to the layout of Hugging Face PEFT"
 _SEES = "It changes the part that sees, and only language is served: retrain on the language model's layers alone."
+_CLASSIFIES = "It belongs to a head that classifies, and only text is written here: retrain for CAUSAL_LM."
 _HINTS = (
     ("lora_magnitude_vector", "It belongs to DoRA: retrain with use_dora=false."),
     ("token_adapter", "It changes single token embeddings: retrain without trainable_token_indices."),
     ("trainable_tokens", "It changes single token embeddings: retrain without trainable_token_indices."),
     ("modules_to_save", "It is a copy of a base module: retrain with modules_to_save=null."),
-    ("lora_embedding_", f"It changes the embedding, {_VOCABULARY}"),
-    ("embed_tokens", f"It belongs to the embedding, {_VOCABULARY}"),
-    ("lm_head", f"It belongs to the output head, {_VOCABULARY}"),
+    ("lora_embedding_", _VOCABULARY),
+    ("embed_tokens", _VOCABULARY),
+    ("lm_head", _VOCABULARY),
     ("experts", "Mixture-of-experts layers are not served."),
     ("base_layer", "It is a copy of a base weight: save with PEFT's save_pretrained, which leaves it out."),
     ("v_head", "It belongs to a value head, which training alone uses: leave tensors of v_head out of the file."),
+    (".score.", _CLASSIFIES),
+    (".classifier.", _CLASSIFIES),
     ("ia3_", "It belongs to IA3: retrain as LoRA."),
     (".bias", 'Biases are not served: retrain with bias="none".'),
     ("linear_qkv", f"{_MEGATRON}, with q_proj, k_proj and v_proj apart."),
@@ -148,21 +152,19 @@ class TensorNames:
         if found := _ANY_LORA.fullmatch(unwrapped(name)):
             if not found["stem"].endswith(tuple(self._stems)):
                 return (
-                    f"Layers are at {self._stem} here: the adapter was trained on a model of another family. Upload "
-                    "it to a server of its own base model."
+                    f"The served model has its layers at {self._stem}, so the adapter was trained on one of another "
+                    "family: upload it to a server of that model."
                 )
             if found["path"] not in self._modules:
-                return (
-                    f"The layers have no such module here, only {', '.join(self._modules)}: retrain on some of these."
-                )
+                return f"The served model's layers have no such module: retrain on {', '.join(self._modules)} alone."
             if int(found["layer"]) >= self._num_layers:
                 return (
-                    f"Layers go from 0 to {self._num_layers - 1} here: the adapter was trained on a deeper base model. "
-                    "Upload it to a server of that one."
+                    f"The served model has layers 0 to {self._num_layers - 1}, so the adapter was trained on a deeper "
+                    "one: upload it to a server of that model."
                 )
         return (
             f"Expected {_ROOT}{self._stem}.<0 to {self._num_layers - 1}>.<module>.lora_A.weight or lora_B.weight with "
-            f"<module> one of {', '.join(self._modules)}."
+            f"<module> one of {', '.join(self._modules)}. PEFT's save_pretrained names them so."
         )
 
 

@@ -48,6 +48,7 @@ def validate(
     from weft.errors import AdapterError, ConfigError, Finding, PayloadTooLargeError
 
     config, weights = adapter_files(folder)
+    files = {"config": config.name, "weights": weights.name}
     try:
         base = _base(Path(model)) if model else None
     except ConfigError as error:
@@ -56,9 +57,9 @@ def validate(
         names = (Path(model).resolve().name,) if model else ()
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
     except AdapterError as error:
-        refuse(str(folder), [asdict(finding) for finding in error.findings], as_json)
+        refuse(str(folder), [asdict(finding) for finding in error.findings], as_json, files)
     except PayloadTooLargeError as error:
-        refuse(str(folder), [asdict(Finding(error.code, error.message, None, KEEP_SMALL))], as_json)
+        refuse(str(folder), [asdict(Finding(error.code, error.message, None, KEEP_SMALL))], as_json, files)
     except OSError as error:
         fail(f"{weights} cannot be read: {error.strerror}.", 2)
     facts = {

@@ -105,7 +105,9 @@ def fail(message: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def refuse(adapter: str, findings: Sequence[Mapping[str, Any]], as_json: bool) -> NoReturn:
+def refuse(
+    adapter: str, findings: Sequence[Mapping[str, Any]], as_json: bool, files: Mapping[str, str] = FILES
+) -> NoReturn:
     """Print all that is wrong with an adapter, on stderr as a numbered list, and exit with 2."""
     first = findings[0]
     if as_json:
@@ -113,7 +115,7 @@ def refuse(adapter: str, findings: Sequence[Mapping[str, Any]], as_json: bool) -
         typer.echo(json.dumps({"valid": False, "code": first["code"], "message": message, "findings": findings}))
     lines = [f"{adapter} cannot be served:"]
     for number, finding in enumerate(findings, 1):
-        file = FILES.get(finding["code"].partition(".")[0], "")
+        file = files.get(finding["code"].partition(".")[0], "")
         where = "" if not file or finding["message"].startswith(file) else f"{file}: "
         lines.append(f"{number:3}. {where}{finding['message']} ({finding['code']})")
         lines.append(f"     Mend: {finding['mend']}")

@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry import adapters, audit, grants, keys, quotas, tenants
 from weft.registry.aliases import pick
+from weft.registry.audit import ADMIN
 from weft.registry.clock import Clock, iso, utc_now
 from weft.registry.database import Database
 from weft.registry.keys import KeyRing, read_pepper
@@ -42,8 +43,6 @@ from weft.registry.records import (
 )
 from weft.registry.references import unreferenced_weights
 from weft.registry.uploads import Terms, Uploads, settle
-
-ADMIN = "admin"
 
 
 class Forgetful(Protocol):

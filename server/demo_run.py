@@ -20,6 +20,7 @@ from weft.server.server_process import server_process
 SERVE_OPTIONS = (
     *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.25"),
     *("--set", "memory.host_gib=0.25", "--set", "model.threads=1"),  # the model is too small to share among threads
+    *("--auth", "on"),  # whatever the environment says: it is the keys that tell tenants and traffic apart
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 from collections import Counter
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.server.demo_check import UsageCheck
+from weft.server.demo_client import DemoClient
 from weft.server.demo_round import BASE_NAME, Answer, Round, SharedStep
 from weft.server.demo_traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, plan
 
@@ -51,6 +53,8 @@ def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, 
     """Addresses, keys and snippets that can be pasted."""
     console.print()
     console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True)
+    console.print(f"Dashboard (opens once, within 10 minutes): {dashboard_link(url, admin_key)}", soft_wrap=True)
+    console.print(f"Another link to it: WEFT_KEY=<the admin key> weft dashboard --url {url}", soft_wrap=True)
     for tenant, key in shown.keys.items():
         models = ", ".join(answer.model for answer in shown.answers if answer.tenant == tenant)
         console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)
@@ -60,6 +64,20 @@ def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, 
     console.print("\nWith openai-python:\n")
     console.print(Text(openai_snippet(url, _key_for(shown, "french"), "french")), soft_wrap=True)
     console.print()
+
+
+def dashboard_link(url: str, admin_key: str) -> str:
+    """The dashboard's address, showing the last hour; its first visitor within ten minutes is signed in as admin.
+
+    Raises:
+        WeftError: The server refused, or does not answer.
+    """
+
+    async def make() -> str:
+        async with DemoClient(url) as client:
+            return str((await client.call("POST", "/v1/session/links", admin_key))["link"])
+
+    return f"{url}/?range=1h#link={asyncio.run(make())}"
 
 
 def show_traffic_begins(console: Console, data_dir: Path) -> None:

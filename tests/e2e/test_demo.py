@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from weft_server import expected_answers, free_port
@@ -102,6 +103,18 @@ def test_the_curl_line_works_when_pasted(serving: tuple[subprocess.Popen[str], s
     done = subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, text=True, timeout=60)
     answer: dict[str, Any] = json.loads(done.stdout)
     assert answer["choices"][0]["message"]["content"] == SCARF["answers"]["pirate"]
+
+
+def test_the_link_signs_in_to_the_dashboard_once(serving: tuple[subprocess.Popen[str], str]) -> None:
+    printed = re.search(r"^Dashboard \(opens once.*: (http://\S+?/)\?range=1h#link=(\S+)$", serving[1], re.MULTILINE)
+    assert printed is not None, serving[1]
+    with httpx.Client(base_url=printed[1], trust_env=False) as browser:
+        assert "<title>" in browser.get("/").raise_for_status().text
+        assert browser.get("/v1/me").status_code == 401
+        link = {"authorization": f"Bearer {printed[2]}", "origin": printed[1].rstrip("/")}
+        assert browser.post("/v1/session", headers=link).status_code == 201
+        assert browser.get("/v1/me").json()["role"] == "admin"
+        assert browser.post("/v1/session", headers=link).json()["error"]["code"] == "session.link_used"
 
 
 def test_traffic_follows_the_answers_and_says_how_it_goes_away(serving: tuple[subprocess.Popen[str], str]) -> None:

@@ -54,7 +54,8 @@ def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, 
     console.print()
     console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True)
     console.print(f"Dashboard (opens once, within 10 minutes): {dashboard_link(url, admin_key)}", soft_wrap=True)
-    console.print(f"Another link to it: WEFT_KEY=<the admin key> weft dashboard --url {url}", soft_wrap=True)
+    again = f"weft dashboard --url {url} --data-dir {shlex.quote(str(data_dir))}"
+    console.print(f"Another link to it: {again}", soft_wrap=True)
     for tenant, key in shown.keys.items():
         models = ", ".join(answer.model for answer in shown.answers if answer.tenant == tenant)
         console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)

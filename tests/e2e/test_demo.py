@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -115,6 +116,15 @@ def test_the_link_signs_in_to_the_dashboard_once(serving: tuple[subprocess.Popen
         assert browser.post("/v1/session", headers=link).status_code == 201
         assert browser.get("/v1/me").json()["role"] == "admin"
         assert browser.post("/v1/session", headers=link).json()["error"]["code"] == "session.link_used"
+
+
+def test_the_line_for_another_link_works_when_pasted(serving: tuple[subprocess.Popen[str], str], folder: Path) -> None:
+    line = re.search(r"^Another link to it: weft (.+)$", serving[1], re.MULTILINE)
+    assert line is not None, serving[1]
+    done = subprocess.run(
+        [WEFT, *shlex.split(line[1])], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#link=\S+\n", done.stdout), done.stderr
 
 
 def test_traffic_follows_the_answers_and_says_how_it_goes_away(serving: tuple[subprocess.Popen[str], str]) -> None:

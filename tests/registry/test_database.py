@@ -50,7 +50,7 @@ async def test_opening_twice_upgrades_once(tmp_path: Path, database_url: str | N
     for _ in range(2):
         database = await Database.open(database_url, tmp_path)
         async with database.read() as session:
-            assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0002"
+            assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0004"
         await database.close()
 
 

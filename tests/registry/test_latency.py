@@ -296,11 +296,13 @@ async def test_a_database_from_before_is_filled_with_what_its_events_would_have_
 
 
 async def _tables(database: Database) -> dict[str, list[tuple[Any, ...]]]:
-    tables = (UsageEventRow.__table__, UsageLatencyRow.__table__)
     async with database.read() as session:
         return {
-            table.name: [tuple(row) for row in await session.execute(select(table).order_by(*table.primary_key))]
-            for table in tables
+            row.__tablename__: [
+                tuple(found)
+                for found in await session.execute(select(*row.__table__.c).order_by(*row.__table__.primary_key))
+            ]
+            for row in (UsageEventRow, UsageLatencyRow)
         }
 
 
@@ -315,5 +317,5 @@ def _make_old_database(url: str, revision: str, events: list[tuple[Any, ...]]) -
         assert not inspect(connection).has_table("usage_latency")
         columns = UsageEventRow.__table__.columns.keys()
         rows = [dict(zip(columns, event, strict=True)) for event in events]
-        connection.execute(insert(UsageEventRow.__table__), rows)
+        connection.execute(insert(UsageEventRow), rows)
     engine.dispose()

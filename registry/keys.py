@@ -27,7 +27,8 @@ from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
 from weft.registry.models import KeyRow, TenantRow
 from weft.registry.names import check_text
 from weft.registry.recent import Recent
-from weft.registry.records import SCOPES, Identity, Key, Scope
+from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
+from weft.registry.sessions import find_session
 from weft.registry.tenants import tenant_row
 
 MAX_SECRET = 512
@@ -54,6 +55,8 @@ class KeyRing:
         self._clock = clock
         self._admin_digest = None if admin_key is None else self.digest(admin_key)
         self._recent: Recent[str, _Known] = Recent(monotonic)
+        self.sessions: Recent[str, tuple[Credential, int]] = Recent(monotonic)
+        """What sessions stand for, and when they end, by the digest of their token."""
 
     def digest(self, secret: str) -> str:
         """What is stored of a secret: 64 hex digits."""
@@ -67,17 +70,51 @@ class KeyRing:
         """
         if len(secret) > MAX_SECRET:
             raise _refusal()
-        digest = self.digest(secret)
-        if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
-            return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
-        known = await self._recent.ask(digest, lambda: _read_known(database, secret, digest))
+        matched = _SECRET.fullmatch(secret)
+        credential = Credential(matched[1] if matched else "", self.digest(secret))
+        return await self.identify(database, credential)
+
+    async def identify(self, database: Database, credential: Credential) -> Identity:
+        """Who holds the secret of this digest.
+
+        Raises:
+            AuthenticationError: Nobody, or the key has expired or was revoked.
+        """
+        if self._admin_digest is not None and hmac.compare_digest(credential.digest, self._admin_digest):
+            shown = Credential("", credential.digest)
+            return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES, credential=shown)
+        known = await self._recent.ask(credential.digest, lambda: _read_known(database, credential))
         if known.expires_at is not None and known.expires_at <= self._clock():
             raise _refusal()
         return known.identity
 
+    async def identify_session(self, database: Database, token: str) -> Identity:
+        """Who began the session of this token.
+
+        Raises:
+            AuthenticationError: Nobody, it has ended, or the key that began it works no more; code session.ended.
+        """
+        digest = self.digest(token)
+
+        async def read() -> tuple[Credential, int]:
+            async with database.read() as session:
+                found = await find_session(session, digest)
+            if found is None:
+                raise session_ended()
+            return found
+
+        credential, ends = await self.sessions.ask(digest, read)
+        if ends <= to_micros(self._clock()):
+            raise session_ended()
+        try:
+            return await self.identify(database, credential)
+        except AuthenticationError as error:
+            raise session_ended() from error
+
     def forget(self) -> None:
         """A key was revoked, or a tenant deleted: ask the database again."""
         self._recent.forget()
+        self.sessions.forget()
 
 
 def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
@@ -233,9 +270,8 @@ def _check(name: str | None, scopes: Sequence[str] | None, expires_at: datetime 
         raise InvalidRequestError("expires_at must be in the future and have a timezone.", param="expires_at")
 
 
-async def _read_known(database: Database, secret: str, digest: str) -> _Known:
-    matched = _SECRET.fullmatch(secret)
-    prefix = matched[1] if matched else ""
+async def _read_known(database: Database, credential: Credential) -> _Known:
+    prefix = credential.prefix
     async with database.read() as session:
         row, owner = await _find(session, prefix)
     # The comparison is made for unknown prefixes too, so that they take as long.
@@ -244,7 +280,7 @@ async def _read_known(database: Database, secret: str, digest: str) -> _Known:
         is_previous = prefix != row.prefix
         stored = (row.previous_digest or _NO_DIGEST) if is_previous else row.digest
         ends = [end for end in (row.expires_at, row.previous_until if is_previous else None) if end is not None]
-    if not hmac.compare_digest(digest, stored) or row is None or owner is None or row.revoked_at is not None:
+    if not hmac.compare_digest(credential.digest, stored) or row is None or owner is None or row.revoked_at is not None:
         raise _refusal()
     identity = Identity(
         role="tenant",
@@ -254,6 +290,7 @@ async def _read_known(database: Database, secret: str, digest: str) -> _Known:
         scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
         tenant_limits=Limits.of(owner.limits),
         key_limits=Limits.of(row.limits),
+        credential=credential,
     )
     return _Known(identity, from_micros(min(ends)) if ends else None)
 
@@ -295,6 +332,11 @@ def _make_pepper(path: Path) -> None:
         pass
     finally:
         temporary.unlink()
+
+
+def session_ended() -> AuthenticationError:
+    """What a browser is told whose session is over."""
+    return AuthenticationError("The session has ended: sign in again.", code="session.ended")
 
 
 def _refusal() -> AuthenticationError:

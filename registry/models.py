@@ -70,6 +70,21 @@ class KeyRow(Base):
     previous_until: Mapped[int | None] = mapped_column(BigInteger)
 
 
+class SessionRow(Base):
+    """A browser's session, or a link that begins one; worth what the key is that it was made with."""
+
+    __tablename__ = "sessions"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """HMAC-SHA256 of the token, 64 hex digits."""
+    kind: Mapped[str] = mapped_column(String(16))
+    """session or link."""
+    key_prefix: Mapped[str] = mapped_column(String(32))
+    """Of the secret it stands for; empty for the admin key."""
+    key_digest: Mapped[str] = mapped_column(String(64))
+    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
 class AdapterRow(Base):
     """An adapter; its weights are those of its versions."""
 

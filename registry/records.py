@@ -65,6 +65,16 @@ class Key:
     revoked_at: datetime | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """Which secret was shown, without it."""
+
+    prefix: str
+    """By which its key is found; empty for the admin key."""
+    digest: str
+    """As it is stored."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """Who is calling."""
@@ -79,6 +89,8 @@ class Identity:
     scopes: tuple[Scope, ...]
     tenant_limits: Limits = UNLIMITED
     key_limits: Limits = UNLIMITED
+    credential: Credential | None = field(default=None, repr=False, compare=False)
+    """What it was told by; None where authentication is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry import adapters, audit, grants, keys, quotas, tenants
+from weft.errors import AuthenticationError
+from weft.registry import adapters, audit, grants, keys, quotas, sessions, tenants
 from weft.registry.aliases import pick
 from weft.registry.audit import ADMIN
 from weft.registry.clock import Clock, iso, utc_now
@@ -31,6 +32,7 @@ from weft.registry.records import (
     Adapter,
     AdapterVersion,
     AuditEntry,
+    Credential,
     Grant,
     Identity,
     Key,
@@ -137,6 +139,45 @@ class Registry:
             AuthenticationError: Nobody, or the key has expired or was revoked.
         """
         return await self._key_ring.authenticate(self._database, secret)
+
+    async def authenticate_session(self, token: str) -> Identity:
+        """Who began the session of this token.
+
+        Raises:
+            AuthenticationError: Nobody, or it is over; code session.ended.
+        """
+        return await self._key_ring.identify_session(self._database, token)
+
+    async def begin_session(self, credential: Credential, kind: sessions.Kind = "session") -> tuple[str, datetime]:
+        """Begin a session, or make a link to begin one with.
+
+        Returns:
+            The token, which is kept nowhere, and when it ends.
+        """
+        token = sessions.new_token(kind)
+        async with self._change() as session:
+            digest = self._key_ring.digest(token)
+            return token, await sessions.add_session(session, kind, digest, credential, self._clock())
+
+    async def follow_link(self, token: str) -> Identity:
+        """Who made this link, which works no more from now on.
+
+        Raises:
+            AuthenticationError: Nobody, it has been used, or is too old; code session.link_used.
+        """
+        async with self._change() as session:
+            credential = await sessions.take_link(session, self._key_ring.digest(token), self._clock())
+        if credential is None:
+            raise AuthenticationError(
+                "This link has been used, or is too old: ask for another with `weft dashboard`, or sign in with a key.",
+                code="session.link_used",
+            )
+        return await self._key_ring.identify(self._database, credential)
+
+    async def end_session(self, token: str) -> None:
+        """End a session, at once; one that is over already stays so."""
+        async with self._change(self._key_ring.sessions) as session:
+            await sessions.end_session(session, self._key_ring.digest(token))
 
     async def create_tenant(self, name: str, limits: Mapping[str, object] | None = None) -> Tenant:
         """Make a tenant.

@@ -16,6 +16,7 @@ from weft.server import (
     routes_health,
     routes_me,
     routes_models,
+    routes_session,
     routes_tenants,
     routes_tokens,
     routes_uploads,
@@ -23,6 +24,7 @@ from weft.server import (
 )
 from weft.server.auth import AuthMiddleware
 from weft.server.boundary import Boundary
+from weft.server.dashboard import add_dashboard
 from weft.server.openapi import openapi_of
 from weft.server.routes_health import metrics_response
 from weft.server.services import Services
@@ -36,6 +38,7 @@ ROUTERS = (
     routes_tenants.router,
     routes_audit.router,
     routes_me.router,
+    routes_session.router,
     routes_usage.router,
     routes_tokens.router,
     routes_engine.router,
@@ -55,6 +58,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     for router in ROUTERS:
         app.include_router(router)
+    add_dashboard(app)
     errors.install(app)
     app.add_middleware(AuthMiddleware, keys=services.registry if services.config.server.auth == "on" else None)
     app.add_middleware(Boundary, drain=services.drain)

@@ -1,6 +1,6 @@
 """Who is calling, decided before a byte of the body is read: pure ASGI, everything closed unless listed as public.
 
-Knows keys only through the registry. What a caller may do is decided in `weft.server.access`.
+Knows keys and browsers' sessions only through the registry. What a caller may do is decided in `weft.server.access`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,32 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weft.config import is_loopback
 from weft.errors import AuthenticationError, ForbiddenError, WeftError
 from weft.registry.records import SCOPES, Identity
+from weft.registry.sessions import LINK_PREFIX
+from weft.server.browser import check_own_page, session_token
+from weft.server.dashboard import is_dashboard
 from weft.server.errors import error_response
 
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
 """Answered without a key, to GET and HEAD."""
+SIGN_IN = "/v1/session"
 MAX_KEY_LENGTH = 512
 LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
 """Everybody, where authentication is off."""
 
 
 class KeyStore(Protocol):
-    """What authentication needs of the registry."""
+    """What authentication needs of the registry. All raise AuthenticationError."""
 
     async def authenticate(self, secret: str) -> Identity:
-        """Who holds this key; raises AuthenticationError."""
+        """Who holds this key."""
+        ...
+
+    async def authenticate_session(self, token: str) -> Identity:
+        """Who began this session."""
+        ...
+
+    async def follow_link(self, token: str) -> Identity:
+        """Who made this link, which works no more then."""
         ...
 
 
@@ -50,20 +62,32 @@ class AuthMiddleware:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        if scope["path"] not in PUBLIC_PATHS or scope["method"] not in ("GET", "HEAD"):
+        if not is_public(scope):
             try:
-                identity = await self._identify(Headers(scope=scope))
+                identity = await self._identify(scope, Headers(scope=scope))
             except WeftError as error:
                 await error_response(error)(scope, receive, send)
                 return
             scope["state"] = {**scope.get("state", {}), "identity": identity}
         await self._app(scope, receive, send)
 
-    async def _identify(self, headers: Headers) -> Identity:
+    async def _identify(self, scope: Scope, headers: Headers) -> Identity:
         if self._keys is None:
             _check_local_browser(headers)
             return LOCAL_ADMIN
-        return await self._keys.authenticate(_bearer(headers))
+        token = session_token(headers)
+        if token is not None and "authorization" not in headers:
+            check_own_page(scope, headers)
+            return await self._keys.authenticate_session(token[:MAX_KEY_LENGTH])
+        secret = _bearer(headers)
+        if secret.startswith(LINK_PREFIX) and (scope["method"], scope["path"]) == ("POST", SIGN_IN):
+            return await self._keys.follow_link(secret)
+        return await self._keys.authenticate(secret)
+
+
+def is_public(scope: Scope) -> bool:
+    """Whether a request needs no key."""
+    return (scope["path"] in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD")) or is_dashboard(scope)
 
 
 def _bearer(headers: Headers) -> str:

@@ -102,6 +102,23 @@ class MeView(View):
     """What counts against a rate or quota now; tokens with what running requests reserve."""
 
 
+class SessionView(View):
+    """A browser's session; its cookie is in the header."""
+
+    object: Literal["session"] = "session"
+    role: Literal["admin", "tenant"]
+    tenant: str | None
+    expires_at: str
+
+
+class LinkView(View):
+    """What begins a session once."""
+
+    object: Literal["session.link"] = "session.link"
+    link: str
+    expires_at: str
+
+
 class AppliedModules(View):
     """How many of the base's modules an adapter changes, counted over all layers."""
 

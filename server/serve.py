@@ -82,7 +82,7 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
             metrics = ApiServer(MetricsApp(services), shutdown.drain)
             stack.push_async_callback(_stop, metrics, asyncio.create_task(metrics.serve([metrics_listener])))
         shutdown.watch(server)
-        _announce(announce, config, key, listener)
+        _announce(announce, config, key, listener, await _sign_in(services, key))
         await server.serve([listener])
         await server.cancel_tasks()
 
@@ -282,12 +282,27 @@ async def _stop(server: ApiServer, serving: asyncio.Task[None]) -> None:
     await serving
 
 
-def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket) -> None:
+async def _sign_in(services: Services, key: AdminKey) -> str:
+    """What the dashboard's address ends with, so that the admin is signed in; nothing where nobody need be."""
+    if services.config.server.auth == "off":
+        return ""
+    try:
+        admin = await services.registry.authenticate(key.secret)
+        link, _ = await services.registry.begin_session(admin.credential, "link") if admin.credential else ("", None)
+    except CapacityError:  # a database that is away stops no server
+        return ""
+    return f"#link={link}"
+
+
+def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str) -> None:
     host, port = config.server.host, listener.getsockname()[1]
     if key.is_new:
         announce(f"weft: admin key {key.secret}")
         announce(f"weft: it is shown this once and kept in {key.path}")
     if config.server.auth == "off":
         announce("weft: authentication is off: everybody on this machine is admin")
-    announce(f"weft: listening on http://{f'[{host}]' if ':' in host else host}:{port}")
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if sign_in:
+        announce(f"weft: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
+    announce(f"weft: listening on {url}")
     sys.stdout.flush()

@@ -18,7 +18,7 @@ from weft.registry import keys as keys_module
 from weft.registry.database import Database
 from weft.registry.keys import read_pepper
 from weft.registry.limits import Limits
-from weft.registry.records import SCOPES, Identity
+from weft.registry.records import SCOPES, Credential, Identity
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
@@ -120,8 +120,8 @@ async def test_a_lookup_under_way_during_the_revocation_is_not_remembered(
     has_read, may_go_on = asyncio.Event(), asyncio.Event()
     read_known = keys_module._read_known
 
-    async def slow_read(database: Database, text: str, digest: str) -> object:
-        known = await read_known(database, text, digest)
+    async def slow_read(database: Database, credential: Credential) -> object:
+        known = await read_known(database, credential)
         has_read.set()
         await may_go_on.wait()
         return known

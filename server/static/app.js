@@ -1,0 +1,99 @@
+// The frame around all pages: who is signed in, where one is, and the way elsewhere.
+import { html, render, useEffect, useState } from "./lib.js";
+import { useApi } from "./api.js";
+import { Link, param, place, setParams } from "./place.js";
+import { SignInPage, findOut, isAdmin, me, meProblem, signOut, watchSession } from "./session.js";
+import { Button, Empty, Notes, Problem, Select } from "./ui.js";
+
+/** Pages are loaded when they are first shown. `admin` keeps tenants out; `tenant` offers the choice of one. */
+const PAGES = [
+  { path: "/", label: "Overview", load: () => import("./pages/overview.js"), tenant: true },
+  { path: "/usage", label: "Usage", load: () => import("./pages/usage.js"), tenant: true },
+  { path: "/adapters", label: "Adapters", load: () => import("./pages/adapters.js"), tenant: true },
+  { path: "/adapters/:name", load: () => import("./pages/adapter.js"), tenant: true },
+  { path: "/live", label: "Live", load: () => import("./pages/live.js"), admin: true },
+  { path: "/playground", label: "Playground", load: () => import("./pages/playground.js"), tenant: true },
+  { path: "/tenants", label: "Tenants", load: () => import("./pages/tenants.js"), admin: true },
+  { path: "/tenants/:name", load: () => import("./pages/tenant.js"), admin: true },
+  { path: "/audit", label: "Audit log", load: () => import("./pages/audit.js"), admin: true },
+];
+
+function pageAt(path) {
+  for (const page of PAGES) {
+    const found = path.match(new RegExp(`^${page.path.replace(":name", "([^/]+)")}$`));
+    if (found) return { page, name: found[1] === undefined ? undefined : decodeURIComponent(found[1]) };
+  }
+  return null;
+}
+
+function App() {
+  useEffect(() => {
+    findOut();
+    return watchSession();
+  }, []);
+  if (me.value === undefined) return html`<main class="sign-in" aria-busy="true" />`;
+  if (me.value === null) {
+    return meProblem.value && meProblem.value.status !== 401
+      ? html`<main class="sign-in"><${Problem} error=${meProblem.value} retry=${() => location.reload()} /></main>`
+      : html`<${SignInPage} />`;
+  }
+  const here = pageAt(place.value.path);
+  return html`<a class="skip" href="#main">Skip to the page</a>
+    <div class="frame">
+      <${Side} here=${here} />
+      <main id="main" tabindex="-1">${here ? html`<${Shown} key=${here.page.path} ...${here} />` : html`<${Empty} title="There is no such page."><${Link} to="/">To the overview<//><//>`}</main>
+    </div>
+    <${Notes} />`;
+}
+
+function Side({ here }) {
+  const [isOpen, setOpen] = useState(false);
+  useEffect(() => setOpen(false), [place.value.path]);
+  const shown = PAGES.filter((page) => page.label && (!page.admin || isAdmin()));
+  const isHere = (page) => here && (here.page.path === page.path || here.page.path === `${page.path}/:name`);
+  return html`<header class="side">
+    <div class="brand">
+      <${Link} to="/" class="brand-link"><img src="/static/weft.svg" alt="" width="28" height="28" /> Weft<//>
+      <button type="button" class="icon-button menu-button" aria-expanded=${isOpen} aria-controls="menu" aria-label="Menu" onClick=${() => setOpen(!isOpen)}>☰</button>
+    </div>
+    <div id="menu" class=${isOpen ? "menu open" : "menu"}>
+      <nav aria-label="Pages">
+        ${shown.map((page) => html`<${Link} to=${page.path} aria-current=${isHere(page) ? "page" : undefined}>${page.label}<//>`)}
+      </nav>
+      <div class="who">
+        ${here?.page.tenant && isAdmin() && html`<${TenantChoice} />`}
+        <p><strong>${me.value.tenant?.name ?? "Admin"}</strong><br />
+          <span class="quiet">${me.value.key ? me.value.key.name ?? me.value.key.prefix : isAdmin() ? "sees every tenant" : ""}</span></p>
+        <${Button} kind="small" onClick=${signOut}>Sign out<//>
+      </div>
+    </div>
+  </header>`;
+}
+
+function TenantChoice() {
+  const tenants = useApi("/v1/tenants", { limit: 1000 });
+  const chosen = param("tenant") ?? "";
+  const names = (tenants.data?.data ?? []).map((tenant) => tenant.name);
+  const options = [...new Set([...names, ...(chosen ? [chosen] : [])])].map((value) => ({ value, label: value }));
+  return html`<${Select} label="Tenant" value=${chosen} onChange=${(tenant) => setParams({ tenant })}
+    options=${[{ value: "", label: "All tenants" }, ...options]} />`;
+}
+
+function Shown({ page, name }) {
+  const [Page, setPage] = useState(null);
+  const [error, setError] = useState(null);
+  useEffect(() => {
+    page.load().then(
+      (module) => {
+        setPage(() => module.default);
+        document.title = `${module.title} · Weft`;
+      },
+      () => setError({ message: "This part of the page could not be loaded. Load the page anew.", code: "unreachable" }),
+    );
+  }, [page]);
+  if (page.admin && !isAdmin()) return html`<${Empty} title="This page is for admins.">Sign in with the admin key.<//>`;
+  if (error) return html`<${Problem} error=${error} retry=${() => location.reload()} />`;
+  return Page ? html`<${Page} name=${name} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));

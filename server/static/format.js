@@ -1,0 +1,73 @@
+// Numbers, times and sizes as people read them.
+const whole = new Intl.NumberFormat("en");
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+/** 1234567 -> 1,234,567 */
+export const count = (value) => whole.format(value);
+
+/** 1234567 -> 1.2M; small numbers whole */
+export const compact = (value) => (Math.abs(value) < 10_000 ? whole.format(Math.round(value)) : short.format(value));
+
+/** 0.1234 -> 12.3% */
+export const percent = (share) =>
+  share === null || share === undefined ? "–" : `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 2 : 1)}%`;
+
+/** Seconds: 0.0123 -> 12.3 ms, 2.5 -> 2.50 s, 75 -> 1 min 15 s */
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 0.0995) return `${(value * 1000).toFixed(1)} ms`;
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  if (value < 60) return `${value.toFixed(2)} s`;
+  const minutes = Math.floor(value / 60);
+  return minutes < 60 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+/** 1536 -> 1.5 KiB */
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  let size = value;
+  while (size >= 1024 && unit < units.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
+  return `${unit ? size.toFixed(size < 10 ? 1 : 0) : size} ${units[unit]}`;
+}
+
+/** An exact decimal text with a currency: ("12.3400", "USD") -> 12.34 USD; digits below a cent only where they matter */
+export function money(text, currency) {
+  if (text === undefined || text === null) return "–";
+  const value = Number(text);
+  const digits = value !== 0 && Math.abs(value) < 1 ? 4 : 2;
+  return `${value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${currency ?? ""}`.trim();
+}
+
+/** How much more than before: (120, 100) -> +20.0%; null where there is nothing to compare with. */
+export function change(now, before) {
+  if (now === null || before === null || now === undefined || before === undefined || before === 0) return null;
+  return (now - before) / before;
+}
+
+/** sha256:0123456789abcdef… -> sha256:0123456789ab */
+export const shortDigest = (digest) => (digest ? digest.slice(0, "sha256:".length + 12) : "–");
+
+/** An ISO time in a zone: 2026-11-22 14:05 */
+export function time(iso, zone, { withSeconds = false } = {}) {
+  if (!iso) return "–";
+  const parts = new Intl.DateTimeFormat("sv-SE", {
+    timeZone: zone,
+    dateStyle: "short",
+    timeStyle: withSeconds ? "medium" : "short",
+  });
+  return parts.format(new Date(iso));
+}
+
+/** An ISO time as an age: 5 min ago */
+export function ago(iso, now = Date.now()) {
+  if (!iso) return "never";
+  const passed = Math.max(0, (now - new Date(iso).getTime()) / 1000);
+  if (passed < 60) return "just now";
+  if (passed < 3600) return `${Math.floor(passed / 60)} min ago`;
+  if (passed < 86400) return `${Math.floor(passed / 3600)} h ago`;
+  return `${Math.floor(passed / 86400)} d ago`;
+}

@@ -1,0 +1,251 @@
+// The parts that pages are made of.
+import { html, signal, useEffect, useId, useMemo, useRef, useState } from "./lib.js";
+
+/** A part of a page under a heading. */
+export function Card({ title, note, actions, children, ...rest }) {
+  const id = useId();
+  return html`<section class="card" aria-labelledby=${title ? id : undefined} ...${rest}>
+    ${(title || actions) &&
+    html`<header class="card-head">
+      <h2 id=${id}>${title}${note && html` <small>${note}</small>`}</h2>
+      ${actions && html`<div class="actions">${actions}</div>`}
+    </header>`}
+    ${children}
+  </section>`;
+}
+
+/** One figure; `change` is a share of the period before, `isGood` whether more is better (null: neither). */
+export function Stat({ label, value, hint, change, isGood = null, children }) {
+  const tone = change === null || change === undefined || isGood === null || Math.abs(change) < 0.005 ? "" : change > 0 === isGood ? "good" : "bad";
+  return html`<div class="stat" data-stat=${label}>
+    <div class="stat-label">${label}</div>
+    <div class="stat-value" title=${hint}>${value}</div>
+    ${change !== undefined && html`<div class=${`stat-change ${tone}`}><${Change} share=${change} /></div>`}
+    ${children}
+  </div>`;
+}
+
+function Change({ share }) {
+  if (share === null) return html`<span class="quiet">nothing before to compare with</span>`;
+  const text = `${share > 0 ? "+" : share < 0 ? "−" : "±"}${Math.abs(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)}%`;
+  return html`<span>${text}</span> <span class="quiet">against the time before</span>`;
+}
+
+/** A button; `kind`: "main", "danger" or nothing. An action that takes time is not begun twice. */
+export function Button({ kind = "", onClick, disabled, children, ...rest }) {
+  const [isBusy, setBusy] = useState(false);
+  const act = async (event) => {
+    const done = onClick?.(event);
+    if (!(done instanceof Promise)) return;
+    setBusy(true);
+    try {
+      await done;
+    } finally {
+      setBusy(false);
+    }
+  };
+  return html`<button type="button" class=${`button ${kind}`} disabled=${disabled || isBusy} aria-busy=${isBusy} onClick=${act} ...${rest}>
+    ${children}
+  </button>`;
+}
+
+/** A choice of one. */
+export function Select({ label, value, options, onChange, hideLabel = false }) {
+  return html`<label class="field inline">
+    <span class=${hideLabel ? "unseen" : ""}>${label}</span>
+    <select value=${value} onChange=${(event) => onChange(event.target.value)}>
+      ${options.map((option) => html`<option key=${option.value} value=${option.value} selected=${option.value === value}>${option.label}</option>`)}
+    </select>
+  </label>`;
+}
+
+/** A few choices side by side. */
+export function Segmented({ label, value, options, onChange }) {
+  return html`<div class="segmented" role="group" aria-label=${label}>
+    ${options.map(
+      (option) => html`<button type="button" key=${option.value} aria-pressed=${option.value === value} onClick=${() => onChange(option.value)}>${option.label}</button>`,
+    )}
+  </div>`;
+}
+
+/** A labelled input with its hint and what is wrong with it. */
+export function Field({ label, hint, error, children, ...rest }) {
+  const id = useId();
+  return html`<div class="field">
+    <label for=${id}>${label}</label>
+    ${children ? children(id) : html`<input id=${id} aria-describedby=${hint || error ? `${id}-hint` : undefined} aria-invalid=${error ? "true" : undefined} ...${rest} />`}
+    ${(hint || error) && html`<p id=${`${id}-hint`} class=${error ? "field-error" : "field-hint"}>${error || hint}</p>`}
+  </div>`;
+}
+
+/** A word in a frame; `tone`: "good", "bad", "warn", "info" or nothing. */
+export const Badge = ({ tone = "", children, ...rest }) => html`<span class=${`badge ${tone}`} ...${rest}>${children}</span>`;
+
+/** What stands where nothing is yet, and what to do about it. */
+export const Empty = ({ title, children }) => html`<div class="empty"><p class="empty-title">${title}</p>${children && html`<div>${children}</div>`}</div>`;
+
+/** What went wrong and what to do. @param {{error: import("./api.js").ApiError, retry?: () => void}} props */
+export function Problem({ error, retry }) {
+  if (!error) return null;
+  return html`<div class="problem" role="alert">
+    <p>${error.message}</p>
+    ${error.findings?.length > 1 && html`<${Findings} findings=${error.findings} />`}
+    <p class="quiet">
+      ${error.code}${error.requestId && error.status >= 500 && html` · request <code>${error.requestId}</code>, by which the server's log tells more`}
+    </p>
+    ${retry && html`<${Button} onClick=${retry}>Try again<//>`}
+  </div>`;
+}
+
+/** A numbered report of what is wrong with an upload. */
+export function Findings({ findings }) {
+  return html`<ol class="findings">
+    ${findings.map(
+      (finding) => html`<li>
+        <p>${finding.message}</p>
+        ${finding.mend && html`<p class="mend"><strong>Mend:</strong> ${finding.mend}</p>`}
+        ${finding.param && html`<p class="quiet"><code>${finding.param}</code></p>`}
+      </li>`,
+    )}
+  </ol>`;
+}
+
+/** Data that is being read: a problem, lines in grey, or the page. What is shown stays while newer comes. */
+export function Loaded({ of: answer, lines = 4, children }) {
+  if (answer.error && answer.data === undefined) return html`<${Problem} error=${answer.error} retry=${answer.reload} />`;
+  if (answer.data === undefined) return html`<div class="skeleton" aria-busy="true" aria-label="Loading">${Array.from({ length: lines }, () => html`<span />`)}</div>`;
+  return html`${answer.error && html`<${Problem} error=${answer.error} retry=${answer.reload} />`}
+    <div class=${answer.isLoading ? "stale" : ""} aria-busy=${answer.isLoading}>${children(answer.data)}</div>`;
+}
+
+/**
+ * A table that can be sorted by its heads. Numbers stand right.
+ * @param {{columns: {key: string, label: string, isNumber?: boolean, cell?: (row: object) => unknown, value?: (row: object) => unknown}[],
+ *   rows: object[], keyOf: (row: object) => string, totals?: Record<string, unknown>, caption: string,
+ *   sort?: string, onSort?: (sort: string) => void, first?: number}} props `sort` is a key, with "-" in front for the
+ *   largest first; without `onSort` the table keeps it to itself. `first` rows are shown before "show more".
+ */
+export function Table({ columns, rows, keyOf, totals, caption, sort: given, onSort, first = 50 }) {
+  const [own, setOwn] = useState(given ?? "");
+  const [shown, setShown] = useState(first);
+  const sort = onSort ? given ?? "" : own;
+  const key = sort.replace(/^-/, "");
+  const sorted = useMemo(() => {
+    const column = columns.find((one) => one.key === key);
+    if (!column) return rows;
+    const valueOf = column.value ?? ((row) => row[column.key]);
+    const order = new Intl.Collator("en", { numeric: true });
+    const compare = (a, b) => {
+      const [x, y] = [valueOf(a), valueOf(b)];
+      if (x === y) return 0;
+      if (x === null || x === undefined) return 1; // what is not known stands last, either way
+      if (y === null || y === undefined) return -1;
+      const result = typeof x === "number" && typeof y === "number" ? x - y : order.compare(String(x), String(y));
+      return sort.startsWith("-") ? -result : result;
+    };
+    return [...rows].sort(compare);
+  }, [rows, sort, columns.map((one) => one.key).join()]);
+  const turn = (column) => {
+    const next = sort === `-${column.key}` ? column.key : sort === column.key ? `-${column.key}` : `${column.isNumber ? "-" : ""}${column.key}`;
+    (onSort ?? setOwn)(next);
+  };
+  return html`<div class="table-box" tabindex="0" role="region" aria-label=${caption}>
+      <table>
+        <caption class="unseen">${caption}</caption>
+        <thead><tr>
+          ${columns.map(
+            (column) => html`<th key=${column.key} scope="col" class=${column.isNumber ? "number" : ""}
+              aria-sort=${key === column.key ? (sort.startsWith("-") ? "descending" : "ascending") : undefined}>
+              ${column.isFixed ? column.label : html`<button type="button" class="sort" onClick=${() => turn(column)}>${column.label}</button>`}
+            </th>`,
+          )}
+        </tr></thead>
+        <tbody>
+          ${sorted.slice(0, shown).map(
+            (row) => html`<tr key=${keyOf(row)} data-key=${keyOf(row)}>
+              ${columns.map((column) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${column.cell ? column.cell(row) : row[column.key] ?? "–"}</td>`)}
+            </tr>`,
+          )}
+        </tbody>
+        ${totals &&
+        html`<tfoot><tr>
+          ${columns.map((column, index) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${index === 0 ? "Total" : totals[column.key] ?? ""}</td>`)}
+        </tr></tfoot>`}
+      </table>
+    </div>
+    ${sorted.length > shown &&
+    html`<p class="more"><${Button} onClick=${() => setShown(shown + 200)}>Show more<//> <span class="quiet">${shown} of ${sorted.length} shown</span></p>`}`;
+}
+
+/** A window over the page; Escape and the cross close it. */
+export function Dialog({ title, onClose, children }) {
+  const box = useRef(null);
+  const id = useId();
+  useEffect(() => {
+    box.current.showModal();
+    return () => box.current?.close();
+  }, []);
+  return html`<dialog ref=${box} class="dialog" aria-labelledby=${id} onClose=${onClose} onClick=${(event) => event.target === box.current && onClose()}>
+    <div class="dialog-body">
+      <header class="card-head"><h2 id=${id}>${title}</h2>
+        <button type="button" class="icon-button" aria-label="Close" onClick=${onClose}>×</button></header>
+      ${children}
+    </div>
+  </dialog>`;
+}
+
+/** Ask before what cannot be undone. `act` may throw an ApiError, which is shown; when it is done the window closes. */
+export function Confirm({ title, children, verb, act, onClose }) {
+  const [error, setError] = useState(null);
+  const confirm = async () => {
+    try {
+      await act();
+      onClose();
+    } catch (problem) {
+      if (problem.code === undefined) throw problem;
+      setError(problem);
+    }
+  };
+  return html`<${Dialog} title=${title} onClose=${onClose}>
+    <div>${children}</div>
+    <${Problem} error=${error} />
+    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="danger" onClick=${confirm}>${verb}<//></div>
+  <//>`;
+}
+
+/** Copies a text; says that it did. */
+export function Copy({ text, label = "Copy" }) {
+  const [isDone, setDone] = useState(false);
+  const copy = async () => {
+    await copyText(text);
+    setDone(true);
+    setTimeout(() => setDone(false), 1500);
+  };
+  return html`<button type="button" class="button small" onClick=${copy} aria-live="polite">${isDone ? "Copied" : label}</button>`;
+}
+
+async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = document.createElement("textarea"); // without TLS browsers have no clipboard for pages
+  area.value = text;
+  (document.querySelector("dialog[open]") ?? document.body).append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+  return undefined;
+}
+
+/** A text with a button that copies it, to be taken as it is. */
+export const Code = ({ text, label }) => html`<div class="code"><pre tabindex="0" aria-label=${label}>${text}</pre><${Copy} text=${text} /></div>`;
+
+const notes = signal([]);
+
+/** Say for a few seconds what was done. */
+export function say(text) {
+  const note = { text };
+  notes.value = [...notes.value, note];
+  setTimeout(() => (notes.value = notes.value.filter((one) => one !== note)), 4000);
+}
+
+/** Where what was done is said. */
+export const Notes = () => html`<div class="notes" role="status" aria-live="polite">${notes.value.map((note) => html`<p>${note.text}</p>`)}</div>`;

@@ -1,0 +1,52 @@
+"""One server with two tenants, their adapters and a little traffic, and a browser, for all tests of the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from browser import Watch, chromium, watched_page
+from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
+
+OWNERS = {"haiku": "atelier", "french": "atelier", "shout": "harbour", "pirate": "harbour", "json": "harbour"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A server and a browser take seconds."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.25")
+    with weft_server(tmp_path_factory.mktemp("dashboard"), *options) as running:
+        for name, owner in OWNERS.items():
+            answer = running.upload(running.tenant(owner), name, DEMO_ADAPTERS / name)
+            assert answer.status_code == 201, answer.text
+            for _ in range(2):
+                running.ask(owner, name, "Where is my order?")
+        running.ask("atelier", "weft-demo", "Where is my order?")
+        yield running
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def watched(browser: Browser, server: WeftServer) -> Iterator[tuple[Page, Watch]]:
+    """A page that nobody is signed in to, and what it must not do."""
+    with watched_page(browser, server.url) as both:
+        yield both
+
+
+@pytest.fixture
+def page(watched: tuple[Page, Watch]) -> Page:
+    return watched[0]

@@ -1,0 +1,114 @@
+"""The system's Chromium on pages of a Weft server: whatever goes wrong in a page fails the test that looked at it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response, Route, sync_playwright
+
+from weft.config import environment
+
+OPTIONS = ("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+DESKTOP = (1440, 900)
+PHONE = (390, 844)
+REFUSAL = "Failed to load resource: the server responded with a status of"
+"""What Chromium writes for every answer that is an error; those are looked at by their status."""
+
+
+@dataclass
+class Watch:
+    """What a page did that it should not have."""
+
+    allowed: set[int] = field(default_factory=set)
+    """Statuses of errors that the test brings about."""
+    foreign: list[str] = field(default_factory=list)
+    """Addresses off this machine that something asked for."""
+    said: list[str] = field(default_factory=list)
+    """Errors and warnings of the console, and what no code caught."""
+    refused: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Fail if there was anything."""
+        assert not self.foreign, f"the page asked for {self.foreign}"
+        assert not self.said, f"the console says {self.said}"
+        assert not self.refused, f"the server refused {self.refused}"
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """The system's browser; without one tests are skipped, and fail in CI."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        reason = "there is no Chromium: install the Debian package chromium (scripts/system_packages does)"
+        pytest.fail(reason) if environment().get("CI") else pytest.skip(reason)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def watched_page(
+    browser: Browser, url: str, *, size: tuple[int, int] = DESKTOP, scheme: str = "light", zone: str = "UTC"
+) -> Iterator[tuple[Page, Watch]]:
+    """A page of a fresh visitor, and what it must not do; checked when the test is through with it."""
+    context = browser.new_context(
+        base_url=url,
+        viewport={"width": size[0], "height": size[1]},
+        color_scheme="dark" if scheme == "dark" else "light",
+        timezone_id=zone,
+        accept_downloads=True,
+        reduced_motion="reduce",
+    )
+    context.set_default_timeout(15_000)
+    watch = Watch()
+    _keep_home(context, watch)
+    page = context.new_page()
+    _listen(page, watch)
+    try:
+        yield page, watch
+        watch.check()
+    finally:
+        context.close()
+
+
+def sign_in(page: Page, key: str, path: str = "/") -> None:
+    """Sign in through the page, and wait for its menu."""
+    page.goto(path)
+    page.get_by_label("Key", exact=True).fill(key)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("navigation", name="Pages").wait_for(state="attached")
+
+
+def _keep_home(context: BrowserContext, watch: Watch) -> None:
+    def decide(route: Route) -> None:
+        if urlsplit(route.request.url).hostname in ("127.0.0.1", "localhost"):
+            route.continue_()
+        else:
+            watch.foreign.append(route.request.url)
+            route.abort()
+
+    context.route("**/*", decide)
+
+
+def _listen(page: Page, watch: Watch) -> None:
+    def console(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning") and REFUSAL not in message.text:
+            watch.said.append(message.text)
+
+    def answered(response: Response) -> None:
+        # Whether somebody is signed in can only be found out by asking.
+        is_question = response.status == 401 and urlsplit(response.url).path == "/v1/me"
+        if response.status >= 400 and response.status not in watch.allowed and not is_question:
+            watch.refused.append(f"{response.request.method} {response.url}: {response.status}")
+
+    page.on("console", console)
+    page.on("pageerror", lambda error: watch.said.append(str(error)))
+    page.on("response", answered)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 WIDTH = 10 ** (1 / PER_DECADE)
 AROUND_BOUNDS = [math.nextafter(bound, direction) for bound in BOUNDS_S for direction in (-math.inf, bound, math.inf)]
-BEFORE = "0002"
+BEFORE = "0003"
 """The last schema without counts of latency."""
 DAY = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from browser import Watch, sign_in, watched_page
+from weft_server import ADMIN_KEY, WeftServer
+
+
+def menu(page: Page) -> list[str]:
+    return page.get_by_role("navigation", name="Pages").get_by_role("link").all_inner_texts()
+
+
+def test_the_admin_signs_in_with_the_key_and_out_again(page: Page) -> None:
+    sign_in(page, ADMIN_KEY)
+    assert menu(page) == ["Overview", "Usage", "Adapters", "Live", "Playground", "Tenants", "Audit log"]
+    assert page.evaluate("document.cookie") == ""
+    (cookie,) = page.context.cookies()
+    assert re.fullmatch(r"weft_session_\d+", str(cookie.get("name")))
+    assert (cookie.get("httpOnly"), cookie.get("sameSite"), cookie.get("path")) == (True, "Strict", "/")
+    page.reload()
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("Key", exact=True)).to_be_visible()
+    assert page.context.cookies() == []
+
+
+def test_a_tenant_sees_no_page_for_admins(page: Page, server: WeftServer) -> None:
+    sign_in(page, server.tenants["atelier"], "/live")
+    assert menu(page) == ["Overview", "Usage", "Adapters", "Playground"]
+    expect(page.get_by_role("main")).to_contain_text("This page is for admins.")
+    expect(page.get_by_text("atelier", exact=True)).to_be_visible()
+    assert page.get_by_label("Tenant", exact=True).count() == 0
+
+
+def test_a_wrong_key_says_so_and_a_key_with_spaces_is_not_sent(watched: tuple[Page, Watch]) -> None:
+    page, watch = watched
+    watch.allowed = {401}
+    page.goto("/usage?range=7d")
+    page.get_by_label("Key", exact=True).fill("weft_no key")
+    expect(page.get_by_role("button", name="Sign in")).to_be_disabled()
+    expect(page.get_by_text("A key has no spaces")).to_be_visible()
+    page.get_by_label("Key", exact=True).fill("weft_nobodys_key")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("wrong, expired or revoked")
+    page.get_by_label("Key", exact=True).fill(ADMIN_KEY)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("link", name="Usage")).to_have_attribute("aria-current", "page")
+    assert page.url.endswith("/usage?range=7d")
+
+
+def test_the_link_printed_at_start_signs_in_once(browser: Browser, server: WeftServer) -> None:
+    printed = re.search(r"^weft: dashboard (\S+) ", server.log.read_text(), re.MULTILINE)
+    assert printed is not None
+    with watched_page(browser, server.url) as (page, _):
+        page.goto(printed[1])
+        expect(page.get_by_role("navigation", name="Pages")).to_be_visible()
+        assert "#" not in page.url
+    with watched_page(browser, server.url) as (page, watch):
+        watch.allowed = {401}
+        page.goto(printed[1])
+        expect(page.get_by_role("alert")).to_contain_text("This link has been used, or is too old")
+
+
+@pytest.mark.parametrize("how", ["revoked", "signed out elsewhere"])
+def test_a_session_that_ends_leads_back_to_the_sign_in(
+    watched: tuple[Page, Watch], server: WeftServer, how: str
+) -> None:
+    page, watch = watched
+    watch.allowed = {401}
+    made = server.admin.post("/v1/tenants/harbour/keys", json={"name": "soon gone"}).json()
+    sign_in(page, made["key"], "/adapters")
+    if how == "revoked":
+        assert server.admin.delete(f"/v1/keys/{made['id']}").status_code == 204
+    else:
+        token = "; ".join(f"{cookie.get('name')}={cookie.get('value')}" for cookie in page.context.cookies())
+        left = server.client(None).delete("/v1/session", headers={"cookie": token, "sec-fetch-site": "same-origin"})
+        assert left.status_code == 204
+    page.get_by_role("link", name="Usage").click()
+    expect(page.get_by_label("Key", exact=True)).to_be_visible()
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_runs_under_its_policy(page: Page, server: WeftServer) -> None:
+    violations: list[str] = []
+    page.expose_function("violated", violations.append)
+    page.add_init_script("addEventListener('securitypolicyviolation', (event) => violated(event.violatedDirective))")
+    sign_in(page, ADMIN_KEY)
+    page.wait_for_load_state("networkidle")
+    assert violations == []
+    with pytest.raises(Exception, match="Content Security Policy"):
+        page.add_script_tag(content="1")

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from registry_samples import StandingClock
+from weft.errors import AuthenticationError
+from weft.registry.records import Credential, Identity
+from weft.registry.registry import Registry
+from weft.registry.sessions import LINK_S, SESSION_S
+
+pytestmark = pytest.mark.anyio
+
+
+async def key_of(registry: Registry) -> tuple[str, Identity]:
+    """A key's id, and who holds it."""
+    await registry.create_tenant("acme")
+    key, secret = await registry.create_key("acme", "browser", ["usage"])
+    return key.id, await registry.authenticate(secret)
+
+
+def credential(identity: Identity) -> Credential:
+    assert identity.credential is not None
+    return identity.credential
+
+
+async def refusal(registry: Registry, token: str) -> str:
+    with pytest.raises(AuthenticationError) as raised:
+        await registry.authenticate_session(token)
+    return raised.value.code
+
+
+async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry) -> None:
+    _, holder = await key_of(registry)
+    token, _ = await registry.begin_session(credential(holder))
+    other, _ = await registry.begin_session(credential(holder))
+    assert await registry.authenticate_session(token) == holder
+    await registry.end_session(token)
+    await registry.end_session(token)
+    assert await refusal(registry, token) == "session.ended"
+    assert await registry.authenticate_session(other) == holder
+
+
+async def test_a_session_ends_after_its_time(registry: Registry, clock: StandingClock) -> None:
+    _, holder = await key_of(registry)
+    token, ends = await registry.begin_session(credential(holder))
+    assert ends == clock() + timedelta(seconds=SESSION_S)
+    clock.now = ends - timedelta(seconds=1)
+    assert await registry.authenticate_session(token) == holder
+    clock.now = ends
+    assert await refusal(registry, token) == "session.ended"
+
+
+async def test_a_session_ends_with_its_key(registry: Registry) -> None:
+    key_id, holder = await key_of(registry)
+    token, _ = await registry.begin_session(credential(holder))
+    assert await registry.authenticate_session(token) == holder
+    await registry.revoke_key(key_id)
+    assert await refusal(registry, token) == "session.ended"
+
+
+async def test_a_rotation_ends_the_sessions_of_the_secret_before_it(registry: Registry, clock: StandingClock) -> None:
+    key_id, holder = await key_of(registry)
+    token, _ = await registry.begin_session(credential(holder))
+    await registry.rotate_key(key_id, grace_s=60)
+    assert (await registry.authenticate_session(token)).key_id == key_id
+    clock.now += timedelta(seconds=61)
+    assert await refusal(registry, token) == "session.ended"
+
+
+async def test_a_session_has_the_scopes_that_its_key_has_now(registry: Registry) -> None:
+    key_id, holder = await key_of(registry)
+    token, _ = await registry.begin_session(credential(holder))
+    await registry.update_key(key_id, scopes=["infer"])
+    assert (await registry.authenticate_session(token)).scopes == ("infer",)
+
+
+async def test_a_link_is_no_session_and_works_once(registry: Registry) -> None:
+    _, holder = await key_of(registry)
+    link, _ = await registry.begin_session(credential(holder), "link")
+    assert await refusal(registry, link) == "session.ended"
+    with pytest.raises(AuthenticationError):
+        await registry.authenticate(link)
+    answers = await asyncio.gather(*(registry.follow_link(link) for _ in range(4)), return_exceptions=True)
+    assert sorted(type(answer).__name__ for answer in answers) == ["AuthenticationError"] * 3 + ["Identity"]
+    assert [answer for answer in answers if isinstance(answer, Identity)] == [holder]
+
+
+async def test_a_link_is_soon_too_old_and_a_session_is_no_link(registry: Registry, clock: StandingClock) -> None:
+    _, holder = await key_of(registry)
+    link, _ = await registry.begin_session(credential(holder), "link")
+    token, _ = await registry.begin_session(credential(holder))
+    clock.now += timedelta(seconds=LINK_S)
+    for wrong in (link, token, "weft_link_guessed"):
+        with pytest.raises(AuthenticationError) as raised:
+            await registry.follow_link(wrong)
+        assert raised.value.code == "session.link_used"
+    assert await registry.authenticate_session(token) == holder

@@ -243,6 +243,21 @@ class UsageLatencyRow(Base):
     requests: Mapped[int] = mapped_column(BigInteger)
 
 
+class UsageAdapterRow(Base):
+    """Sums of all hours of an adapter and a key; written in the transaction that inserts the events."""
+
+    __tablename__ = "usage_adapters"
+
+    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    last_at: Mapped[int] = mapped_column(BigInteger)
+    """When its latest event ended."""
+
+
 class IdempotencyRow(Base):
     """A change that a client may send again under the same key, and what it was answered."""
 

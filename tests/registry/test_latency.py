@@ -23,7 +23,7 @@ from weft.errors import InvalidRequestError
 from weft.registry import latency, migrations, usage
 from weft.registry.database import Database
 from weft.registry.latency_bins import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
-from weft.registry.models import UsageEventRow, UsageLatencyRow
+from weft.registry.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.records import LatencyReport, UsageEvent, UsageQuery
 
 pytestmark = pytest.mark.anyio
@@ -281,12 +281,12 @@ async def test_a_database_from_before_is_filled_with_what_its_events_would_have_
     old_folder = tmp_path / "old"
     old_folder.mkdir()
     old_url = f"sqlite:///{old_folder}/old.sqlite" if database_url is None else fresh_database()
-    _make_old_database(old_url, BEFORE, live["usage_events"])
+    _make_old_database(old_url, BEFORE, live)
     upgraded = await Database.open(old_url, old_folder)
     assert upgraded.revision_before == BEFORE
     made = await _tables(upgraded)
     assert made["usage_latency"] == live["usage_latency"] != []
-    assert made["usage_events"] == live["usage_events"]
+    assert made == live
     async with upgraded.write() as session:
         await usage.insert_events(session, [usage_event("use_later"), bounds[0]])
     async with upgraded.read() as session:
@@ -302,12 +302,12 @@ async def _tables(database: Database) -> dict[str, list[tuple[Any, ...]]]:
                 tuple(found)
                 for found in await session.execute(select(*row.__table__.c).order_by(*row.__table__.primary_key))
             ]
-            for row in (UsageEventRow, UsageLatencyRow)
+            for row in (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow)
         }
 
 
-def _make_old_database(url: str, revision: str, events: list[tuple[Any, ...]]) -> None:
-    """A database of an earlier Weft, with events."""
+def _make_old_database(url: str, revision: str, stored: dict[str, list[tuple[Any, ...]]]) -> None:
+    """A database of an earlier Weft, with its events and hourly sums."""
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     engine = create_engine(url.replace("postgresql://", "postgresql+psycopg://", 1))
@@ -315,7 +315,8 @@ def _make_old_database(url: str, revision: str, events: list[tuple[Any, ...]]) -
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
         assert not inspect(connection).has_table("usage_latency")
-        columns = UsageEventRow.__table__.columns.keys()
-        rows = [dict(zip(columns, event, strict=True)) for event in events]
-        connection.execute(insert(UsageEventRow), rows)
+        for table in (UsageEventRow, UsageRollupRow):
+            columns = table.__table__.columns.keys()
+            rows = [dict(zip(columns, row, strict=True)) for row in stored[table.__tablename__]]
+            connection.execute(insert(table), rows)
     engine.dispose()

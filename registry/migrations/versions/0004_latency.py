@@ -1,4 +1,4 @@
-"""Counts of requests by hour, time to the first token and place of their adapter, made of the events there are."""
+"""Counts of requests by time to the first token and place of their adapter; sums by adapter. Made of what is there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,29 @@ _SHARED = ("tenant_id", "adapter_id", "adapter_version", "key_id", "adapter_stat
 
 
 def upgrade() -> None:
-    """Make the table and fill it."""
+    """Make the tables and fill them."""
+    _make_latency()
+    _make_adapters()
+
+
+def _make_adapters() -> None:
+    sums = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "last_at")
+    op.create_table(
+        "usage_adapters",
+        sa.Column("adapter_id", sa.String(length=64), nullable=False),
+        sa.Column("key_id", sa.String(length=64), nullable=False),
+        *(sa.Column(name, sa.BigInteger(), nullable=False) for name in sums),
+        sa.PrimaryKeyConstraint("adapter_id", "key_id", name=op.f("pk_usage_adapters")),
+    )
+    op.execute(
+        "INSERT INTO usage_adapters "
+        "(adapter_id, key_id, requests, prompt_tokens, cached_tokens, completion_tokens, last_at) "
+        "SELECT adapter_id, key_id, sum(requests), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens), "
+        "max(last_at) FROM usage_rollups WHERE adapter_id <> '' GROUP BY adapter_id, key_id"
+    )
+
+
+def _make_latency() -> None:
     text = sa.String(length=64).with_variant(sa.String(length=64, collation="C"), "postgresql")
     counts = op.create_table(
         "usage_latency",

@@ -318,14 +318,14 @@ class Registry:
         async with self._database.read() as session:
             return await keys.get_key(session, key_id)
 
-    async def list_keys(self, tenant: str) -> tuple[Key, ...]:
-        """The keys of the tenant of this name that were not revoked, oldest first.
+    async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[Key, ...]:
+        """The keys of the tenant of this name, oldest first; those that were revoked only when asked for.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
         async with self._database.read() as session:
-            return await keys.list_keys(session, tenant)
+            return await keys.list_keys(session, tenant, with_revoked=with_revoked)
 
     async def revoke_key(self, key_id: str) -> None:
         """Make a key useless, at once.
@@ -434,6 +434,11 @@ class Registry:
         """Every tenant's versions of these digests as `tenant/name@version`; for admins only."""
         async with self._database.read() as session:
             return await adapters.version_names(session, digests)
+
+    async def tenant_names(self, ids: Iterable[str]) -> dict[str, str]:
+        """Names of the tenants with these ids; ids that no tenant has are absent."""
+        async with self._database.read() as session:
+            return await tenants.tenant_names(session, ids)
 
     async def list_versions(self, tenant_id: str, name: str) -> tuple[AdapterVersion, ...]:
         """All versions of one of a tenant's adapters, newest first.

@@ -63,7 +63,7 @@ def create_app(services: Services) -> FastAPI:
     add_dashboard(app)
     errors.install(app)
     app.add_middleware(AuthMiddleware, keys=services.registry if services.config.server.auth == "on" else None)
-    app.add_middleware(Boundary, drain=services.drain)
+    app.add_middleware(Boundary, drain=services.drain, metrics=services.metrics)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     return app
 

@@ -18,6 +18,7 @@ from weft.server.auth import PUBLIC_PATHS
 from weft.server.drain import Drain
 from weft.server.errors import error_response, internal_response
 from weft.server.lease import Lease
+from weft.server.metrics import Metrics
 
 log = structlog.get_logger("weft.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
@@ -27,9 +28,10 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 class Boundary:
     """Pure ASGI; nothing but lifespan and HTTP passes."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, metrics: Metrics) -> None:
         self._app = app
         self._drain = drain
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on; whatever comes out of it, there is an answer."""
@@ -42,7 +44,7 @@ class Boundary:
         request_id = request_id_of(Headers(scope=scope))
         lease = Lease()
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "lease": lease}
-        sender = _Sender(send, request_id, self._drain, lease)
+        sender = _Sender(send, request_id, self._drain, lease, self._metrics)
         try:
             if scope["path"] not in OPEN_WHILE_DRAINING:
                 self._drain.check()
@@ -61,16 +63,18 @@ class Boundary:
 
 
 class _Sender:
-    def __init__(self, send: Send, request_id: str, drain: Drain, lease: Lease) -> None:
+    def __init__(self, send: Send, request_id: str, drain: Drain, lease: Lease, metrics: Metrics) -> None:
         self.has_started = False
         self._send = send
         self._request_id = request_id
         self._drain = drain
         self._lease = lease
+        self._metrics = metrics
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
+            self._metrics.answered(message["status"])
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self._request_id
             if self._drain.is_draining:

@@ -34,7 +34,8 @@ NO_TENANT = "_admin"
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 EVICTED = ("adapter", "prefix")
-"""Kinds that have a figure before the first is evicted."""
+LOADED = tuple(f"{origin}>device:{result}" for origin in ("host", "stored") for result in ("failed", "ok"))
+"""Both have a figure before the first is counted: Prometheus sees no rise from nothing to one."""
 ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
@@ -74,6 +75,10 @@ class Metrics:
         )
         for limit in TENANT_LIMITS:
             self._limited.labels(limit)
+        self._responses = Counter("weft_responses", "Answers to HTTP requests by class.", ["status"], registry=own)
+        for hundreds in range(2, 6):
+            self._responses.labels(f"{hundreds}xx")
+        self._engine_up = Gauge("weft_engine_up", "1 while the engine answers, else 0.", registry=own)
         self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
         build = Gauge("weft_build_info", "Always 1.", ["version"], registry=own)
         build.labels(weft.__version__).set(1)
@@ -114,9 +119,14 @@ class Metrics:
         """Count a refusal by one of the limits of a tenant or key."""
         self._limited.labels(limit).inc()
 
+    def answered(self, status: int) -> None:
+        """Count an answer by the class of its HTTP status, also of requests that come to no generation."""
+        self._responses.labels(f"{status // 100}xx").inc()
+
     def render(self, status: EngineStatus | None, usage_lag_s: float) -> bytes:
         """The text that Prometheus reads; `status` is None while the engine is away."""
         self._lag.set(usage_lag_s)
+        self._engine_up.set(status is not None)
         self._engine.status = status
         if status is not None:
             self._take_steps(status)
@@ -169,7 +179,7 @@ class _EngineCollector(Collector):
 
     def _adapters(self, status: EngineStatus) -> Iterable[Metric]:
         loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
-        for key, count in status.loads.items():
+        for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
             path, _, result = key.partition(":")
             source, _, target = path.partition(">")
             loads.add_metric([source, target, result], count)

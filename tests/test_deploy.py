@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import configparser
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+import typer.main
 import yaml
 
+from weft.cli import make_app
 from weft.config import Config
+from weft.errors import ConfigError
+from weft.server.admin_key import admin_key
+from weft.server.drain import SETTLE_S
+from weft.server.serve import STOP_S
 from weft.server.settings import load_config
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
 
+def services() -> dict[str, dict[str, Any]]:
+    return dict(yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"])
+
+
 def service() -> dict[str, Any]:
-    return dict(yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["weft"])
+    return services()["weft"]
 
 
 def settings_of_compose() -> Config:
@@ -39,7 +54,14 @@ def test_compose_mounts_what_the_settings_name() -> None:
 
 def test_every_secret_of_compose_comes_from_outside() -> None:
     text = (DEPLOY / "compose.yaml").read_text()
-    for name in ("WEFT_ADMIN_KEY", "WEFT_PEPPER", "POSTGRES_PASSWORD", "AWS_SECRET_ACCESS_KEY", "MINIO_ROOT_PASSWORD"):
+    for name in (
+        "WEFT_ADMIN_KEY",
+        "WEFT_PEPPER",
+        "POSTGRES_PASSWORD",
+        "AWS_SECRET_ACCESS_KEY",
+        "MINIO_ROOT_PASSWORD",
+        "GF_SECURITY_ADMIN_PASSWORD",
+    ):
         for value in re.findall(rf"^ +{name}: (.*)$", text, re.MULTILINE):
             assert value.startswith("${"), name
 
@@ -50,3 +72,90 @@ def test_compose_gives_requests_their_time_to_finish() -> None:
 
 def test_the_image_installs_the_extras_that_compose_needs() -> None:
     assert "[postgres,s3]" in (DEPLOY / "Dockerfile").read_text()
+
+
+def mounted(name: str) -> dict[str, Path]:
+    """Files of this repository by their path in the service's container."""
+    parts = [str(volume).split(":") for volume in services()[name]["volumes"] if str(volume).startswith("./")]
+    return {target: DEPLOY / source for source, target, mode in parts if mode == "ro"}
+
+
+def test_monitoring_runs_only_where_it_is_asked_for() -> None:
+    monitoring = {name for name, found in services().items() if found.get("profiles") == ["monitoring"]}
+    assert monitoring == {"prometheus", "grafana"}
+    others = {name: found for name, found in services().items() if name not in monitoring}
+    assert not any("profiles" in found for found in others.values())
+    assert not any(monitoring & set(found.get("depends_on", ())) for found in others.values())
+    assert all(port.startswith("127.0.0.1:") for found in services().values() for port in found.get("ports", ()))
+    # Compose reads all variables in any case: one that monitoring alone needs must not be demanded of everybody.
+    assert not any(":?" in value for name in monitoring for value in services()[name].get("environment", {}).values())
+
+
+def test_prometheus_scrapes_the_port_that_weft_has_for_it() -> None:
+    (folder,) = mounted("prometheus").values()
+    assert "--config.file=/etc/prometheus/prometheus.yaml" in services()["prometheus"]["command"]
+    config = yaml.safe_load((folder / "prometheus.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"weft:{settings_of_compose().server.metrics_port}"]}]
+    assert all((folder / name).is_file() for name in config["rule_files"])
+
+
+def test_grafana_finds_its_data_and_its_dashboards() -> None:
+    folders = mounted("grafana")
+    provisioning = folders["/etc/grafana/provisioning"]
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    assert (source["url"], source["isDefault"]) == ("http://prometheus:9090", True)
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "weft.yaml").read_text())["providers"]
+    assert len(list(folders[provider["options"]["path"]].glob("*.json"))) == 2
+
+
+class Unit(configparser.RawConfigParser):
+    """A unit of systemd, where a name may come more than once and its case counts."""
+
+    def __init__(self) -> None:
+        super().__init__(strict=False, delimiters="=", comment_prefixes="#")
+        self.optionxform = str  # type: ignore[assignment,method-assign]
+        self.read(DEPLOY / "systemd" / "weft.service")
+
+
+def example_environment() -> dict[str, str]:
+    """What the example sets, with the lines it offers."""
+    text = (DEPLOY / "systemd" / "weft.env.example").read_text()
+    return dict(re.findall(r"^#?([A-Z][A-Z0-9_]*)=(.*)$", text, re.MULTILINE))
+
+
+def test_systemd_starts_weft_with_options_and_settings_that_exist() -> None:
+    unit = Unit()["Service"]
+    _, command, *words = shlex.split(unit["ExecStart"])
+    serve = typer.main.get_command(make_app()).commands[command]  # type: ignore[attr-defined]
+    known = {option for parameter in serve.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+    assert words[words.index("--data-dir") + 1] == f"/var/lib/{unit['StateDirectory']}"
+    assert f"XDG_CACHE_HOME=/var/cache/{unit['CacheDirectory']}" in unit["Environment"].split()
+    found = load_config({}, example_environment())
+    assert found.server.metrics_port is not None
+    assert found.model.path == "/srv/models/base"
+
+
+def test_systemd_gives_requests_their_time_to_finish() -> None:
+    unit = Unit()["Service"]
+    assert (unit["KillMode"], unit["KillSignal"]) == ("mixed", "SIGTERM")
+    longest = load_config({}, example_environment()).server.drain_s + SETTLE_S + STOP_S
+    assert int(unit["TimeoutStopSec"]) > longest + 10  # the engine ends after that
+    assert "MemoryDenyWriteExecute" not in unit
+
+
+def test_the_example_of_systemd_does_not_start_without_a_key(tmp_path: Path) -> None:
+    given = example_environment()
+    assert given["WEFT_ADMIN_KEY"] == ""
+    with pytest.raises(ConfigError, match="at least 16"):
+        admin_key(tmp_path, given)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "systemd" / "weft.service").read_text()
+    copy = tmp_path / "weft.service"
+    copy.write_text(text.replace("/opt/weft/bin/weft", "/bin/true"))
+    verified = subprocess.run(["systemd-analyze", "verify", str(copy)], check=False, capture_output=True, text=True)
+    assert (verified.returncode, verified.stderr) == (0, "")

@@ -5,7 +5,8 @@ import { Link, param, place, setParams } from "./place.js";
 import { SignInPage, findOut, isAdmin, me, meProblem, signOut, watchSession } from "./session.js";
 import { Button, Empty, Notes, Problem, Select } from "./ui.js";
 
-/** Pages are loaded when they are first shown. `admin` keeps tenants out; `tenant` offers the choice of one. */
+/** Pages are loaded when they are first shown. `admin` keeps tenants out; `own` is for tenants only;
+ * `tenant` offers the choice of one. */
 const PAGES = [
   { path: "/", label: "Overview", load: () => import("./pages/overview.js"), tenant: true },
   { path: "/usage", label: "Usage", load: () => import("./pages/usage.js"), tenant: true },
@@ -15,6 +16,7 @@ const PAGES = [
   { path: "/playground", label: "Playground", load: () => import("./pages/playground.js"), tenant: true },
   { path: "/tenants", label: "Tenants", load: () => import("./pages/tenants.js"), admin: true },
   { path: "/tenants/:name", load: () => import("./pages/tenant.js"), admin: true },
+  { path: "/account", label: "Key and limits", load: () => import("./pages/account.js"), own: true },
   { path: "/audit", label: "Audit log", load: () => import("./pages/audit.js"), admin: true },
 ];
 
@@ -49,7 +51,7 @@ function App() {
 function Side({ here }) {
   const [isOpen, setOpen] = useState(false);
   useEffect(() => setOpen(false), [place.value.path]);
-  const shown = PAGES.filter((page) => page.label && (!page.admin || isAdmin()));
+  const shown = PAGES.filter((page) => page.label && (page.own ? !isAdmin() : !page.admin || isAdmin()));
   const isHere = (page) => here && (here.page.path === page.path || here.page.path === `${page.path}/:name`);
   return html`<header class="side">
     <div class="brand">
@@ -82,7 +84,9 @@ function TenantChoice() {
 function Shown({ page, name }) {
   const [Page, setPage] = useState(null);
   const [error, setError] = useState(null);
+  const isClosed = page.admin && !isAdmin();
   useEffect(() => {
+    if (isClosed) return;
     page.load().then(
       (module) => {
         setPage(() => module.default);
@@ -90,8 +94,8 @@ function Shown({ page, name }) {
       },
       () => setError({ message: "This part of the page could not be loaded. Load the page anew.", code: "unreachable" }),
     );
-  }, [page]);
-  if (page.admin && !isAdmin()) return html`<${Empty} title="This page is for admins.">Sign in with the admin key.<//>`;
+  }, [page, isClosed]);
+  if (isClosed) return html`<${Empty} title="This page is for admins.">Sign in with the admin key.<//>`;
   if (error) return html`<${Problem} error=${error} retry=${() => location.reload()} />`;
   return Page ? html`<${Page} name=${name} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`;
 }

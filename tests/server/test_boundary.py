@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from api_adapters import upload
 from api_server import BASE, Api, eventually, new_client
-from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.request import GenerationRequest, RequestError, RequestOutput
 from weft.server.app import MetricsApp
 
 pytestmark = pytest.mark.anyio
@@ -39,6 +40,17 @@ async def test_a_fault_before_the_first_byte_is_a_constant_500(api: Api) -> None
     assert answer.json()["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
     assert answer.headers["x-request-id"].startswith("req-")
+
+
+async def test_a_fault_that_the_engine_reports_is_in_the_log_under_the_requests_id(api: Api) -> None:
+    api.engine.refusal = RequestError(kind="internal", code="internal_error", message="secret /home/weft")
+    with capture_logs() as logged:
+        answer = await (await api.tenant("acme")).post("/v1/completions", json=BODY)
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert [line["request_id"] for line in logged if line["event"] == "internal_error"] == [
+        answer.headers["x-request-id"]
+    ]
 
 
 async def test_a_fault_within_a_stream_is_an_error_event(api: Api) -> None:

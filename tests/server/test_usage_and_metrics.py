@@ -121,8 +121,27 @@ async def test_metrics_show_requests_and_the_engine(api: Api) -> None:
     assert 'vllm:lora_requests_info{max_lora="256",running_lora_adapters="acme/pirate"' in text
     again = (await api.admin.get("/metrics")).text
     assert "weft_step_seconds_count 1.0" in again
+    assert "weft_engine_up 1.0" in again
     api.engine.ready = None
-    assert (await api.admin.get("/metrics")).status_code == 200
+    away = await api.admin.get("/metrics")
+    assert away.status_code == 200
+    assert "weft_engine_up 0.0" in away.text
+    assert "weft_pages" not in away.text
+
+
+async def test_every_answer_is_counted_by_its_class(api: Api) -> None:
+    async def counted() -> dict[str, float]:
+        text = (await api.admin.get("/metrics")).text
+        return {status: float(count) for status, count in re.findall(r'weft_responses_total{status="(.*)"} (.*)', text)}
+
+    before = await counted()
+    assert set(before) == {"2xx", "3xx", "4xx", "5xx"}
+    await api.client().get("/v1/models")  # 401
+    await (await api.tenant("acme")).get("/nowhere")  # 404
+    api.engine.ready = None
+    assert (await api.client().get("/ready")).status_code == 503
+    after = await counted()
+    assert after == {**before, "2xx": before["2xx"] + 1, "4xx": before["4xx"] + 2, "5xx": before["5xx"] + 1}
 
 
 async def test_cached_tokens_are_a_part_of_the_prompt_everywhere(api: Api) -> None:
@@ -210,14 +229,23 @@ METRICS: dict[str, set[str]] = {
     "weft_preemptions_total": {"how"},
     "weft_prefix_cache_queries_total": set(),
     "weft_prefix_cache_hits_total": set(),
+    "weft_responses_total": {"status"},
+    "weft_limited_total": {"limit"},
+    "weft_engine_up": set(),
     "weft_usage_outbox_lag_seconds": set(),
     "weft_build_info": {"version"},
     "vllm:lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
 }
 
 
-def test_nothing_was_evicted_yet_is_a_figure_too() -> None:
+def test_what_has_not_happened_yet_is_a_figure_too() -> None:
     text = Metrics(max_adapters=8).render(EngineStatus(boot_id="b", seq=1, running=0, waiting=0), 0.0).decode()
+    for origin in ("host", "stored"):
+        for result in ("failed", "ok"):
+            line = f'weft_adapter_loads_total{{from="{origin}",result="{result}",to="device"}} 0.0'
+            assert line in text
+    assert 'weft_responses_total{status="5xx"} 0.0' in text
+    assert 'weft_limited_total{limit="tokens_per_month"} 0.0' in text
     assert 'weft_evictions_total{kind="adapter"} 0.0' in text
     assert 'weft_evictions_total{kind="prefix"} 0.0' in text
 

@@ -36,11 +36,13 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
+from weft.registry.adapter_sums import add_to_adapters, count_wrong_adapters
 from weft.registry.clock import DAY_US, HOUR_US, MINUTE_US, from_micros, to_micros
+from weft.registry.latency_sums import add_latencies, count_wrong_latencies
 from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text, storable
 from weft.registry.prices import PART, PriceTable, cost_sums
-from weft.registry.records import AdapterUsage, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from weft.registry.records import UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 
 MAX_TOKENS = 1 << 40
 """Most tokens in one event; 2^23 such events still sum to less than 2^63."""
@@ -123,6 +125,8 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
         later = upsert.excluded.last_at > _rollups.last_at
         changes["last_at"] = case((later, upsert.excluded.last_at), else_=_rollups.last_at)
         await session.execute(upsert.on_conflict_do_update(index_elements=_KEYS, set_=changes), sums)
+        await add_to_adapters(session, insert, sums)
+    await add_latencies(session, insert, (rows[event_id] for event_id in inserted))
     return len(inserted)
 
 
@@ -150,18 +154,6 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
         totals=UsageTotals(**_figures(totals)),
         next=_write_cursor([found[query.limit - 1][column.name] for column in order]) if more else None,
     )
-
-
-async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, AdapterUsage]:
-    """All that was ever asked of these adapters, by whomever; ids without usage are missing."""
-    sums = [_sum(_rollups[name]) for name in _SUMS]
-    statement = select(_rollups.adapter_id, func.max(_rollups.last_at).label("last_at"), *sums)
-    statement = statement.where(_rollups.adapter_id.in_(set(adapter_ids) - {""})).group_by(_rollups.adapter_id)
-    found = (await session.execute(statement)).mappings()
-    return {
-        row["adapter_id"]: AdapterUsage(last_used_at=from_micros(row["last_at"]), **{name: row[name] for name in _SUMS})
-        for row in found
-    }
 
 
 async def count_tokens(
@@ -195,7 +187,8 @@ async def count_differences(session: AsyncSession) -> int:
     both = union_all(counted, negated).subquery()
     differs = or_(*(func.sum(both.c[name]) != 0 for name in _SUMS))
     wrong = select(both.c.at).group_by(*(both.c[name] for name in _KEYS)).having(differs).subquery()
-    return await session.scalar(select(func.count()).select_from(wrong)) or 0
+    num_wrong = await session.scalar(select(func.count()).select_from(wrong)) or 0
+    return num_wrong + await count_wrong_latencies(session) + await count_wrong_adapters(session)
 
 
 def _sum(column: ColumnElement[int]) -> Label[int]:

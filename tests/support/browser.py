@@ -84,7 +84,7 @@ def sign_in(page: Page, key: str, path: str = "/") -> None:
     page.goto(path)
     page.get_by_label("Key", exact=True).fill(key)
     page.get_by_role("button", name="Sign in").click()
-    page.get_by_role("navigation", name="Pages").wait_for(state="attached")
+    page.locator("nav[aria-label=Pages]").wait_for(state="attached")
 
 
 def _keep_home(context: BrowserContext, watch: Watch) -> None:

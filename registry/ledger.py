@@ -22,13 +22,13 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from weft.errors import CapacityError
-from weft.registry import usage
+from weft.registry import latency, usage
 from weft.registry.clock import Clock, to_micros, utc_now
 from weft.registry.database import Database, turn
 from weft.registry.erasure import erase_keys
 from weft.registry.journal import Journal, JournalFiles, read_lines
 from weft.registry.prices import PriceTable
-from weft.registry.records import AdapterUsage, Page, UsageEvent, UsageQuery, UsageReport
+from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
 from weft.registry.usage_events import list_events
 
 MOVE_INTERVAL_S = 1.0
@@ -224,6 +224,15 @@ class UsageLedger:
         """
         async with self._database.read() as session:
             return await list_events(session, query)
+
+    async def latency(self, query: UsageQuery) -> LatencyReport:
+        """Times to the first token and where adapters were, as the database has them, for whole hours.
+
+        Raises:
+            InvalidRequestError: Range, grouping or filters make no sense, or the answer would be too long.
+        """
+        async with self._database.read() as session:
+            return await latency.query(session, query)
 
     async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
         """All that was ever asked of these adapters; ids without usage are missing."""

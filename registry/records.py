@@ -329,6 +329,43 @@ class UsageReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyFigures:
+    """How requests began."""
+
+    requests: int
+    states: Mapping[str, int]
+    """Requests by where their adapter was on arrival: device, host, stored; or base, or unknown."""
+    hit_rate: float | None
+    """Of the requests whose adapter was somewhere, the share that found it on the device; None for none."""
+    ttft_s: Mapping[int, float] | None
+    """Percentiles of the time to the first token, in seconds; None where no request had one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyRow(LatencyFigures):
+    """One bucket of one group; fields that the query does not group by are None."""
+
+    start: datetime
+    end: datetime
+    tenant: str | None = None
+    adapter: str | None = None
+    """With grouping by adapter or version None means the base model."""
+    version: int | None = None
+    key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyReport:
+    """Rows, and the figures of the whole range."""
+
+    start: datetime
+    """The range that was answered: the one asked for, widened to whole hours."""
+    end: datetime
+    rows: tuple[LatencyRow, ...]
+    totals: LatencyFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUsage(UsageTotals):
     """All that was ever asked of one adapter, by whomever."""
 

@@ -37,6 +37,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
 from weft.registry.clock import DAY_US, HOUR_US, MINUTE_US, from_micros, to_micros
+from weft.registry.latency_sums import add_latencies, count_wrong_latencies
 from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text, storable
 from weft.registry.prices import PART, PriceTable, cost_sums
@@ -123,6 +124,7 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
         later = upsert.excluded.last_at > _rollups.last_at
         changes["last_at"] = case((later, upsert.excluded.last_at), else_=_rollups.last_at)
         await session.execute(upsert.on_conflict_do_update(index_elements=_KEYS, set_=changes), sums)
+    await add_latencies(session, insert, (rows[event_id] for event_id in inserted))
     return len(inserted)
 
 
@@ -195,7 +197,8 @@ async def count_differences(session: AsyncSession) -> int:
     both = union_all(counted, negated).subquery()
     differs = or_(*(func.sum(both.c[name]) != 0 for name in _SUMS))
     wrong = select(both.c.at).group_by(*(both.c[name] for name in _KEYS)).having(differs).subquery()
-    return await session.scalar(select(func.count()).select_from(wrong)) or 0
+    num_wrong = await session.scalar(select(func.count()).select_from(wrong)) or 0
+    return num_wrong + await count_wrong_latencies(session)
 
 
 def _sum(column: ColumnElement[int]) -> Label[int]:

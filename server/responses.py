@@ -401,6 +401,61 @@ class UsageList(View):
     """Of the costs; absent where no prices are set."""
 
 
+class AdapterStatesView(View):
+    """Requests by where their adapter was when they arrived."""
+
+    device: int
+    host: int
+    stored: int
+    base: int
+    """Requests without an adapter."""
+    unknown: int
+    """Requests that ended before anybody looked."""
+
+
+class TtftView(View):
+    """Seconds within which so many percent of the requests had their first token."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class LatencyFiguresView(View):
+    """How requests began."""
+
+    requests: int
+    states: AdapterStatesView
+    hit_rate: float | None
+    """Of the requests that found their adapter anywhere, the share that found it on the device; null for none."""
+    ttft_s: TtftView | None
+    """At most a factor of 1.122 off; null where no request had a first token."""
+
+
+class LatencyRowView(LatencyFiguresView):
+    """One span of time, and one group where grouping was asked for."""
+
+    start: str
+    end: str
+    tenant: str | None = None
+    adapter: str | None = None
+    """Null is the base model, where grouped by adapter or version."""
+    version: int | None = None
+    key: str | None = None
+
+
+class LatencyList(View):
+    """Latency, with the figures of the whole range."""
+
+    object: Literal["list"] = "list"
+    start: str
+    """The range that was answered: the one asked for, widened to full hours."""
+    end: str
+    data: list[LatencyRowView]
+    next: None
+    totals: LatencyFiguresView
+
+
 class UsageEventView(View):
     """One billable fact: a request, however it ended."""
 

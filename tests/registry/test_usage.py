@@ -293,8 +293,8 @@ async def test_any_range_and_grouping_equals_a_plain_count(
     tenant_id: str | None,
 ) -> None:
     async with database.write() as session:
-        await session.execute(text("DELETE FROM usage_events"))
-        await session.execute(text("DELETE FROM usage_rollups"))
+        for table in ("usage_events", "usage_rollups", "usage_latency"):
+            await session.execute(text(f"DELETE FROM {table}"))
     events: dict[str, UsageEvent] = {}
     for batch in batches:
         await _insert(database, *batch)

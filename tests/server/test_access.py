@@ -70,6 +70,8 @@ TABLE: list[tuple[str, str, Any, int, int, int]] = [
     ("GET", "/v1/usage?tenant=acme", None, 404, 200, 200),
     ("GET", "/v1/usage/events", None, 200, 200, 200),
     ("GET", "/v1/usage/events?tenant=acme", None, 404, 200, 200),
+    ("GET", "/v1/usage/latency", None, 200, 200, 200),
+    ("GET", "/v1/usage/latency?tenant=acme", None, 404, 200, 200),
     ("GET", f"{USAGE}?start_time=0&bucket_width=1d", None, 200, 200, 200),
     ("POST", "/tokenize", {"prompt": "x"}, 200, 200, 200),
     ("POST", "/detokenize", {"tokens": [5]}, 200, 200, 200),

@@ -43,6 +43,8 @@ TABLE: list[tuple[str, str, Any, int, int, int]] = [
     ("GET", "/v1/me?tenant=acme", None, 404, 200, 200),
     ("GET", "/v1/adapters", None, 200, 400, 200),
     ("GET", "/v1/adapters?tenant=acme", None, 404, 200, 200),
+    ("GET", "/v1/adapters?tenant=*", None, 404, 200, 404),
+    ("GET", "/v1/adapters/mine?tenant=*", None, 404, 404, 404),
     ("GET", "/v1/adapters/mine", None, 404, 400, 200),
     ("GET", "/v1/adapters/mine?tenant=acme", None, 404, 200, 200),
     ("GET", "/v1/adapters/mine/versions", None, 404, 400, 200),

@@ -22,7 +22,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from weft.errors import CapacityError
-from weft.registry import adapter_sums, latency, usage
+from weft.registry import adapter_sums, latency, usage, usage_query
 from weft.registry.clock import Clock, to_micros, utc_now
 from weft.registry.database import Database, turn
 from weft.registry.erasure import erase_keys
@@ -214,7 +214,7 @@ class UsageLedger:
             InvalidRequestError: Range, grouping, limit or cursor make no sense.
         """
         async with self._database.read() as session:
-            return await usage.query(session, query, prices)
+            return await usage_query.query(session, query, prices)
 
     async def events(self, query: UsageQuery) -> Page[UsageEvent]:
         """The events themselves, oldest first, as the database has them.

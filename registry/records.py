@@ -21,6 +21,7 @@ UploadState = Literal["uploading", "ready", "rejected"]
 
 Bucket = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant", "adapter", "version", "key", "status"]
+RankBy = Literal["requests", "prompt_tokens", "completion_tokens", "total_tokens", "cost"]
 
 Shares = Mapping[int, int]
 """Versions by number, each with its weight among them."""
@@ -289,8 +290,15 @@ class UsageQuery:
     end: datetime
     """The first moment that no longer counts."""
     bucket: Bucket | None = None
-    """Width of a row's time span (UTC minutes, hours or days); None makes one span of the whole range."""
+    """Width of a row's time span (minutes, hours or days of `tz`); None makes one span of the whole range."""
+    tz: str = "UTC"
+    """IANA name of a time zone."""
     group_by: tuple[GroupBy, ...] = ()
+    top: int | None = None
+    """So many groups of the whole range have rows, all others one row together in each bucket; then all rows come at
+    once, whatever the limit."""
+    rank_by: RankBy = "total_tokens"
+    """Which groups are the top ones; total tokens are prompt and completion tokens."""
     tenant_id: str | None = None
     """Only this tenant's usage; always set it for a tenant's own query."""
     adapters: tuple[str, ...] = ()
@@ -308,7 +316,10 @@ class UsageRow(UsageTotals):
     """One bucket of one group; fields that the query does not group by are None."""
 
     start: datetime
+    """The bucket's first moment, also where the range begins later; without buckets the range's."""
     end: datetime
+    other: bool = False
+    """All groups below the top together; the fields of the group are None."""
     tenant_id: str | None = None
     tenant: str | None = None
     adapter_id: str | None = None
@@ -325,6 +336,8 @@ class UsageReport:
 
     rows: tuple[UsageRow, ...]
     totals: UsageTotals
+    groups: int | None
+    """How many groups the range has; None without grouping."""
     next: str | None
 
 

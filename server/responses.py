@@ -383,6 +383,7 @@ class UsageRowView(UsageTotalsView):
     """Usage of one span of time, and of one group where grouping was asked for."""
 
     start: str
+    """Of the bucket, also where the range begins or ends within it; without `bucket`, of the range."""
     end: str
     tenant: str | None = None
     adapter: str | None = None
@@ -390,6 +391,8 @@ class UsageRowView(UsageTotalsView):
     version: int | None = None
     key: str | None = None
     status: str | None = None
+    other: bool = False
+    """All groups below the top together, their fields null; absent without `top`."""
 
 
 class UsageList(View):
@@ -399,6 +402,8 @@ class UsageList(View):
     data: list[UsageRowView]
     next: str | None
     totals: UsageTotalsView
+    groups: int | None = None
+    """How many groups the whole range has; absent without `group_by`."""
     currency: str | None = None
     """Of the costs; absent where no prices are set."""
 

@@ -26,9 +26,9 @@ export function Stat({ label, value, hint, change, isGood = null, children }) {
 }
 
 function Change({ share }) {
-  if (share === null) return html`<span class="quiet">nothing before to compare with</span>`;
+  if (share === null) return html`<span class="quiet">nothing to compare with</span>`;
   const text = `${share > 0 ? "+" : share < 0 ? "−" : "±"}${Math.abs(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)}%`;
-  return html`<span>${text}</span> <span class="quiet">against the time before</span>`;
+  return html`<span>${text}</span> <span class="quiet">against before</span>`;
 }
 
 /** A button; `kind`: "main", "danger" or nothing. An action that takes time is not begun twice. */

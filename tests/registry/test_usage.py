@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import adapter_sums, usage
+from weft.registry import adapter_sums, usage, usage_query
 from weft.registry.clock import to_micros
 from weft.registry.database import Database
 from weft.registry.prices import UNITS, Price, PriceTable, in_currency
@@ -32,7 +32,7 @@ async def _insert(database: Database, *events: UsageEvent) -> int:
 async def _query(database: Database, **wanted: Any) -> UsageReport:
     defaults: dict[str, Any] = {"start": DAY.start, "end": DAY.end}
     async with database.read() as session:
-        return await usage.query(session, UsageQuery(**{**defaults, **wanted}))
+        return await usage_query.query(session, UsageQuery(**{**defaults, **wanted}))
 
 
 async def _differences(database: Database) -> int:
@@ -207,7 +207,7 @@ async def test_a_question_that_makes_no_sense_is_refused(database: Database, wan
 
 
 async def test_a_cursor_with_text_is_checked(database: Database) -> None:
-    cursor = usage._write_cursor([0, "a\x00"])
+    cursor = usage_query._write_cursor([0, "a\x00"])
     with pytest.raises(InvalidRequestError):
         await _query(database, group_by=("key",), after=cursor)
 
@@ -362,7 +362,7 @@ async def test_cost_is_that_of_the_closest_price_and_adds_up(database: Database)
     for bucket in ("1m", "1h", None):
         async with database.read() as session:
             wanted = UsageQuery(start=DAY.start, end=DAY.end, bucket=bucket, group_by=("tenant", "adapter"))
-            report = await usage.query(session, wanted, PRICES)
+            report = await usage_query.query(session, wanted, PRICES)
         found: Counter[tuple[str | None, str | None]] = Counter()
         for row in report.rows:
             found[row.tenant, row.adapter] += row.cost
@@ -376,7 +376,7 @@ async def test_a_large_bill_in_a_small_currency_is_exact(database: Database) -> 
     await _insert(database, *(usage_event(f"use_{number}", **tokens) for number in range(3)))
     dear = PriceTable(currency="VND", default=Price(prompt=10**10, cached=0, completion=123_456_789))
     async with database.read() as session:
-        report = await usage.query(session, UsageQuery(start=DAY.start, end=DAY.end), dear)
+        report = await usage_query.query(session, UsageQuery(start=DAY.start, end=DAY.end), dear)
     assert report.totals.cost == 3 * (usage.MAX_TOKENS * 10**10 + 123_456_789)
     assert [row.cost for row in report.rows] == [report.totals.cost]
 

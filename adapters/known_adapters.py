@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weft.adapters.load_times import LoadTimes
 from weft.memory.eviction import UseCount
+
+NUM_LOADS = 32
+"""Of each adapter, loads that count for how long they take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -16,6 +20,8 @@ class KnownAdapter:
     uses: UseCount = field(default_factory=UseCount)
     num_runs: int = 0
     """Requests that ran with it and are done, since it was last read from the store."""
+    loads: LoadTimes = field(default_factory=lambda: LoadTimes(NUM_LOADS))
+    """Its loads onto the device."""
 
 
 class KnownAdapters:
@@ -37,15 +43,9 @@ class KnownAdapters:
             del self._known[next(iter(self._known))]
         return known
 
-    def num_pages(self, digest: str) -> int | None:
-        """Pages of an adapter's image, where they are known."""
-        known = self._known.get(digest)
-        return None if known is None else known.num_pages
-
-    def num_runs(self, digest: str) -> int:
-        """Requests that ran with an adapter since it was last read."""
-        known = self._known.get(digest)
-        return 0 if known is None else known.num_runs
+    def get(self, digest: str) -> KnownAdapter:
+        """What is known of an adapter, which does not count as asking for it."""
+        return self._known.get(digest) or KnownAdapter()
 
     def forget(self, digest: str) -> None:
         """Remember nothing of an adapter."""

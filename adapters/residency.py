@@ -23,6 +23,7 @@ from weft.adapters.adapter_slots import SlotLease as SlotLease
 from weft.adapters.host_images import HostImage, HostImages
 from weft.adapters.known_adapters import KnownAdapters
 from weft.adapters.load_queue import LoadExecutor, LoadJob, LoadQueue
+from weft.adapters.load_times import LoadTimes
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency_entry import Entry, Stage
 from weft.adapters.residency_neighbours import ImageLoader, PageWriter, SlotTables
@@ -42,6 +43,8 @@ HOLD_SHARE = 4
 MAX_UNDER_WAY = 16
 """Adapters from the store that are being loaded or have an image and no pages yet, and as many from host memory: it
 bounds the host memory that this takes. They are counted apart, for a copy need not wait behind loads."""
+NUM_LOADS = 256
+"""Loads that count for how long loads take, those from the store and from host memory apart."""
 MAX_KNOWN = 1 << 16
 """Adapters whose size and use is remembered after they left memory."""
 
@@ -106,6 +109,7 @@ class Residency:
         self._entries: dict[str, Entry] = {}
         """In the order in which they were first wanted."""
         self._loads: Counter[str] = Counter()
+        self._load_times: dict[str, LoadTimes] = {}
         self.load_seconds = 0.0
         """From the first hold to the device, summed over all loads."""
         self.reserve_pages = 0
@@ -115,6 +119,11 @@ class Residency:
     def loads(self) -> dict[str, int]:
         """Loads since start by `from>to:result`, for example `stored>device:ok` or `host>device:failed`."""
         return dict(self._loads)
+
+    @property
+    def load_p95_s(self) -> dict[str, float]:
+        """Seconds that 95 % of the last 256 loads took at most, by `from>to`; only what was loaded so far."""
+        return {path: times.p95_s for path, times in self._load_times.items() if times.p95_s is not None}
 
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         """Where the adapter can be had from now."""
@@ -131,7 +140,7 @@ class Residency:
     def pages_needed(self, ref: AdapterRef) -> int | None:
         """Pages of the adapter on the device; None before it was first loaded."""
         entry = self._entries.get(ref.digest)  # a deleted adapter is not known any more, but may still be in use
-        return self._known.num_pages(ref.digest) if entry is None else entry.known.num_pages
+        return self._known.get(ref.digest).num_pages if entry is None else entry.known.num_pages
 
     def want(self, ref: AdapterRef) -> None:
         """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""
@@ -350,8 +359,8 @@ class Residency:
             return
         if not self._make_room(len(image.pages)):
             return
-        pages = self._pool.allocate(len(image.pages), "adapter")
-        slot = self._slots.take(entry.ref.digest) if pages is not None else None
+        slot = self._slots.take(entry.ref.digest)
+        pages = self._pool.allocate(len(image.pages), "adapter", slot) if slot is not None else None
         if pages is None or slot is None:
             raise PageAccountingError("room that was made for an adapter is not there")
         entry.pages, entry.slot, entry.stage = pages, slot, Stage.COPYING
@@ -372,7 +381,10 @@ class Residency:
         self._evictor.used(entry)
         entry.is_counted = True
         self._loads[f"{entry.origin}>device:ok"] += 1
-        self.load_seconds += self._clock() - entry.wanted_s
+        seconds = self._clock() - entry.wanted_s
+        self.load_seconds += seconds
+        entry.known.loads.note(seconds)
+        self._load_times.setdefault(f"{entry.origin}>device", LoadTimes(NUM_LOADS)).note(seconds)
         if entry.ref.digest in self._pins:
             self._pins.note_load(entry.ref.digest, succeeded=True)
             self._apply_pins()

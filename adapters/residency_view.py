@@ -31,12 +31,15 @@ def residents(
             holds=entry.holds,
             uses=entry.known.num_runs + entry.running,
             prefix_pages=0 if prefixes is None else prefixes.group_worth(digest)[1],
+            slot=entry.slot,
+            loads=entry.known.loads.count,
+            load_p95_s=entry.known.loads.p95_s,
         )
         for digest, entry in sorted(entries.items(), key=lambda item: item[1].stage is not Stage.DEVICE)
         if entry.stage is not Stage.QUEUED
     ]
     for digest, pages in images.page_counts().items():
-        entry = entries.get(digest)
+        entry, remembered = entries.get(digest), known.get(digest)
         if entry is None or entry.stage is Stage.QUEUED:
             found.append(
                 ResidentAdapter(
@@ -46,7 +49,9 @@ def residents(
                     running=0,
                     pinned=digest in pins,
                     holds=0 if entry is None else entry.holds,
-                    uses=known.num_runs(digest),
+                    uses=remembered.num_runs,
+                    loads=remembered.loads.count,
+                    load_p95_s=remembered.loads.p95_s,
                 )
             )
     return found

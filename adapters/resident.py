@@ -23,3 +23,9 @@ class ResidentAdapter:
     """How often a request began to run with it since it came to memory."""
     prefix_pages: int = 0
     """Pages of cached KV that were computed with it."""
+    slot: int = -1
+    """Its adapter slot; -1 where it has none, being in host memory or still loaded there."""
+    loads: int = 0
+    """How often it came to the device, as long as it is remembered."""
+    load_p95_s: float | None = None
+    """Of the last 32 of these loads, 95 % took at most so many seconds, from the first hold on; null before one."""

@@ -123,8 +123,8 @@ class EngineClient:
         """Whether a request that has not ended may still have to load these weights."""
         return self._weights[weights_sha256] > 0
 
-    async def status(self) -> EngineStatus:
-        """A snapshot.
+    async def status(self, *, is_detailed: bool = False) -> EngineStatus:
+        """A snapshot, with `page_map` and `batches` if it is to be detailed.
 
         Raises:
             EngineUnavailableError: The engine is down, or died over the question.
@@ -133,7 +133,7 @@ class EngineClient:
         answer = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
         try:
-            self._connected().send(AskStatus(query_id))
+            self._connected().send(AskStatus(query_id, is_detailed))
             status: EngineStatus = await answer
         finally:
             del self._queries[query_id]

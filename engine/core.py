@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 
 from weft.adapters.ref import AdapterRef
 from weft.engine.neighbours import CoreResidency, StepRunner
-from weft.engine.plan import Chunk, StepPlan
+from weft.engine.plan import StepPlan
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.scheduler import Scheduler
-from weft.engine.status import EngineStatus, StepStats
+from weft.engine.status import EngineStatus
+from weft.engine.step_history import StepHistory
 from weft.errors import EngineError
 from weft.memory.eviction import Evictor
+from weft.memory.page_map import page_map
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
 from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT_STEPS = 256
 NUM_KEPT_TENANTS = 256
 MAX_FAILED_PLANS = 3
 """Plans in a row that may fail before the engine gives up; the supervisor starts a fresh one."""
@@ -73,12 +73,11 @@ class EngineCore:
         self._set_stepping = set_stepping
         self._clock = clock
         self._status_seq = 0
-        self._num_steps = 0
         self._completed_step = 0
         self._failed_plans = 0
         self._is_checked = True
         self._next_check_s = 0.0
-        self._last_steps: deque[StepStats] = deque(maxlen=NUM_KEPT_STEPS)
+        self._history = StepHistory()
         self._last_step_s: float | None = None
 
     def submit(self, request: GenerationRequest) -> None:
@@ -105,7 +104,7 @@ class EngineCore:
     @property
     def num_steps(self) -> int:
         """Steps computed since start."""
-        return self._num_steps
+        return self._history.num_steps
 
     def has_work(self) -> bool:
         """Whether `pump` has something to do besides finishing loads."""
@@ -128,30 +127,35 @@ class EngineCore:
         self._is_checked = False
         return self._run(plan)
 
-    def status(self) -> EngineStatus:
-        """A snapshot."""
+    def status(self, *, is_detailed: bool = False) -> EngineStatus:
+        """A snapshot, with `page_map` and `batches` if it is to be detailed."""
         self._status_seq += 1
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
         return EngineStatus(
             boot_id=self._boot_id,
             seq=self._status_seq,
             running=self._scheduler.num_running,
+            base_running=self._scheduler.num_running_base(),
             waiting=self._scheduler.num_waiting,
             waiting_reasons=self._scheduler.waiting_reasons(),
             pages=self._pool.counts(),
             residents=list(self._residency.residents()),
-            last_steps=list(self._last_steps),
+            last_steps=self._history.stats(),
             last_step_age_s=age,
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             preemptions=dict(self._scheduler.preemptions),
             loads=dict(self._residency.loads),
             load_seconds=self._residency.load_seconds,
+            load_p95_s=self._residency.load_p95_s,
             evictions=self._evictor.evictions,
             prefix_queries=self._prefixes.num_queries if self._prefixes is not None else 0,
             prefix_hits=self._prefixes.num_hits if self._prefixes is not None else 0,
             host_pages=self._swap.counts() if self._swap is not None else {},
+            waiting_by_tenant=self._scheduler.waiting_by_tenant(),
             backlog_tokens=self._scheduler.backlog_tokens(),
             service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
+            page_map=page_map(self._pool) if is_detailed else None,
+            batches=self._history.batches() if is_detailed else None,
         )
 
     def check(self) -> None:
@@ -194,23 +198,9 @@ class EngineCore:
             outputs = self._scheduler.take_outputs()
         self._completed_step = plan.step
         self._scheduler.complete(plan.step)
-        self._record(plan, started_s)
-        return outputs
-
-    def _record(self, plan: StepPlan, started_s: float) -> None:
-        self._num_steps += 1
         self._last_step_s = self._clock()
-        self._last_steps.append(
-            StepStats(
-                step=plan.step,
-                seconds=self._last_step_s - started_s,
-                requests=len(plan.chunks),
-                tokens=plan.num_tokens,
-                prefill_tokens=sum(len(chunk.token_ids) for chunk in plan.chunks if _is_prefill(chunk)),
-                adapters=len({chunk.adapter.digest for chunk in plan.chunks if chunk.adapter is not None}),
-                base_requests=sum(chunk.adapter is None for chunk in plan.chunks),
-            )
-        )
+        self._history.record(plan, self._last_step_s - started_s)
+        return outputs
 
     def _check_when_idle(self) -> None:
         started_s = self._clock()
@@ -220,7 +210,3 @@ class EngineCore:
         self._is_checked = True
         ended_s = self._clock()
         self._next_check_s = ended_s + CHECK_SHARE * (ended_s - started_s)
-
-
-def _is_prefill(chunk: Chunk) -> bool:
-    return chunk.sample is None or chunk.sample.output_index == 0 or len(chunk.token_ids) > 1

@@ -23,7 +23,7 @@ from weft.memory.block_table import BlockTable
 from weft.memory.eviction import Evictor
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_costs import PageCosts
-from weft.memory.pool import PagePool
+from weft.memory.pool import NO_OWNER, PagePool
 from weft.memory.prefix_cache import PrefixBlock, PrefixCache
 from weft.memory.swap_space import SwapSpace
 from weft.memory.token_chain import TokenChain
@@ -104,7 +104,7 @@ class KvPages:
 
     def grow(self, state: RequestState, count: int, draft: Draft) -> bool:
         """Give a running request `count` more pages from what is free or idle; False, and nothing taken, otherwise."""
-        pages = self._take(count)
+        pages = self._take(state, count)
         if pages is None:
             return False
         state.pages.table.append(pages)
@@ -157,7 +157,7 @@ class KvPages:
         if self._evictor.num_available - unheld < count + room:
             return False
         self._hold(blocks)
-        own = self._take(count)
+        own = self._take(state, count)
         if own is None:
             self._release(blocks, 0)
             return False
@@ -265,8 +265,10 @@ class KvPages:
             self._prefixes.check(holders)
         self._evictor.check()
 
-    def _take(self, count: int) -> list[int] | None:
-        return self._pool.allocate(count, "kv") if self._evictor.make_room(count) else None
+    def _take(self, state: RequestState, count: int) -> list[int] | None:
+        if not self._evictor.make_room(count):
+            return None
+        return self._pool.allocate(count, "kv", NO_OWNER if state.lease is None else state.lease.slot)
 
     def _hold(self, blocks: Sequence[PrefixBlock]) -> None:
         if self._prefixes is not None:

@@ -54,6 +54,8 @@ class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
     """Send a snapshot."""
 
     query_id: int
+    is_detailed: bool = False
+    """Whether it shall have what only a picture needs."""
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):

@@ -87,6 +87,10 @@ class CoreResidency(AdapterResidency, Protocol):
     def load_seconds(self) -> float:
         """Sum over all loads."""
 
+    @property
+    def load_p95_s(self) -> dict[str, float]:
+        """Seconds that 95 % of the last loads took at most, by `from>to`."""
+
     def tick(self, step: int, /) -> Sequence[LoadFailure]:
         """Finish loads and start copies; `step` is the last completed step."""
 

@@ -125,8 +125,8 @@ class EngineLoop:
                 self._core.drop_adapter(digest)
             case PinAdapter(ref=ref, is_pinned=is_pinned):
                 self._core.pin_adapter(ref, is_pinned)
-            case AskStatus(query_id=query_id):
-                self._send(Status(query_id=query_id, status=self._core.status()))
+            case AskStatus(query_id=query_id, is_detailed=is_detailed):
+                self._send(Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
             case Close():
                 self._is_open = False
         return None

@@ -279,6 +279,14 @@ class Scheduler:
             backlog[state.tenant] += state.backlog_tokens
         return dict(backlog)
 
+    def waiting_by_tenant(self) -> dict[str, int]:
+        """Requests that wait, by tenant."""
+        return dict(Counter(state.tenant for state in self._waiting))
+
+    def num_running_base(self) -> int:
+        """Running requests of the base model."""
+        return sum(state.lease is None for state in self._running)
+
     def service_tokens(self, limit: int) -> dict[str, int]:
         """Tokens computed since start, of the `limit` busiest tenants."""
         return self._service.tokens(limit)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.resident import ResidentAdapter as ResidentAdapter
 from weft.memory.geometry import PageGeometry
+from weft.memory.page_map import PageMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,16 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """Who was in the last steps."""
+
+    adapters: list[str]
+    """Digests of the adapters with the most requests in these steps, at most 8, in this order."""
+    steps: list[list[int]]
+    """Oldest first, at most 64: a step's number, its requests of the base, of each of `adapters`, of all others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """A snapshot; of two with one `boot_id`, the one with the larger `seq` is newer."""
 
@@ -68,6 +79,8 @@ class EngineStatus:
     seq: int
     running: int
     waiting: int
+    base_running: int = 0
+    """Running requests of the base model; those of adapters are in `residents`."""
     waiting_reasons: dict[str, int] = field(default_factory=dict)
     """Requests that wait, by reason: LOADING, NO_ROOM, NO_PAGES, FORK, NEW."""
     pages: dict[str, int] = field(default_factory=dict)
@@ -83,6 +96,9 @@ class EngineStatus:
     """Adapter loads since start, by `from>to:result`, for example `stored>device:ok`."""
     load_seconds: float = 0.0
     """Sum over all loads."""
+    load_p95_s: dict[str, float] = field(default_factory=dict)
+    """Of the last 256 loads of each path that were ok, 95 % took at most so many seconds, from the first hold to the
+    device; by `from>to`, for example `stored>device`. A path without loads is absent."""
     evictions: dict[str, int] = field(default_factory=dict)
     """What was dropped from the device since start, by kind: adapter (adapters), prefix (blocks of cached KV)."""
     prefix_queries: int = 0
@@ -91,7 +107,13 @@ class EngineStatus:
     """Of these, the tokens that were found."""
     host_pages: dict[str, int] = field(default_factory=dict)
     """Pages of the host slab by kind: free, adapter, kv; they sum to `MemoryPlan.host_pages`."""
+    waiting_by_tenant: dict[str, int] = field(default_factory=dict)
+    """Requests that wait, by tenant id."""
     backlog_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens still to compute for waiting and running requests, by tenant id."""
     service_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens computed since start, by tenant id (the 256 busiest)."""
+    page_map: PageMap | None = None
+    """Where in the pool which pages lie; an owner is an adapter slot as in `residents`, -1 the base or nobody. Like
+    `batches`, only in a detailed snapshot."""
+    batches: StepBatches | None = None

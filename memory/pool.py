@@ -7,6 +7,7 @@ thread-safe: it belongs to the engine's thread.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -15,6 +16,10 @@ from weft.errors import PageAccountingError
 PageKind = Literal["kv", "prefix", "adapter"]
 PAGE_KINDS: tuple[PageKind, ...] = get_args(PageKind)
 PageState = Literal["free", "kv", "prefix", "adapter", "quarantine"]
+PAGE_STATES: tuple[PageState, ...] = get_args(PageState)
+NO_OWNER = -1
+_CODES: dict[str, int] = {state: code for code, state in enumerate(PAGE_STATES)}
+_OWNED = frozenset(_CODES[kind] for kind in PAGE_KINDS)
 
 
 class PagePool:
@@ -54,7 +59,9 @@ class PagePool:
         self._first_unused = first_page
         """This page and those behind it were never handed out: they lie at the bottom of the free list."""
         self._free = list(range(num_pages - 1, first_page - 1, -1))
-        self._states: list[PageState] = ["free"] * num_pages
+        self._states = bytearray(num_pages)
+        """By page, an index of `PAGE_STATES`."""
+        self._owners = array("i", [NO_OWNER]) * num_pages
         self._counts: dict[str, int] = {"free": self.capacity, **dict.fromkeys(PAGE_KINDS, 0), "quarantine": 0}
         self._quarantine: list[tuple[int, int, list[int]]] = []
         self._quarantine_entries = 0
@@ -84,10 +91,27 @@ class PagePool:
         """Pages by state: free, kv, prefix, adapter, quarantine. They sum to `capacity`."""
         return dict(self._counts)
 
-    def allocate(self, count: int, kind: PageKind) -> list[int] | None:
+    def state(self, page: int) -> PageState:
+        """What a page is."""
+        return PAGE_STATES[self._states[page]]
+
+    def marks(self) -> tuple[memoryview, memoryview]:
+        """Of each page that can be handed out, read only: an index of `PAGE_STATES`, and its last owner, 32 bits."""
+        return (
+            memoryview(self._states)[self.first_page :].toreadonly(),
+            memoryview(self._owners)[self.first_page :].toreadonly(),
+        )
+
+    def allocate(self, count: int, kind: PageKind, owner: int = NO_OWNER) -> list[int] | None:
         """Take `count` pages for `kind`, all or nothing.
 
         The bytes of the pages are whatever their last owner left.
+
+        Args:
+            count: How many.
+            kind: As what.
+            owner: For whom: a number that means nothing here and is told again by `marks`. Pages keep it when they
+                change their kind.
 
         Returns:
             The page numbers, or None (and nothing taken) when fewer than `count` pages are free.
@@ -102,8 +126,10 @@ class PagePool:
         if self._on_first_use is not None and (unused := [page for page in pages if page >= self._first_unused]):
             self._first_unused = unused[-1] + 1
             self._on_first_use(unused)
+        code = _CODES[kind]
         for page in pages:
-            self._states[page] = kind
+            self._states[page] = code
+            self._owners[page] = owner
         self._counts["free"] -= count
         self._counts[kind] += count
         return pages
@@ -115,10 +141,7 @@ class PagePool:
             PageAccountingError: If a page is not owned or named twice; then nothing was changed.
         """
         self._require_owned(pages)
-        for page in pages:
-            self._counts[self._states[page]] -= 1
-            self._states[page] = kind
-        self._counts[kind] += len(pages)
+        self._turn(pages, kind)
 
     def free(self, pages: Sequence[int], last_step: int) -> None:
         """Give pages back.
@@ -134,10 +157,7 @@ class PagePool:
         self._require_owned(pages)
         released = last_step <= self._completed
         state: PageState = "free" if released else "quarantine"
-        for page in pages:
-            self._counts[self._states[page]] -= 1
-            self._states[page] = state
-        self._counts[state] += len(pages)
+        self._turn(pages, state)
         if released:
             self._release(pages)
         elif pages:
@@ -149,10 +169,7 @@ class PagePool:
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, _, pages = heapq.heappop(self._quarantine)
-            for page in pages:
-                self._states[page] = "free"
-            self._counts["quarantine"] -= len(pages)
-            self._counts["free"] += len(pages)
+            self._turn(pages, "free")
             self._release(pages)
 
     def check(self) -> None:
@@ -164,14 +181,21 @@ class PagePool:
         quarantined = [page for _, _, pages in self._quarantine for page in pages]
         for name, pages in (("free", self._free), ("quarantine", quarantined)):
             listed = set(pages)
-            marked = {page for page, state in enumerate(self._states) if state == name and page >= self.first_page}
+            marked = {page for page in range(self.first_page, self.num_pages) if self.state(page) == name}
             if len(listed) != len(pages) or listed != marked:
                 raise PageAccountingError(f"the {name} list has {len(pages)} entries for {len(marked)} pages")
         actual: dict[str, int] = dict.fromkeys(self._counts, 0)
-        for state in self._states[self.first_page :]:
-            actual[state] += 1
+        for code in self._states[self.first_page :]:
+            actual[PAGE_STATES[code]] += 1
         if actual != self._counts:
             raise PageAccountingError(f"page counters are {self._counts}, pages say {actual}")
+
+    def _turn(self, pages: Sequence[int], state: PageState) -> None:
+        code = _CODES[state]
+        for page in pages:
+            self._counts[PAGE_STATES[self._states[page]]] -= 1
+            self._states[page] = code
+        self._counts[state] += len(pages)
 
     def _release(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))
@@ -183,6 +207,6 @@ class PagePool:
             raise PageAccountingError(f"pages are named twice: {sorted(pages)}")
         for page in pages:
             is_ours = self.first_page <= page < self.num_pages
-            if not is_ours or self._states[page] not in PAGE_KINDS:
-                where = self._states[page] if is_ours else "not a page that is handed out"
+            if not is_ours or self._states[page] not in _OWNED:
+                where = self.state(page) if is_ours else "not a page that is handed out"
                 raise PageAccountingError(f"page {page} is not owned: it is {where}")

@@ -430,6 +430,11 @@ class Registry:
         async with self._database.read() as session:
             return await adapters.version_names(session, digests)
 
+    async def tenant_names(self, ids: Iterable[str]) -> dict[str, str]:
+        """Names of the tenants with these ids; ids that no tenant has are absent."""
+        async with self._database.read() as session:
+            return await tenants.tenant_names(session, ids)
+
     async def list_versions(self, tenant_id: str, name: str) -> tuple[AdapterVersion, ...]:
         """All versions of one of a tenant's adapters, newest first.
 

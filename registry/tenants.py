@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from sqlalchemy import delete, select
@@ -59,6 +59,16 @@ async def get_tenant(session: AsyncSession, name: str) -> Tenant:
         NotFoundError: There is none of this name.
     """
     return _tenant(await tenant_row(session, name))
+
+
+async def tenant_names(session: AsyncSession, ids: Iterable[str]) -> dict[str, str]:
+    """Names by id; ids that no tenant has are absent."""
+    wanted = sorted(set(ids))
+    names: dict[str, str] = {}
+    for start in range(0, len(wanted), MAX_PAGE):
+        statement = select(TenantRow.id, TenantRow.name).where(TenantRow.id.in_(wanted[start : start + MAX_PAGE]))
+        names.update((row.id, row.name) for row in await session.execute(statement))
+    return names
 
 
 async def limits_of(session: AsyncSession, tenant_id: str) -> Limits:

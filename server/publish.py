@@ -132,7 +132,7 @@ async def publish(
         lambda: services.check.check(draft.config, weights.path, sha256, size),
     )
     pages = await services.check.pages(facts)
-    residency = (await residency_now(services)).of(facts.digest)
+    residency = await residency_now(services)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
 

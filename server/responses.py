@@ -208,6 +208,8 @@ class AdapterView(View):
     pages: int | None
     """Pages it takes on the device; null where its weights cannot be read now."""
     residency: Literal["stored", "host", "device"]
+    load_p95_s: float | None
+    """Seconds that 95 % of its last 32 loads onto the device took at most; null while it is in no memory."""
     pinned: bool
     aliases: dict[str, int | dict[str, int]]
     """Alias to version, or to the weights of the versions among which it splits its requests."""

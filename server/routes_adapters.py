@@ -52,7 +52,7 @@ async def list_adapters(
     pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in page.items))
     return AdapterList(
         data=[
-            adapter_view(adapter, count, residency.of(adapter.current.digest), usage.get(adapter.id, AdapterUsage()))
+            adapter_view(adapter, count, residency, usage.get(adapter.id, AdapterUsage()))
             for adapter, count in zip(page.items, pages, strict=True)
         ],
         next=page.next,
@@ -80,7 +80,7 @@ async def get_adapter(name: str, services: Wired, caller: TenantReader) -> Adapt
     residency = await residency_now(services)
     usage = await services.registry.usage.summary([adapter.id])
     pages = await services.check.pages(adapter.current)
-    return adapter_view(adapter, pages, residency.of(adapter.current.digest), usage.get(adapter.id, AdapterUsage()))
+    return adapter_view(adapter, pages, residency, usage.get(adapter.id, AdapterUsage()))
 
 
 @router.get("/v1/adapters/{name}/versions")
@@ -110,7 +110,7 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
         )
     await settle_pins(services)
     residency = await residency_now(services)
-    return adapter_view(adapter, await services.check.pages(adapter.current), residency.of(adapter.current.digest))
+    return adapter_view(adapter, await services.check.pages(adapter.current), residency)
 
 
 @router.delete("/v1/adapters/{name}", status_code=204)

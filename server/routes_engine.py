@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import asdict
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import asdict, fields
 from typing import Any
 
 import orjson
 from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
-from weft.errors import CapacityError
+from weft.engine.status import EngineStatus
 from weft.server import sse
 from weft.server.access import Admin
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["engine"])
-POLL_S = 0.5
-KEEP_ALIVE = b": keep-alive\n\n"
+ADMIN = "(admin)"
+"""Stands for the tenant where an admin asked without one; no tenant can be called so."""
+BY_TENANT = ("waiting_by_tenant", "backlog_tokens", "service_tokens")
 _ANY: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
 @router.get("/v1/engine", response_class=Response, responses=_ANY)
 async def get_engine(services: Wired, _: Admin) -> Response:
-    """Show the last steps, adapters per step, pages by kind and resident adapters with their names."""
+    """Show the last steps, adapters per step, pages by kind and place, resident adapters and tenants by name."""
     return Response(orjson.dumps(await _snapshot(services)), media_type="application/json")
+
+
+class _EventsResponse(StreamingResponse):
+    """Closes its events when the client leaves, instead of whenever they are collected as garbage."""
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().stream_response(send)
 
 
 @router.get(
@@ -34,35 +44,40 @@ async def get_engine(services: Wired, _: Admin) -> Response:
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def stream_engine(services: Wired, _: Admin) -> StreamingResponse:
-    """Send a snapshot whenever the engine has moved on."""
-    return StreamingResponse(_events(services), headers=sse.HEADERS)
+    """Send a snapshot whenever the engine has moved on, at most twice a second; `engine_error` while it is away."""
+    events = services.engine_feed.events(lambda: _snapshot(services), lambda: services.drain.is_draining)
+    return _EventsResponse(events, headers=sse.HEADERS)
 
 
 async def _snapshot(services: Services) -> dict[str, Any]:
-    status = asdict(await services.engine_status())
-    names = await services.registry.version_names(resident["digest"] for resident in status["residents"])
-    for resident in status["residents"]:
-        resident["adapters"] = names.get(resident["digest"], ())
+    status = await services.engine_status(is_detailed=True)
+    shown = status.batches.adapters if status.batches else []
+    names = await services.registry.version_names({*shown, *(resident.digest for resident in status.residents)})
+    ids = {tenant_id for name in BY_TENANT for tenant_id in getattr(status, name)}
+    tenants = {"": ADMIN, **await services.registry.tenant_names(ids)}
     return {
         "object": "engine",
         "model": services.served_name,
-        "ready": asdict(services.engine.ready or services.ready),
+        "ready": services.engine.ready or services.ready,
         "http_requests": services.drain.num_running,
         "slots": services.config.adapter.slots,
         "usage_lag_s": services.registry.usage.lag_s(),
-        **status,
+        **_shallow(status),
+        **{name: _by_name(getattr(status, name), tenants) for name in BY_TENANT},
+        "residents": [{**asdict(r), "adapters": names.get(r.digest, ())} for r in status.residents],
+        "batches": status.batches
+        and {
+            "adapters": [{"digest": digest, "adapters": names.get(digest, ())} for digest in shown],
+            "steps": status.batches.steps,
+        },
     }
 
 
-async def _events(services: Services) -> AsyncIterator[bytes]:
-    shown = ("", -1)
-    while not services.drain.is_draining:
-        try:
-            snapshot = await _snapshot(services)
-        except CapacityError as error:
-            yield sse.error_event(error)
-        else:
-            newest = (snapshot["boot_id"], snapshot["seq"])
-            yield KEEP_ALIVE if newest == shown else sse.event(snapshot)
-            shown = newest
-        await asyncio.sleep(POLL_S)
+def _shallow(status: EngineStatus) -> dict[str, Any]:
+    """Its fields as they are, which is cheaper than `asdict` by far; JSON knows dataclasses."""
+    return {field.name: getattr(status, field.name) for field in fields(status)}
+
+
+def _by_name(counts: Mapping[str, int], tenants: Mapping[str, str]) -> dict[str, int]:
+    """Tenants by name; one that was deleted keeps its id."""
+    return {tenants.get(tenant_id, tenant_id): count for tenant_id, count in counts.items()}

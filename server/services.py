@@ -25,6 +25,7 @@ from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.drain import Drain
+from weft.server.engine_feed import EngineFeed
 from weft.server.incoming import Pace
 from weft.server.intake import Intake
 from weft.server.metrics import Metrics
@@ -47,8 +48,8 @@ class Engine(Protocol):
         """Outputs of a request; closing the iterator aborts it. A refusal is an output with an error."""
         ...
 
-    async def status(self) -> EngineStatus:
-        """A snapshot."""
+    async def status(self, *, is_detailed: bool = False) -> EngineStatus:
+        """A snapshot, with `page_map` and `batches` if it is to be detailed."""
         ...
 
     async def drop_adapter(self, digest: str) -> None:
@@ -98,6 +99,8 @@ class Services:
     """What callers have taken of their limits."""
     pace: Pace = field(default_factory=Pace)
     """How slowly clients may send."""
+    engine_feed: EngineFeed = field(default_factory=EngineFeed)
+    """What the engine does, for all who watch."""
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -107,15 +110,15 @@ class Services:
         """The name by which clients call the base."""
         return served_name(self.config)
 
-    async def engine_status(self, within_s: float = STATUS_S) -> EngineStatus:
-        """The engine's snapshot.
+    async def engine_status(self, within_s: float = STATUS_S, *, is_detailed: bool = False) -> EngineStatus:
+        """The engine's snapshot, with `page_map` and `batches` if it is to be detailed.
 
         Raises:
             EngineUnavailableError: The engine is away, or busy for longer than `within_s` seconds.
         """
         try:
             async with asyncio.timeout(within_s):
-                return await self.engine.status()
+                return await self.engine.status(is_detailed=is_detailed)
         except TimeoutError as error:
             raise EngineUnavailableError("The engine does not answer; try again.", code="engine_busy") from error
 

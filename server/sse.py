@@ -15,9 +15,10 @@ HEADERS = {
 }
 
 
-def event(content: object) -> bytes:
-    """One event that carries JSON."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+def event(content: object, name: str = "") -> bytes:
+    """One event that carries JSON; without a name it is a message."""
+    kind = f"event: {name}\n".encode() if name else b""
+    return kind + b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 def error_event(error: WeftError) -> bytes:

@@ -71,7 +71,7 @@ def key_view(key: Key) -> KeyView:
 
 
 def adapter_view(
-    adapter: Adapter, pages: int | None, residency: Residency, usage: AdapterUsage | None = None
+    adapter: Adapter, pages: int | None, residency: ResidencyMap, usage: AdapterUsage | None = None
 ) -> AdapterView:
     """An adapter's body, of its current version."""
     version = adapter.current
@@ -87,7 +87,8 @@ def adapter_view(
         parameters=version.parameters,
         size_bytes=version.size_bytes,
         pages=pages,
-        residency=residency,
+        residency=residency.of(version.digest),
+        load_p95_s=residency.load_p95_s(version.digest),
         pinned=adapter.pinned,
         aliases={alias: _alias_view(shares) for alias, shares in adapter.aliases.items()},
         description=adapter.description,
@@ -219,10 +220,15 @@ class ResidencyMap:
         self._tiers: dict[str, Residency] = {
             resident.digest: "device" if resident.tier == "device" else "host" for resident in residents
         }
+        self._load_p95_s = {resident.digest: resident.load_p95_s for resident in residents}
 
     def of(self, digest: str) -> Residency:
         """Device, host, or stored for what is nowhere nearer."""
         return self._tiers.get(digest, "stored")
+
+    def load_p95_s(self, digest: str) -> float | None:
+        """Seconds that 95 % of its last loads took at most; None for what is in no memory."""
+        return self._load_p95_s.get(digest)
 
 
 async def residency_now(services: Services) -> ResidencyMap:

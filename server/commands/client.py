@@ -52,8 +52,12 @@ def reach(url: str, key: str | None, method: str, path: str, **arguments: Any) -
     try:
         return send(url, key, method, path, **arguments)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error).rstrip(".")
-        fail(f"cannot reach {url}: {reason}. Is `weft serve` running there? Set --url or WEFT_URL.", 1)
+        fail(unreachable(url, error), 1)
+
+
+def unreachable(url: str, error: Exception) -> str:
+    """Why there is no answer, and what to do."""
+    return f"cannot reach {url}: {str(error).rstrip('.')}. Is `weft serve` running there? Set --url or WEFT_URL."
 
 
 def send(url: str, key: str | None, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
@@ -65,11 +69,15 @@ def send(url: str, key: str | None, method: str, path: str, **arguments: Any) ->
     import httpx
 
     arguments["params"] = {name: value for name, value in (arguments.get("params") or {}).items() if value is not None}
+    headers = {**authorization(key), **arguments.pop("headers", {})}
+    return httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, **arguments)
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that carries a key; a key that no header can carry ends the command."""
     if key and not (key.isascii() and key.isprintable()):
         fail("the API key must be printable ASCII; set --key or WEFT_KEY to the key as it was shown.", 2)
-    own = {"authorization": f"Bearer {key}"} if key else {}
-    headers = {**own, **arguments.pop("headers", {})}
-    return httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, **arguments)
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def body_of(answer: httpx.Response, url: str, key: str | None, as_json: bool = False) -> Any:  # noqa: ANN401 - JSON
@@ -80,7 +88,7 @@ def body_of(answer: httpx.Response, url: str, key: str | None, as_json: bool = F
     if answer.is_error:
         if findings := _findings(answer):
             refuse("the adapter", findings, as_json)
-        fail(_reason(answer, key), 2 if answer.status_code in BAD_INPUT else 1)
+        fail(reason_of(answer, key), 2 if answer.status_code in BAD_INPUT else 1)
     return _body(answer, url) if answer.status_code != NO_CONTENT else None
 
 
@@ -176,7 +184,8 @@ def _findings(answer: httpx.Response) -> list[dict[str, Any]]:
         return []
 
 
-def _reason(answer: httpx.Response, key: str | None) -> str:
+def reason_of(answer: httpx.Response, key: str | None) -> str:
+    """Why the server refused, as it says itself."""
     try:
         error = answer.json()["error"]
         reason, param = f"{error['message']} ({error['code']})", error.get("param")

@@ -398,7 +398,7 @@ def test_a_reference_too_many_given_back_is_noticed(tmp_path: Path) -> None:
 def test_check_finds_a_page_that_left_by_the_back_door(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.load(ref)
-    page = next(page for page, state in enumerate(parts.pool._states) if state == "adapter")
+    page = next(page for page in range(parts.pool.num_pages) if parts.pool.state(page) == "adapter")
     parts.pool.free([page], 0)
     with pytest.raises(PageAccountingError):
         parts.residency.check()
@@ -408,7 +408,7 @@ def test_nothing_of_the_host_pages_earlier_content_reaches_the_arena(tmp_path: P
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.slab.pages.fill_(0xFF)
     parts.load(ref)
-    owned = [page for page, state in enumerate(parts.pool._states) if state == "adapter"]
+    owned = [page for page in range(parts.pool.num_pages) if parts.pool.state(page) == "adapter"]
     assert torch.isfinite(parts.arena.elements[owned]).all()
 
 

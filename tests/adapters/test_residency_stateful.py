@@ -276,7 +276,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def nothing_is_used_again_before_the_step_that_reads_it_is_complete(self) -> None:
         for last_step, lease, pages in self.read:
             if last_step > self.parts.pool.completed_step:
-                assert {self.parts.pool._states[page] for page in pages} <= {"adapter", "quarantine"}
+                assert {self.parts.pool.state(page) for page in pages} <= {"adapter", "quarantine"}
                 assert self.residency._slots._generations[lease.slot] == lease.generation
 
     @invariant()

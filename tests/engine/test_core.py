@@ -7,8 +7,11 @@ from itertools import pairwise
 import pytest
 
 from engine_simulator import Simulator, adapter, expected_tokens, request
-from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS, NUM_KEPT_STEPS
+from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS
 from weft.engine.plan import ChunkResult, StepPlan
+from weft.engine.request import FlowKey
+from weft.engine.status import StepBatches
+from weft.engine.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
 from weft.errors import EngineError, PageAccountingError
 
 
@@ -151,6 +154,56 @@ def test_status_tells_what_the_last_steps_did() -> None:
     assert (status.pages["kv"], status.pages["prefix"]) == (1, 2)  # the prompts' full blocks are cached
     assert [resident.running for resident in status.residents] == [1]
     assert simulator.core.status().seq == 2
+
+
+def test_status_says_who_runs_and_who_waits_for_whom() -> None:
+    simulator = Simulator(load_ticks=1, max_running=3)
+    tenants = {"base": "t1", "a": "t1", "b": "t2", "late": "t2", "later": "t1", "last": "t2"}
+    for name, tenant in tenants.items():
+        ref = adapter(name) if name in ("a", "b") else None
+        simulator.core.submit(request(name, max_tokens=9, ref=ref, flow=FlowKey(tenant=tenant)))
+        simulator.pump()
+    status = simulator.core.status()
+    running = status.base_running + sum(resident.running for resident in status.residents)
+    assert (status.running, status.base_running, running) == (3, 1, 3)
+    assert status.waiting_by_tenant == {"t2": 2, "t1": 1}
+
+
+def test_only_a_detailed_status_shows_pages_and_batches() -> None:
+    simulator = Simulator()
+    assert (simulator.core.status().page_map, simulator.core.status().batches) == (None, None)
+    status = simulator.core.status(is_detailed=True)
+    assert status.page_map is not None
+    assert status.page_map.runs == [(simulator.pool.capacity, 0)]
+    assert status.batches == StepBatches(adapters=[], steps=[])
+
+
+def test_batches_name_the_busiest_adapters_and_count_the_others() -> None:
+    simulator = Simulator(max_running=32, step_tokens=256, num_pages=256)
+    for index in range(NUM_SHOWN_ADAPTERS + 2):
+        simulator.residency.load_now(adapter(str(index)))
+        for choice in range(1 + (index in (4, 7)) + (index == 7)):
+            simulator.core.submit(request(f"{index}-{choice}", max_tokens=20, ref=adapter(str(index))))
+    simulator.core.submit(request("base", max_tokens=10))
+    for _ in range(20):
+        simulator.pump()
+    batches = simulator.core.status(is_detailed=True).batches
+    assert batches is not None
+    others = [str(index) for index in range(NUM_SHOWN_ADAPTERS) if index not in (4, 7)]
+    assert batches.adapters == [adapter(name).digest for name in ("7", "4", *others)]
+    first, last = batches.steps[0], batches.steps[-1]
+    assert first == [1, 1, 3, 2, *[1] * 6, 2]
+    assert last == [20, 0, 3, 2, *[1] * 6, 2]
+    for row, step in zip(batches.steps, simulator.core.status().last_steps, strict=True):
+        assert (row[0], row[1], sum(row[1:])) == (step.step, step.base_requests, step.requests)
+
+
+def test_only_the_last_batches_are_kept() -> None:
+    simulator = Simulator(checked=False)
+    simulator.core.submit(request("one", prompt=1, max_tokens=NUM_KEPT_BATCHES + 9))
+    simulator.run()
+    batches = simulator.core.status(is_detailed=True).batches
+    assert batches == StepBatches(adapters=[], steps=[[step, 1, 0] for step in range(10, NUM_KEPT_BATCHES + 10)])
 
 
 def test_status_counts_backlog_and_service_by_tenant() -> None:

@@ -12,8 +12,9 @@ from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.config import Config, ModelConfig, ServerConfig
 from weft.engine import messages
 from weft.engine.request import RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepStats
+from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepBatches, StepStats
 from weft.errors import ConfigError
+from weft.memory.page_map import PageMap, PageUse
 
 LOGPROBS = TokenLogprobs(token_id=3, logprob=-0.5, rank=1, top_ids=[3, 4], top_logprobs=[-0.5, -1.5])
 OUTPUT = RequestOutput(
@@ -33,6 +34,10 @@ STATUS = EngineStatus(
     waiting=2,
     residents=[ResidentAdapter(digest="d", tier="device", pages=3, running=1)],
     last_steps=[StepStats(step=1, seconds=0.1, requests=1, tokens=2, prefill_tokens=2, adapters=1, base_requests=0)],
+    load_p95_s={"host>device": 0.25},
+    waiting_by_tenant={"": 2},
+    page_map=PageMap(pages_per_cell=2, uses=[PageUse(kind="kv", owner=3), PageUse(kind="free")], runs=[(4, 0), (1, 1)]),
+    batches=StepBatches(adapters=["d"], steps=[[1, 0, 1, 0]]),
 )
 READY = EngineReady(
     boot_id="b",
@@ -64,6 +69,7 @@ READY = EngineReady(
         messages.DropAdapter("d"),
         messages.PinAdapter(adapter("a"), True),
         messages.AskStatus(7),
+        messages.AskStatus(8, is_detailed=True),
         messages.Close(),
     ],
 )

@@ -16,8 +16,6 @@ from starlette.types import Message, Receive, Scope, Send
 from api_server import ADMIN_KEY, BASE, Api, eventually, new_client
 from api_server import api as open_api
 from fake_engine import demo_tokenizer
-from weft.errors import CapacityError
-from weft.server import routes_engine
 from weft.server.http_protocol import IS_CLOSING
 from weft.server.incoming import Pace
 
@@ -226,35 +224,3 @@ async def test_draining_ends_what_takes_too_long_with_an_error_event(api: Api, u
     assert len(api.engine.aborted) == 2
     api.services.drain.is_draining = False
     assert (await totals(api))["completion_tokens"] == len(events) - 1
-
-
-async def test_engine_events_show_the_engine_as_it_moves(api: Api, url: str) -> None:
-    async with (
-        new_client(ADMIN_KEY, url) as client,
-        client.stream("GET", "/v1/engine/events") as answer,
-    ):
-        line = await anext(aiter(answer.aiter_lines()))
-    snapshot = json.loads(line.removeprefix("data: "))
-    assert snapshot["object"] == "engine"
-    assert set(snapshot["pages"]) == {"free", "kv", "prefix", "adapter", "quarantine"}
-    assert snapshot["ready"]["base"]["num_layers"] > 0
-
-
-async def test_engine_events_go_on_after_an_outage_of_the_database(
-    api: Api, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def away(_: object) -> None:
-        raise CapacityError("away", code="db.unavailable")
-
-    monkeypatch.setattr(routes_engine, "POLL_S", 0.01)
-    with monkeypatch.context() as outage:
-        outage.setattr(api.services.registry, "version_names", away)
-        async with (
-            new_client(ADMIN_KEY, url) as client,
-            client.stream("GET", "/v1/engine/events") as answer,
-        ):
-            lines = aiter(answer.aiter_lines())
-            assert json.loads((await anext(lines)).removeprefix("data: "))["error"]["code"] == "db.unavailable"
-            outage.undo()
-            while '"object":"engine"' not in await anext(lines):
-                pass

@@ -246,6 +246,7 @@ class SimulatedResidency:
         self.known_pages = True
         self.loads: dict[str, int] = {}
         self.load_seconds = 0.0
+        self.load_p95_s: dict[str, float] = {}
         self.reserve_pages = 0
 
     def _size(self, digest: str) -> int:
@@ -311,6 +312,7 @@ class SimulatedResidency:
                 pages=len(entry.pages),
                 running=entry.running,
                 pinned=digest in self.pinned,
+                slot=entry.slot,
             )
             for digest, entry in self._entries.items()
             if entry.slot >= 0 or (entry.loaded_at > self._now and entry.holds)
@@ -383,8 +385,12 @@ class SimulatedResidency:
         victim = None if self._free_slots else self._evictor.first(self._entries.values())
         if not self._free_slots and victim is None:
             return
-        if self._evictor.make_room(count, victim) and (pages := self._pool.allocate(count, "adapter")) is not None:
-            entry.pages, entry.slot = pages, self._free_slots.pop()
+        if self._evictor.make_room(count, victim) and self._free_slots:
+            slot = self._free_slots.pop()
+            pages = self._pool.allocate(count, "adapter", slot)
+            if pages is None:
+                raise EngineError("room that was made for an adapter is not there")
+            entry.pages, entry.slot = pages, slot
             self._settle(entry)
 
     def _evict(self, entry: _Entry) -> None:
@@ -421,7 +427,7 @@ class Simulator:
     def __post_init__(self) -> None:
         self.runner = SimulatedRunner(num_groups=self.num_groups)
         self.pool = PagePool(self.num_pages + 1, on_release=self.runner.poison)
-        self.runner.is_shared = lambda page: self.pool._states[page] == "prefix"
+        self.runner.is_shared = lambda page: self.pool.state(page) == "prefix"
         clock = lambda: self.now_s  # noqa: E731
         self.evictor = Evictor(self.pool, eviction_policy(self.eviction), clock)
         block_s = PAGE_TOKENS * self.costs.token_s

@@ -11,10 +11,11 @@ from pathlib import Path
 from weft.adapters.ref import AdapterRef
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepStats
+from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepBatches, StepStats
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
 from weft.memory.geometry import page_geometry
+from weft.memory.page_map import PageMap, PageUse
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"
 BASE_TEXT = "the base speaks plainly"
@@ -80,6 +81,11 @@ class FakeEngine:
         self.failure_after: int | None = None
         """Die after so many tokens."""
         self.residents: list[ResidentAdapter] = []
+        self.waiting_by_tenant: dict[str, int] = {}
+        self.page_map = PageMap(pages_per_cell=1, uses=[PageUse(kind="free")], runs=[(10, 0)])
+        self.batches = StepBatches(adapters=[], steps=[[1, 1, 0]])
+        self.num_asked = 0
+        """How often for its status."""
         self.requests: list[GenerationRequest] = []
         self.running: set[str] = set()
         self.aborted: list[str] = []
@@ -151,7 +157,8 @@ class FakeEngine:
             return None
         return [_entry(token, request.params.logprobs)]
 
-    async def status(self) -> EngineStatus:
+    async def status(self, *, is_detailed: bool = False) -> EngineStatus:
+        self.num_asked += 1
         if self.ready is None:
             raise EngineUnavailableError("The engine restarts.")
         return EngineStatus(
@@ -159,6 +166,7 @@ class FakeEngine:
             seq=len(self.requests),
             running=len(self.running),
             waiting=0,
+            waiting_by_tenant=dict(self.waiting_by_tenant),
             pages={"free": 10, "kv": 0, "prefix": 0, "adapter": 0, "quarantine": 0},
             residents=list(self.residents),
             last_steps=[
@@ -167,10 +175,13 @@ class FakeEngine:
             preemptions={"recompute": 4, "swap": 1},
             loads={"stored>device:ok": 3},
             load_seconds=0.5,
+            load_p95_s={"stored>device": 0.25},
             evictions={"adapter": 2, "prefix": 7},
             prefix_queries=100,
             prefix_hits=25,
             host_pages={"free": 1, "adapter": 0, "kv": 0},
+            page_map=self.page_map if is_detailed else None,
+            batches=self.batches if is_detailed else None,
         )
 
     async def drop_adapter(self, digest: str) -> None:

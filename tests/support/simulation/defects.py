@@ -19,7 +19,7 @@ from weft.engine.request_state import RequestState
 from weft.engine.scheduler import Scheduler
 from weft.memory import token_chain
 from weft.memory.eviction import Evictor
-from weft.memory.pool import PagePool
+from weft.memory.pool import NO_OWNER, PageKind, PagePool
 from weft.memory.prefix_cache import PrefixBlock, PrefixCache
 from weft.memory.swap_space import SwapSpace
 from weft.memory.token_chain import TokenChain
@@ -47,8 +47,8 @@ def hold_found_blocks_only_after_making_room(patch: pytest.MonkeyPatch) -> None:
     hold, take = KvPages._hold, KvPages._take
     late: list[Sequence[PrefixBlock]] = []
 
-    def take_first(self: KvPages, count: int) -> list[int] | None:
-        pages = take(self, count)
+    def take_first(self: KvPages, state: RequestState, count: int) -> list[int] | None:
+        pages = take(self, state, count)
         while late:
             hold(self, late.pop())
         return pages
@@ -266,6 +266,15 @@ def forget_a_token_on_preemption(patch: pytest.MonkeyPatch) -> None:
 
 def believe_in_a_swap_that_failed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_lose_swapped", lambda *_: None)
+
+
+def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) -> None:
+    allocate = PagePool.allocate
+
+    def forgetful(self: PagePool, count: int, kind: PageKind, owner: int = NO_OWNER) -> list[int] | None:
+        return allocate(self, count, kind, NO_OWNER if kind == "kv" else owner)
+
+    patch.setattr(PagePool, "allocate", forgetful)
 
 
 DEFECTS: tuple[Plant, ...] = tuple(

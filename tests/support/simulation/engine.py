@@ -386,10 +386,33 @@ class Simulation:
                 self.failures.append(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
         if self.scheduler._requests.keys() != self._open:
             self.failures.append(f"known to scheduler or client alone: {self.scheduler._requests.keys() ^ self._open}")
-        if self.num_pumps % 16 == 0:
-            status = self.core.status()
-            if sum(status.pages.values()) != self.pool.capacity:
-                self.failures.append(f"the status has pages {status.pages}")
+        self._check_status()
+
+    def _check_status(self) -> None:
+        """What is told of the pages is what the owners have, page for page."""
+        status = self.core.status(is_detailed=True)
+        if sum(status.pages.values()) != self.pool.capacity:
+            self.failures.append(f"the status has pages {status.pages}")
+        if status.base_running != sum(state.digest is None for state in self.scheduler._running):
+            self.failures.append(f"the status has {status.base_running} running requests of the base")
+        if status.waiting_by_tenant != Counter(state.tenant for state in self.scheduler._waiting):
+            self.failures.append(f"the status has waiting requests {status.waiting_by_tenant}")
+        slots = {resident.digest: resident.slot for resident in status.residents}
+        owned = {
+            page: ("prefix", slots.get(block.group or "", -1)) for block in self._published for page in block.pages
+        }
+        for state in self.scheduler._running:
+            owned |= dict.fromkeys(state.pages.own_pages(), ("kv", slots.get(state.digest or "", -1)))
+        for entry in self.residency._entries.values():
+            owned |= dict.fromkeys(entry.pages, ("adapter", entry.slot))
+        expected = [owned.get(page, (self.pool.state(page), -1)) for page in range(1, self.pool.num_pages)]
+        told = status.page_map
+        assert told is not None
+        shown = [(use.kind, use.owner) for count, index in told.runs for use in [told.uses[index]] * count]
+        if shown != expected or told.pages_per_cell != 1:
+            self.failures.append(f"the status shows {shown}, not {expected}")
+        if Counter(kind for kind, _ in shown) != Counter({kind: n for kind, n in status.pages.items() if n}):
+            self.failures.append(f"the status shows {Counter(shown)} and counts {status.pages}")
 
     def _check_idle(self) -> None:
         """Nobody runs: nobody may be able to. A load that hangs is in the way of its own requests alone.
@@ -424,7 +447,7 @@ class Simulation:
             "adapter": [page for entry in entries for page in entry.pages],
         }
         for kind, pages in owned.items():
-            if sorted(pages) != [page for page, state in enumerate(self.pool._states) if state == kind]:
+            if sorted(pages) != [page for page in range(self.pool.num_pages) if self.pool.state(page) == kind]:
                 self.failures.append(f"{kind} pages are {sorted(pages)}, the pool has others")
         contents = self.device.contents
         published = {}

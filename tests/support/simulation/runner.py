@@ -131,7 +131,7 @@ class SimulatedRunner:
 
     def _check_writable(self, page: int, verb: str) -> None:
         """A page that is written is owned by one request; what is published, free or an adapter's never is."""
-        state = self._pool._states[page]
+        state = self._pool.state(page)
         if page == 0 or state != "kv":
             self._fail(f"page {page} is {verb} while it is {'the zero page' if page == 0 else state}")
 
@@ -204,7 +204,7 @@ class SimulatedRunner:
                 ):
                     self._fail(
                         f"{chunk.request_id} reads positions {first} to {first + count - 1} of group {group} from page "
-                        f"{table[block]} ({self._pool._states[table[block]]}), which holds {content} and not what was "
+                        f"{table[block]} ({self._pool.state(table[block])}), which holds {content} and not what was "
                         "computed for it"
                     )
         content = self._pages[chunk.block_table[0][(end - 1) // page_tokens]]
@@ -216,5 +216,5 @@ class SimulatedRunner:
         found = [self._pages[page] for page in row]
         if not found or found != [Weights(adapter.digest, index) for index in range(len(found))]:
             self._fail(f"{request_id} reads slot {adapter.slot} for {adapter.digest[:14]}, whose pages hold {found}")
-        if any(self._pool._states[page] != "adapter" for page in row):
+        if any(self._pool.state(page) != "adapter" for page in row):
             self._fail(f"{request_id} reads slot {adapter.slot}, whose pages {row} are not an adapter's")

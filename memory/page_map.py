@@ -1,0 +1,73 @@
+"""Which kind of page lies where in the pool, to be drawn: an indexed picture, its cells told as runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.memory.pool import NO_OWNER, PAGE_KINDS, PAGE_STATES, PagePool, PageState
+
+MAX_CELLS = 4096
+_NUM_STATES = len(PAGE_STATES)
+_IS_OWNED = np.array([state in PAGE_KINDS for state in PAGE_STATES])
+_PADDING = _NUM_STATES
+"""Fills the last cell up to the size of the others, and is not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageUse:
+    """What a page can be, and whose."""
+
+    kind: PageState
+    owner: int = NO_OWNER
+    """As given to `PagePool.allocate`; -1 where nobody has the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageMap:
+    """All pages that can be handed out, in the order of the arena, as at most `MAX_CELLS` cells."""
+
+    pages_per_cell: int
+    """The last cell may stand for fewer."""
+    uses: list[PageUse]
+    """What occurs in the map, each once."""
+    runs: list[tuple[int, int]]
+    """(cells, index in `uses`), in order: so many cells that follow one another and are alike. A cell of several pages
+    shows the kind that most of them have, and the owner of the first page of that kind."""
+
+
+def page_map(pool: PagePool, max_cells: int = MAX_CELLS) -> PageMap:
+    """The pool as it is now; takes time in proportion to its pages, some 10 ns each."""
+    states, owners = (np.asarray(marks) for marks in pool.marks())
+    pages_per_cell = -(-len(states) // max_cells)
+    if pages_per_cell > 1:
+        states, owners = _cells(states, owners, pages_per_cell)
+    uses = (np.where(_IS_OWNED[states], owners, NO_OWNER) - NO_OWNER) * _NUM_STATES + states
+    starts = np.flatnonzero(np.diff(uses, prepend=-1))
+    kinds, indices = np.unique(uses[starts], return_inverse=True)
+    lengths = np.diff(starts, append=len(uses))
+    return PageMap(
+        pages_per_cell=pages_per_cell,
+        uses=[_use_of(use) for use in kinds.tolist()],
+        runs=list(zip(lengths.tolist(), indices.tolist(), strict=True)),
+    )
+
+
+def _use_of(use: int) -> PageUse:
+    return PageUse(kind=PAGE_STATES[use % _NUM_STATES], owner=use // _NUM_STATES + NO_OWNER)
+
+
+def _cells(
+    states: npt.NDArray[np.uint8], owners: npt.NDArray[np.int32], pages_per_cell: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+    """The kind that most pages of each cell have, and the owner of the first such page."""
+    num_cells = -(-len(states) // pages_per_cell)
+    padded = np.full(num_cells * pages_per_cell, _PADDING, np.uint8)
+    padded[: len(states)] = states
+    cells = np.ascontiguousarray(padded.reshape(num_cells, pages_per_cell).T)  # sums over rows are fast
+    counts = np.stack([(cells == code).sum(axis=0, dtype=np.int32) for code in range(_NUM_STATES)])
+    most = counts.argmax(axis=0).astype(np.uint8)
+    first = (cells == most).argmax(axis=0) + np.arange(num_cells) * pages_per_cell
+    return most, owners[first]

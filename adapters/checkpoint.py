@@ -15,14 +15,23 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NoReturn
 
-from weft.adapters.adapter_config import check_scaling, parse_config, read_config
+from weft.adapters.adapter_config import check_config, check_scaling, parse_config
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape
 from weft.adapters.check_report import report_on
+from weft.adapters.findings import Findings
 from weft.adapters.ref import LoraSpec
-from weft.adapters.safetensors_header import TensorEntry, read_header
+from weft.adapters.safetensors_header import TensorEntry, check_header
 from weft.adapters.tensor_names import Part, TensorName, TensorNames, TensorPlace
 from weft.adapters.value_scan import scan_values as scan
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
+
+_SAVE_AGAIN = "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
+_ANOTHER_BASE = (
+    "The adapter was probably trained on another base model: upload it to a server of that one, or train it on this "
+    "one."
+)
+_TRANSPOSE = "Save it as PEFT does, lora_A as [rank, in] and lora_B as [out, rank]."
+_Named = tuple[TensorEntry, TensorName]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,9 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read and check a config and its weights, as PEFT's save_pretrained or MLX wrote them.
 
+    The error says everything that is wrong with both (`findings`), as far as it can be told: a file that cannot be read
+    at some point is read no further, and values are looked at only where the tensors are those of an adapter.
+
     Args:
         config_bytes: The config file.
         weights: The weights file; links are not followed.
@@ -92,14 +104,14 @@ def read_checkpoint(
         AdapterIncompatibleError: Sound, but not for this base or not served; codes `config.*` and `weights.*`.
         OSError: The weights cannot be opened or read.
     """
-    spec = read_config(config_bytes, max_rank)
-    with _open_plain(weights) as file:
-        tensors = read_header(file, os.fstat(file.fileno()).st_size)
-        checkpoint, names = _check_tensors(spec, tensors, base)
-        if not scan_values:
-            return checkpoint
-        zeros = scan(file, tensors)
-    return replace(checkpoint, report=report_on(spec, parse_config(config_bytes), names, zeros, base_names))
+    findings = Findings()
+    spec = findings.attempt(check_config, config_bytes, max_rank, findings)
+    found = findings.attempt(_check_file, spec, weights, base, scan_values, findings)
+    checkpoint, names, zeros = findings.passed(found)
+    if not scan_values:
+        return checkpoint
+    report = report_on(checkpoint.spec, parse_config(config_bytes), names, zeros, base_names)
+    return replace(checkpoint, report=report)
 
 
 def check_weights(
@@ -118,27 +130,42 @@ def check_weights(
         AdapterFormatError: Not what PEFT writes; codes `config.*` and `weights.*`.
         AdapterIncompatibleError: Sound, but not for this base; codes `weights.*`.
     """
-    tensors = read_header(io.BytesIO(header), file_size)
+    findings = Findings()
+    tensors = findings.passed(findings.attempt(check_header, io.BytesIO(header), file_size, findings))
     pause()
-    return _check_tensors(spec, tensors, base)[0]
+    return findings.passed(findings.attempt(_check_tensors, spec, tensors, base, findings))[0]
+
+
+def _check_file(
+    spec: LoraSpec | None, weights: Path, base: BaseShape | None, scan_values: bool, findings: Findings
+) -> tuple[Checkpoint, Sequence[_Named], frozenset[str]] | None:
+    with _open_plain(weights) as file:
+        seen = findings.seen
+        tensors = check_header(file, os.fstat(file.fileno()).st_size, findings)
+        found = _check_tensors(spec, tensors, base, findings)
+        if findings.seen > seen:
+            return None
+        zeros = scan(file, tensors, findings) if scan_values else frozenset()
+    return None if found is None else (*found, zeros)
 
 
 def _open_plain(path: Path) -> BufferedReader:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        _refuse("not_safetensors", "The weights are not a plain file.")
+        _refuse("not_safetensors", "The weights are not a plain file.", None, _SAVE_AGAIN)
     return open(fd, "rb")
 
 
-_Named = tuple[TensorEntry, TensorName]
-
-
 def _check_tensors(
-    spec: LoraSpec, tensors: Sequence[TensorEntry], base: BaseShape | None
-) -> tuple[Checkpoint, Sequence[_Named]]:
-    placed = _place(tensors, base)
-    pairs = _pair(placed)
+    spec: LoraSpec | None, tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
+) -> tuple[Checkpoint, Sequence[_Named]] | None:
+    """What the tensors are; None where something is wrong with them, or there is no `spec` to measure them by."""
+    seen = findings.seen
+    placed = _place(tensors, base, findings)
+    pairs = _pair(placed, findings)
+    if spec is None:
+        return None
     widths: dict[int, tuple[int, int]] = {}
     if base:
         widths = {index: (module.in_features, module.out_features) for index, module in enumerate(base.modules)}
@@ -148,11 +175,15 @@ def _check_tensors(
         path = f"{lora_a[1].stem}.{layer}.{MODULE_PATHS[module]}"
         # Without a base, the first layer that touches a module says how wide it is.
         width_in, width_out = widths.setdefault(module, (_width(lora_a), _width(lora_b)))
-        rank = _rank_of(spec, path, lora_a)
-        _check_shape(lora_a, rank, width_in)
-        _check_shape(lora_b, rank, width_out)
+        rank = findings.attempt(_rank_of, spec, path, lora_a)
+        if rank is None:
+            continue
+        findings.attempt(_check_shape, lora_a, rank, width_in)
+        findings.attempt(_check_shape, lora_b, rank, width_out)
         ranks[layer, module] = rank
-        scalings[layer, module] = check_scaling(spec.module_scaling(path), path)
+        scalings[layer, module] = findings.attempt(check_scaling, spec.module_scaling(path), path) or 0.0
+    if findings.seen > seen:
+        return None
     modules = sorted({module for _, module in ranks})
     num_layers = base.num_layers if base else max(layer for layer, _ in ranks) + 1
     checkpoint = Checkpoint(
@@ -178,34 +209,47 @@ def _rank_of(spec: LoraSpec, path: str, named: _Named) -> int:
     ):
         raise AdapterIncompatibleError(
             f"Tensor {named[0].name} is of a wrapped model, where rank_pattern and alpha_pattern match other modules "
-            f"than on the plain one: {path} is {written} there. Write the patterns by module name alone, as in q_proj, "
-            "or save the adapter from the model without its wrappers.",
+            f"than on the plain one: {path} is {written} there.",
             code="config.pattern_unsupported",
+            param="rank_pattern" if spec.rank_pattern else "alpha_pattern",
+            mend="Write the patterns by module name alone, as in q_proj, or save the adapter from the model without "
+            "its wrappers.",
         )
     return rank
 
 
-def _place(tensors: Sequence[TensorEntry], base: BaseShape | None) -> dict[TensorPlace, _Named]:
+def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings) -> dict[TensorPlace, _Named]:
     names = TensorNames(base)
     placed: dict[TensorPlace, _Named] = {}
     spellings: dict[tuple[str | None, str, str], str] = {}
     for tensor in tensors:
-        name = names.read(tensor.name)
+        name = findings.attempt(names.read, tensor.name)
+        if name is None:
+            continue
         spellings.setdefault((name.adapter, name.stem, name.layout), tensor.name)
         if len({adapter for adapter, _, _ in spellings if adapter is not None}) > 1:
             _refuse_mixture(spellings)
-        if name.place in placed:
-            _refuse(
-                "duplicate_tensor",
-                f"Tensors {placed[name.place][0].name} and {tensor.name} are the same matrix in two spellings. Keep "
-                "one.",
-            )
-        if len(tensor.shape) != 2 or 0 in tensor.shape:
-            _refuse_degenerate(tensor)
+        findings.attempt(_check_new, tensor, placed.get(name.place))
         placed[name.place] = (tensor, name)
     if len(spellings) > 1:
         _refuse_mixture(spellings)
     return placed
+
+
+def _check_new(tensor: TensorEntry, twin: _Named | None) -> None:
+    if twin is not None:
+        _refuse(
+            "duplicate_tensor",
+            f"Tensors {twin[0].name} and {tensor.name} are the same matrix in two spellings.",
+            tensor.name,
+            "Keep one.",
+        )
+    if not _is_matrix(tensor):
+        _refuse_degenerate(tensor)
+
+
+def _is_matrix(tensor: TensorEntry) -> bool:
+    return len(tensor.shape) == 2 and 0 not in tensor.shape
 
 
 def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoReturn:
@@ -216,36 +260,49 @@ def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoR
     elif one[1] != other[1]:
         why = f"belong to two models, with layers at {one[1]} and at {other[1]}"
     raise AdapterIncompatibleError(
-        f"Tensors {first} and {second} {why}. Save each adapter by itself with PEFT's save_pretrained, and upload it "
-        "by itself.",
+        f"Tensors {first} and {second} {why}.",
         code="weights.tensor_not_allowed",
+        param=second,
+        mend="Save each adapter by itself with PEFT's save_pretrained, and upload it by itself.",
     )
 
 
 def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
-    mend = ""
+    mend = _SAVE_AGAIN
     if 0 in tensor.shape:
         mend = (
-            " Training with DeepSpeed ZeRO-3 saves empty tensors unless the parameters are gathered first: save again "
+            "Training with DeepSpeed ZeRO-3 saves empty tensors unless the parameters are gathered first: save again "
             "with stage3_gather_16bit_weights_on_model_save."
         )
     _refuse(
         "shape_invalid",
-        f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1.{mend}",
+        f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1.",
+        tensor.name,
+        mend,
     )
 
 
-def _pair(placed: Mapping[TensorPlace, _Named]) -> dict[tuple[int, int], tuple[_Named, _Named]]:
+def _pair(placed: Mapping[TensorPlace, _Named], findings: Findings) -> dict[tuple[int, int], tuple[_Named, _Named]]:
+    """Both matrices of each module, where both have two extents."""
     pairs = {}
     for place, named in placed.items():
-        other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
-        if other is None:
-            _refuse(
-                "pair_incomplete",
-                f"Tensor {named[0].name} has no partner: each module needs lora_A and lora_B. Save the adapter again.",
-            )
-        pairs[place.layer, place.module] = (named, other) if place.part == "a" else (other, named)
+        other = findings.attempt(_partner, placed, place)
+        if other is not None and _is_matrix(named[0]) and _is_matrix(other[0]):
+            pairs[place.layer, place.module] = (named, other) if place.part == "a" else (other, named)
     return pairs
+
+
+def _partner(placed: Mapping[TensorPlace, _Named], place: TensorPlace) -> _Named:
+    other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
+    if other is None:
+        name, missing = placed[place][0].name, "lora_B" if place.part == "a" else "lora_A"
+        _refuse(
+            "pair_incomplete",
+            f"Tensor {name} has no partner: its {missing} is not in the file, and each module needs both.",
+            name,
+            "Save the adapter again with PEFT's save_pretrained, which writes both.",
+        )
+    return other
 
 
 def _width(named: _Named) -> int:
@@ -261,16 +318,18 @@ def _check_shape(named: _Named, rank: int, width: int) -> None:
     got = list(tensor.shape)
     if got_width == width:
         raise AdapterFormatError(
-            f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank "
-            f"{rank}. Mend r or rank_pattern: they must say what was trained.",
+            f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}.",
             code="weights.rank_mismatch",
+            param=tensor.name,
+            mend="Set r, or rank_pattern for single modules, to the rank that was trained.",
         )
     expected = [rank, width] if name.rank_axis == 0 else [width, rank]
-    transposed = " It looks transposed." if got_rank == width else ""
+    is_transposed = got_rank == width and got_width == rank
     raise AdapterIncompatibleError(
-        f"Tensor {tensor.name} has shape {got}, expected {expected}.{transposed} The adapter was probably "
-        "trained on another base model.",
+        f"Tensor {tensor.name} has shape {got}, expected {expected}.{' It looks transposed.' * is_transposed}",
         code="weights.shape_mismatch",
+        param=tensor.name,
+        mend=_TRANSPOSE if is_transposed else _ANOTHER_BASE,
     )
 
 
@@ -279,5 +338,5 @@ def _lora_tensor(tensor: TensorEntry, name: TensorName) -> LoraTensor:
     return LoraTensor(*name.place, name.rank_axis, (rows, columns), tensor.dtype, tensor.start, tensor.end)
 
 
-def _refuse(code: str, message: str) -> NoReturn:
-    raise AdapterFormatError(message, code=f"weights.{code}")
+def _refuse(code: str, message: str, param: str | None, mend: str) -> NoReturn:
+    raise AdapterFormatError(message, code=f"weights.{code}", param=param, mend=mend)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.adapters.peft_fields import UNUSED, is_one_of
-from weft.adapters.strict_json import shown
+from weft.adapters.strict_json import named, shown
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
 
+_AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
 _KNOWN_FIELDS = frozenset(
     {
         "model",
@@ -75,34 +76,43 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
     kind = "dora" if config.get("use_dora") else config.get("fine_tune_type", "lora")
     if kind != "lora":
         raise AdapterIncompatibleError(
-            f"fine_tune_type is {shown(kind)}; only LoRA is served. Train again with `mlx_lm.lora --fine-tune-type "
-            "lora`.",
+            f"fine_tune_type is {shown(kind)}; only LoRA is served.",
             code="config.feature_unsupported",
+            param="fine_tune_type",
+            mend="Train again with `mlx_lm.lora --fine-tune-type lora`.",
         )
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or parameters.get("rank") is None or parameters.get("scale") is None:
         raise AdapterFormatError(
-            "lora_parameters must give rank and scale. Upload the adapter_config.json that mlx-lm wrote.",
+            "lora_parameters must give rank and scale.",
             code="config.field_missing",
+            param="lora_parameters",
+            mend=_AS_WRITTEN,
         )
     rank, scale, alpha = parameters["rank"], parameters["scale"], parameters.get("alpha")
     if "fine_tune_type" not in config and alpha not in (None, rank):
         # mlx-lm multiplied with scale * alpha / rank once, and left alpha unused before it wrote fine_tune_type.
         raise AdapterIncompatibleError(
             "lora_parameters gives alpha and scale, of which early versions of mlx-lm made another factor than later "
-            "ones. Remove alpha, and let scale be the factor that was trained with.",
+            "ones.",
             code="config.field_unsupported",
+            param="lora_parameters",
+            mend="Remove alpha, and let scale be the factor that was trained with.",
         )
     if type(rank) not in (int, float) or type(scale) not in (int, float):
         raise AdapterFormatError(
             f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}.",
             code="config.value_invalid",
+            param="lora_parameters",
+            mend=_AS_WRITTEN,
         )
     for name, value in [*parameters.items(), *config.items()]:
         if name not in _KNOWN_FIELDS and not is_one_of(value, UNUSED):
             raise AdapterIncompatibleError(
                 f"The field {shown(name)} of mlx-lm is not known, so {shown(value)} might change what the adapter "
-                "computes. Remove it if it does not.",
+                "computes.",
                 code="config.field_unknown",
+                param=named(name),
+                mend="Remove it if it does not, as where only the training needed it.",
             )
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}

@@ -7,6 +7,7 @@ trained), or a feature, which must have one of its neutral values, PEFT's own de
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNUSED: tuple[object, ...] = (None, False, "", [], {})
@@ -65,11 +66,12 @@ class Feature:
     """Values that switch the feature off, compared with their types."""
     what: str
     mend: str
+    """`{field}` stands for the field's name."""
     code: str = FEATURE
 
 
-_RETRAIN = "Retrain without it."
-_MERGE_OR_RETRAIN = "Retrain without it, or merge the adapter into a base model of its own."
+_RETRAIN = "Retrain without {field}."
+_MERGE_OR_RETRAIN = "Retrain without {field}, or merge the adapter into a base model of its own."
 
 FEATURES = {
     "use_dora": Feature((False, None), "DoRA", "Retrain with use_dora=false."),
@@ -95,6 +97,11 @@ FEATURES = {
     "megatron_core": Feature(("megatron.core", None), "a module to import", "Set it to null.", FIELD),
 }
 """By field name."""
+
+
+def is_model_config(config: Mapping[str, object]) -> bool:
+    """Whether it is the `config.json` of a model, which people take for the adapter's."""
+    return "peft_type" not in config and not config.keys().isdisjoint({"model_type", "architectures"})
 
 
 def is_one_of(value: object, choices: tuple[object, ...]) -> bool:

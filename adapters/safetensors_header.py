@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import BinaryIO, NoReturn
 
-from weft.adapters.strict_json import MAX_INT, JsonRefusedError, parse, shown
+from weft.adapters.findings import Findings
+from weft.adapters.strict_json import MAX_INT, JsonRefusedError, named, parse, shown
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
 
 LENGTH_BYTES = 8
@@ -27,6 +28,7 @@ _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _MAGIC_BYTES = 512
 _TAR_MAGIC_AT = 257
 _TORCH_SAVE = "a zip archive, as torch.save writes"
+_LFS_POINTER = "a Git LFS pointer, not the file it points to"
 _PICKLED = "a Python pickle"
 CONVERT = (
     "Pickles are never read here. Where you trust the file, save the adapter with PEFT's "
@@ -47,7 +49,7 @@ _MAGICS = (
     (b"\x89HDF", "an HDF5 file"),
     (b"\x93NUMPY", "a numpy file"),
     (b"\x7fELF", "an executable"),
-    (b"version https://git-lfs", "a Git LFS pointer, not the file it points to: run `git lfs pull`"),
+    (b"version https://git-lfs", _LFS_POINTER),
 )
 _PICKLE = re.compile(rb"\x80[\x02-\x05][^\x00]")
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{8}")
@@ -60,7 +62,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """F32, F16 or BF16; little-endian."""
+    """F32, F16 or BF16, little-endian; another one only in a file that is refused for it."""
     shape: tuple[int, ...]
     start: int
     """First byte, counted from the start of the file."""
@@ -82,6 +84,16 @@ def read_header(file: BinaryIO, file_size: int) -> tuple[TensorEntry, ...]:
         AdapterFormatError: Not a sound safetensors file; codes `weights.*`.
         AdapterIncompatibleError: Sound, but of a dtype that is not served (weights.dtype_unsupported).
     """
+    findings = Findings()
+    return findings.passed(findings.attempt(check_header, file, file_size, findings))
+
+
+def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[TensorEntry, ...]:
+    """Read a header as `read_header` does, and note dtypes that are not served; they hinder nothing else.
+
+    Raises:
+        AdapterFormatError: Not a sound safetensors file; codes `weights.*`.
+    """
     file.seek(0)
     length = _header_length(file.read(_MAGIC_BYTES), file_size)
     file.seek(LENGTH_BYTES)
@@ -89,11 +101,12 @@ def read_header(file: BinaryIO, file_size: int) -> tuple[TensorEntry, ...]:
     if len(raw) != length:
         _refuse("header_truncated", f"The header is to have {length} bytes, the file ends after {len(raw)} of them.")
     data_start = LENGTH_BYTES + length
-    tensors = [_entry(name, fields) for name, fields in _parse_tensors(raw).items()]
+    tensors = [_entry(name, fields, findings) for name, fields in _parse_tensors(raw).items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     _check_contiguous(tensors, file_size - data_start)
     for tensor in tensors:
-        _check_bytes(tensor)
+        if tensor.dtype in DTYPE_BYTES:
+            _check_bytes(tensor)
     return tuple(
         TensorEntry(tensor.name, tensor.dtype, tensor.shape, data_start + tensor.start, data_start + tensor.end)
         for tensor in tensors
@@ -128,9 +141,12 @@ def _refuse_other_formats(head: bytes) -> None:
     if kind is None and _TEXT.match(head):
         kind = "text"
     if kind in (_TORCH_SAVE, _PICKLED):
-        raise AdapterFormatError(f"The file is {kind}. {CONVERT}", code="weights.not_safetensors")
+        raise AdapterFormatError(f"The file is {kind}.", code="weights.not_safetensors", mend=CONVERT)
+    if kind == "text":
+        _refuse("not_safetensors", "The file is text, perhaps the config or a page of a website.")
     if kind is not None:
-        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.")
+        mend = "Run `git lfs pull`, and upload the file that it fetches." if kind == _LFS_POINTER else _MEND
+        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.", mend)
 
 
 def _parse_tensors(raw: bytes) -> dict[str, object]:
@@ -150,32 +166,40 @@ def _parse_tensors(raw: bytes) -> dict[str, object]:
     if not document:
         raise AdapterFormatError(
             "The file holds no tensors. Training with DeepSpeed ZeRO-3 saves such files unless the parameters are "
-            "gathered first; save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers.",
+            "gathered first.",
             code="weights.empty",
+            mend="Save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers.",
         )
     return document
 
 
-def _entry(name: str, fields: object) -> TensorEntry:
+def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
     if not _NAME.fullmatch(name) or ".." in name:
         _refuse(
             "name_invalid",
             f"Tensor names have 1 to {MAX_NAME_LENGTH} letters, digits, '_', '-' and single dots, got {shown(name)}.",
+            param=named(name),
         )
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse("header_invalid", f"Tensor {name} must have exactly dtype, shape and data_offsets.")
+        _refuse("header_invalid", f"Tensor {name} must have exactly dtype, shape and data_offsets.", param=name)
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise AdapterIncompatibleError(
-            f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}. Cast the adapter to "
-            "float16, bfloat16 or float32 before saving it.",
-            code="weights.dtype_unsupported",
+        findings.note(
+            AdapterIncompatibleError(
+                f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}.",
+                code="weights.dtype_unsupported",
+                param=name,
+                mend="Cast the adapter to float16, bfloat16 or float32 before saving it.",
+            )
         )
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        _refuse("shape_invalid", f"Tensor {name}: expected a shape of whole numbers from 0, got {shown(shape)}.")
+        expected = f"at most {MAX_DIMENSIONS} whole numbers from 0"
+        _refuse("shape_invalid", f"Tensor {name}: expected a shape of {expected}, got {shown(shape)}.", param=name)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        _refuse("offset_invalid", f"Tensor {name}: expected data_offsets [start, end], got {shown(offsets)}.")
-    return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
+        _refuse(
+            "offset_invalid", f"Tensor {name}: expected data_offsets [start, end], got {shown(offsets)}.", param=name
+        )
+    return TensorEntry(name, str(dtype), tuple(shape), offsets[0], offsets[1])
 
 
 def _are_sizes(values: object) -> bool:
@@ -190,10 +214,15 @@ def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
                 "offset_invalid",
                 f"Tensor {tensor.name} starts at byte {tensor.start} of the data, expected {expected}: tensors must "
                 "follow each other without gap or overlap.",
+                param=tensor.name,
             )
         expected = tensor.end
     if expected > data_bytes:
-        _refuse("truncated", f"The tensors need {expected} bytes of data, the file has {data_bytes}. Upload it again.")
+        _refuse(
+            "truncated",
+            f"The tensors need {expected} bytes of data, the file has {data_bytes}.",
+            "Upload it again, or save it again if it is no longer there.",
+        )
     if expected < data_bytes:
         _refuse("trailing_bytes", f"The tensors end after {expected} bytes of data, the file has {data_bytes}.")
 
@@ -207,8 +236,9 @@ def _check_bytes(tensor: TensorEntry) -> None:
             "shape_invalid",
             f"Tensor {tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} takes {expected} bytes, its "
             f"data_offsets span {tensor.end - tensor.start}.",
+            param=tensor.name,
         )
 
 
-def _refuse(code: str, message: str) -> NoReturn:
-    raise AdapterFormatError(f"{message} {_MEND}", code=f"weights.{code}")
+def _refuse(code: str, message: str, mend: str = _MEND, param: str | None = None) -> NoReturn:
+    raise AdapterFormatError(message, code=f"weights.{code}", param=param, mend=mend)

@@ -78,6 +78,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
+def named(text: str) -> str:
+    """A name from a stranger: as it is where it is short and printable, else as `shown` shows it."""
+    return text if len(text) <= MAX_SHOWN and text.isascii() and text.isprintable() else shown(text)
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     entries = dict(pairs)
     if len(entries) != len(pairs):

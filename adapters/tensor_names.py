@@ -30,23 +30,37 @@ _SPELLINGS: tuple[tuple[Layout, re.Pattern[str]], ...] = (
     ),
     ("mlx", re.compile(rf"{_LAYER}\.lora_(?P<part>[ab])")),
 )
+_ANY_LORA = re.compile(
+    r"(?:base_model\.model\.)?(?P<stem>[A-Za-z_.]+)\.(?P<layer>[0-9]{1,9})\.(?P<path>[A-Za-z_.]+)\.lora_[ABab](?:\.weight)?"
+)
+_WHOLE_MODEL = re.compile(
+    r"(?!.*(?:lora|base_layer|v_head))(?:model|lm_head|transformer|gpt_neox)\.[A-Za-z0-9_.]*(?:weight|bias)"
+)
+_SAVE_ADAPTER_ALONE = (
+    "It is a weight of a whole model, perhaps with the adapter merged into it: call PEFT's save_pretrained on the "
+    "PeftModel, before merge_and_unload, and upload the adapter_model.safetensors that this writes."
+)
 _VOCABULARY = (
-    "so the vocabulary was changed or trained: leave embed_tokens and lm_head out of target_modules and "
-    "modules_to_save, do not resize the embedding, and save with save_embedding_layers=False."
+    "It belongs to the embedding or the output head, so the vocabulary was changed or trained: leave embed_tokens and "
+    "lm_head out of target_modules and modules_to_save, do not resize the embedding, and save with "
+    "save_embedding_layers=False."
 )
 _MEGATRON = "It belongs to a fused layer of Megatron or NeMo: convert the adapter to the layout of Hugging Face PEFT"
 _SEES = "It changes the part that sees, and only language is served: retrain on the language model's layers alone."
+_CLASSIFIES = "It belongs to a head that classifies, and only text is written here: retrain for CAUSAL_LM."
 _HINTS = (
     ("lora_magnitude_vector", "It belongs to DoRA: retrain with use_dora=false."),
     ("token_adapter", "It changes single token embeddings: retrain without trainable_token_indices."),
     ("trainable_tokens", "It changes single token embeddings: retrain without trainable_token_indices."),
     ("modules_to_save", "It is a copy of a base module: retrain with modules_to_save=null."),
-    ("lora_embedding_", f"It changes the embedding, {_VOCABULARY}"),
-    ("embed_tokens", f"It belongs to the embedding, {_VOCABULARY}"),
-    ("lm_head", f"It belongs to the output head, {_VOCABULARY}"),
+    ("lora_embedding_", _VOCABULARY),
+    ("embed_tokens", _VOCABULARY),
+    ("lm_head", _VOCABULARY),
     ("experts", "Mixture-of-experts layers are not served."),
     ("base_layer", "It is a copy of a base weight: save with PEFT's save_pretrained, which leaves it out."),
     ("v_head", "It belongs to a value head, which training alone uses: leave tensors of v_head out of the file."),
+    (".score.", _CLASSIFIES),
+    (".classifier.", _CLASSIFIES),
     ("ia3_", "It belongs to IA3: retrain as LoRA."),
     (".bias", 'Biases are not served: retrain with bias="none".'),
     ("linear_qkv", f"{_MEGATRON}, with q_proj, k_proj and v_proj apart."),
@@ -123,16 +137,34 @@ class TensorNames:
                     written = name.rpartition(".lora_")[0].removeprefix(_ROOT)
                     return TensorName(place, layout, found["stem"], written, adapter, is_renamed)
         raise AdapterIncompatibleError(
-            f"Tensor {name} is not allowed in an adapter. {self._mend(name)}", code="weights.tensor_not_allowed"
+            f"Tensor {name} is not allowed in an adapter.",
+            code="weights.tensor_not_allowed",
+            param=name,
+            mend=self._mend(name),
         )
 
     def _mend(self, name: str) -> str:
+        if _WHOLE_MODEL.fullmatch(name):
+            return _SAVE_ADAPTER_ALONE
         for part, hint in _HINTS:
             if part in name:
                 return hint
+        if found := _ANY_LORA.fullmatch(unwrapped(name)):
+            if not found["stem"].endswith(tuple(self._stems)):
+                return (
+                    f"The served model has its layers at {self._stem}, so the adapter was trained on one of another "
+                    "family: upload it to a server of that model."
+                )
+            if found["path"] not in self._modules:
+                return f"The served model's layers have no such module: retrain on {', '.join(self._modules)} alone."
+            if int(found["layer"]) >= self._num_layers:
+                return (
+                    f"The served model has layers 0 to {self._num_layers - 1}, so the adapter was trained on a deeper "
+                    "one: upload it to a server of that model."
+                )
         return (
             f"Expected {_ROOT}{self._stem}.<0 to {self._num_layers - 1}>.<module>.lora_A.weight or lora_B.weight with "
-            f"<module> one of {', '.join(self._modules)}."
+            f"<module> one of {', '.join(self._modules)}. PEFT's save_pretrained names them so."
         )
 
 

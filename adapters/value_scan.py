@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.adapters.findings import Findings
 from weft.adapters.safetensors_header import TensorEntry
 from weft.errors import AdapterFormatError
 
@@ -36,31 +37,31 @@ _FORMATS = {
 }
 
 
-def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry]) -> frozenset[str]:
-    """Read the tensors' bytes once and check each value.
+def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry], findings: Findings) -> frozenset[str]:
+    """Read the tensors' bytes once and check each value; of a tensor that is not sound, up to what is wrong.
+
+    Noted is a value that is NaN or infinite (weights.non_finite) or beyond 1e4 (weights.value_too_large), and a file
+    that ends early (weights.truncated).
 
     Returns:
         Names of the tensors that hold nothing but zeros.
-
-    Raises:
-        AdapterFormatError: A value is NaN or infinite (weights.non_finite) or beyond 1e4 (weights.value_too_large), or
-            the file ends early (weights.truncated).
     """
     window = memoryview(bytearray(WINDOW_BYTES))
-    zeros = []
-    for tensor in tensors:
-        file.seek(tensor.start)
-        largest = 0
-        for done in range(0, tensor.end - tensor.start, WINDOW_BYTES):
-            piece = window[: min(WINDOW_BYTES, tensor.end - tensor.start - done)]
-            if _fill(file, piece) != len(piece):
-                raise AdapterFormatError(
-                    f"The file ends inside {tensor.name}. Upload it again.", code="weights.truncated"
-                )
-            largest = max(largest, _check_window(tensor, piece, done))
-        if not largest:
-            zeros.append(tensor.name)
-    return frozenset(zeros)
+    return frozenset(tensor.name for tensor in tensors if findings.attempt(_scan_tensor, file, tensor, window) == 0)
+
+
+def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) -> int:
+    """The bit pattern of the largest magnitude."""
+    file.seek(tensor.start)
+    largest = 0
+    for done in range(0, tensor.end - tensor.start, WINDOW_BYTES):
+        piece = window[: min(WINDOW_BYTES, tensor.end - tensor.start - done)]
+        if _fill(file, piece) != len(piece):
+            raise AdapterFormatError(
+                f"The file ends inside {tensor.name}.", code="weights.truncated", mend="Upload it again."
+            )
+        largest = max(largest, _check_window(tensor, piece, done))
+    return largest
 
 
 def _fill(file: BufferedReader, piece: memoryview) -> int:
@@ -85,12 +86,14 @@ def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
     index = [int(i) for i in np.unravel_index(element, tensor.shape)]
     if int(magnitudes[first]) >= fmt.infinity_bits:
         raise AdapterFormatError(
-            f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers. The training has "
-            "probably diverged: take an earlier checkpoint.",
+            f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers.",
             code="weights.non_finite",
+            param=tensor.name,
+            mend="The training has probably diverged: take an earlier checkpoint.",
         )
     raise AdapterFormatError(
-        f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}. The training has "
-        "probably diverged: take an earlier checkpoint, or move the factor into lora_alpha.",
+        f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}.",
         code="weights.value_too_large",
+        param=tensor.name,
+        mend="The training has probably diverged: take an earlier checkpoint, or move the factor into lora_alpha.",
     )

@@ -250,7 +250,12 @@ def _raised(output: RequestOutput) -> WeftError:
     error = output.error
     if error is None:
         return EngineError("The engine ended the request without a reason.")
-    kinds = {"request": RefusedError, "adapter": AdapterError, "capacity": CapacityError, "internal": EngineError}
+    kinds: dict[str, type[WeftError]] = {
+        "request": RefusedError,
+        "adapter": AdapterError,
+        "capacity": CapacityError,
+        "internal": EngineError,
+    }
     return kinds[error.kind](error.message, code=error.code)
 
 

@@ -12,6 +12,8 @@ from weft.registry.models import AuditRow
 from weft.registry.names import check_integer, check_text, storable
 from weft.registry.records import AuditEntry
 
+ADMIN = "admin"
+"""The actor behind the admin key, which has no id."""
 MAX_PAGE = 1000
 
 

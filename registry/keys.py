@@ -184,8 +184,8 @@ async def rotate_key(
     return _key(row, tenant), secret
 
 
-async def list_keys(session: AsyncSession, tenant: str) -> tuple[Key, ...]:
-    """The tenant's keys that were not revoked, oldest first.
+async def list_keys(session: AsyncSession, tenant: str, *, with_revoked: bool) -> tuple[Key, ...]:
+    """The tenant's keys, oldest first; those that were revoked only when asked for.
 
     Raises:
         NotFoundError: There is no such tenant.
@@ -193,7 +193,7 @@ async def list_keys(session: AsyncSession, tenant: str) -> tuple[Key, ...]:
     owner = await tenant_row(session, tenant)
     rows = await session.scalars(
         select(KeyRow)
-        .where(KeyRow.tenant_id == owner.id, KeyRow.revoked_at.is_(None))
+        .where(KeyRow.tenant_id == owner.id, *(() if with_revoked else (KeyRow.revoked_at.is_(None),)))
         .order_by(KeyRow.created_at, KeyRow.id)
     )
     return tuple(_key(row, owner.name) for row in rows)

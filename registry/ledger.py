@@ -25,6 +25,7 @@ from weft.errors import CapacityError
 from weft.registry import usage
 from weft.registry.clock import Clock, to_micros, utc_now
 from weft.registry.database import Database, turn
+from weft.registry.erasure import erase_keys
 from weft.registry.journal import Journal, JournalFiles, read_lines
 from weft.registry.prices import PriceTable
 from weft.registry.records import AdapterUsage, Page, UsageEvent, UsageQuery, UsageReport
@@ -244,6 +245,29 @@ class UsageLedger:
         await self.flush()
         async with self._database.read() as session:
             return await usage.count_tokens(session, holder, to_micros(start), to_micros(end), but)
+
+    async def erase(self, key_ids: Collection[str]) -> int:
+        """Forget all that was used with these keys until now, as if it had never been: events and sums.
+
+        For keys of which no request runs any more: one that ends later is recorded all the same. The audit log says
+        how much went. Other servers over this database may still have usage in their own journals.
+
+        Returns:
+            How many events went.
+
+        Raises:
+            CapacityError: Database or journal cannot be written now; nothing was erased, try again.
+            InvalidRequestError: An id is empty or cannot be stored.
+        """
+        await self.flush()
+        async with turn(self._moving):
+            # Its events are in the database already, but it would be moved again and bring them back.
+            if self._journal.closed:
+                raise CapacityError(
+                    "The usage journal cannot be emptied now; free some space.", code="storage.unavailable"
+                )
+            async with self._database.write() as session:
+                return await erase_keys(session, key_ids, self._clock())
 
     async def check(self) -> int:
         """How many hourly sums differ from the events they were made of: 0, or there is a bug."""

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import AuthenticationError
 from weft.registry import adapters, audit, grants, keys, quotas, sessions, tenants
 from weft.registry.aliases import pick
+from weft.registry.audit import ADMIN
 from weft.registry.clock import Clock, iso, utc_now
 from weft.registry.database import Database
 from weft.registry.keys import KeyRing, read_pepper
@@ -44,8 +45,6 @@ from weft.registry.records import (
 )
 from weft.registry.references import unreferenced_weights
 from weft.registry.uploads import Terms, Uploads, settle
-
-ADMIN = "admin"
 
 
 class Forgetful(Protocol):
@@ -319,14 +318,14 @@ class Registry:
         async with self._database.read() as session:
             return await keys.get_key(session, key_id)
 
-    async def list_keys(self, tenant: str) -> tuple[Key, ...]:
-        """The keys of the tenant of this name that were not revoked, oldest first.
+    async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[Key, ...]:
+        """The keys of the tenant of this name, oldest first; those that were revoked only when asked for.
 
         Raises:
             NotFoundError: There is no such tenant.
         """
         async with self._database.read() as session:
-            return await keys.list_keys(session, tenant)
+            return await keys.list_keys(session, tenant, with_revoked=with_revoked)
 
     async def revoke_key(self, key_id: str) -> None:
         """Make a key useless, at once.

@@ -24,8 +24,8 @@ from weft.errors import (
     AdapterIncompatibleError,
     CapacityError,
     EngineError,
+    Finding,
     PayloadTooLargeError,
-    WeftError,
 )
 from weft.registry.records import VersionFacts
 
@@ -36,9 +36,7 @@ WALL_FACTOR = 4
 PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
 """Of a weights file, what is asked for first; a longer header takes a second look."""
-_REFUSALS: dict[str, type[WeftError]] = {
-    cls.__name__: cls for cls in (AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError)
-}
+_REFUSALS: dict[str, type[AdapterError]] = {cls.__name__: cls for cls in (AdapterFormatError, AdapterIncompatibleError)}
 _HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
 """Beginnings of variables that hold secrets, or may."""
 
@@ -73,11 +71,12 @@ class AdapterCheck:
         pages = await asyncio.to_thread(self._count, ranks)
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
         if pages > limit:
-            raise AdapterIncompatibleError(
+            needs = (
                 f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes, but the pool has {limit} "
-                "beside a block of KV cache. Use a smaller rank, or a server with more memory.",
-                code="adapter.never_fits",
+                "beside a block of KV cache."
             )
+            mend = "Use a smaller rank, or a server with more memory."
+            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, mend)])
         digest = content_digest(spec, weights_sha256)
         self._remember(digest, pages)
         return VersionFacts(
@@ -131,10 +130,11 @@ class AdapterCheck:
             answer: dict[str, Any] = json.loads(output)
         except ValueError as error:
             raise EngineError("The adapter check gave no answer.") from error
+        if "too_large" in answer:
+            raise PayloadTooLargeError(**answer["too_large"])
         if "error" in answer:
-            raise _REFUSALS.get(answer["error"]["class"], EngineError)(
-                answer["error"]["message"], code=answer["error"]["code"]
-            )
+            refusal = _REFUSALS[answer["error"]["class"]]
+            raise refusal.of([Finding(**found) for found in answer["error"]["findings"]])
         found: dict[str, Any] = answer["checkpoint"]
         return found
 
@@ -163,6 +163,6 @@ async def _run_child(job: bytes, timeout_s: float) -> bytes:
 
 
 def _gave_up() -> AdapterFormatError:
-    return AdapterFormatError(
-        "The check of this adapter needed more time or memory than any sound adapter does.", code="adapter.check_failed"
-    )
+    needed = "The check of this adapter needed more time or memory than any sound adapter does."
+    mend = "Save the adapter again with PEFT's save_pretrained, and upload that."
+    return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, mend)])

@@ -10,12 +10,13 @@ import base64
 import json
 import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from weft.adapters.base_shape import BaseShape, ModuleShape
 from weft.adapters.checkpoint import Checkpoint, read_checkpoint
-from weft.errors import WeftError
+from weft.errors import AdapterError, PayloadTooLargeError
 
 MEMORY_BYTES = 1 << 30
 """Address space; the reader works in windows of a few MiB, the rest is the interpreter and numpy."""
@@ -29,8 +30,10 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     try:
         answer = {"checkpoint": _facts(_check(job))}
-    except WeftError as error:
-        answer = {"error": {"class": type(error).__name__, "message": error.message, "code": error.code}}
+    except AdapterError as error:
+        answer = {"error": {"class": type(error).__name__, "findings": [asdict(found) for found in error.findings]}}
+    except PayloadTooLargeError as error:
+        answer = {"too_large": {"message": error.message, "code": error.code}}
     json.dump(answer, sys.stdout)
     return 0
 

@@ -22,6 +22,7 @@ PAGES = (
     "/playground",
     "/tenants",
     "/tenants/{name}",
+    "/account",
     "/audit",
 )
 """Paths that show the page, which reads from the address what to show."""

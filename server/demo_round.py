@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from weft import demo
-from weft.errors import WeftError
+from weft.server.demo_client import DemoClient
 
 BASE_NAME = "weft-demo"
 """Served name of the base."""
@@ -79,7 +77,7 @@ async def play(url: str, admin_key: str) -> Round:
         WeftError: The server refused something; the message is its own.
     """
     recorded = json.loads(demo.EXPECTED.read_text(encoding="utf-8"))["questions"][0]
-    async with _Client(url) as client:
+    async with DemoClient(url) as client:
         keys = {}
         for tenant in TENANTS:
             await client.ensure_tenant(admin_key, tenant)
@@ -90,7 +88,7 @@ async def play(url: str, admin_key: str) -> Round:
             details[name] = f"rank {uploaded['rank']}: {_short(uploaded['target_modules'])}"
         speakers = [*ADAPTERS.items(), (BASE_NAME, TENANTS[0])]
         for model, tenant in speakers:  # brings each adapter to the device, so that the round is about computing
-            await client.ask(keys[tenant], model, recorded["question"], max_tokens=1)
+            await client.ask(keys[tenant], model, recorded["question"], 1)
         texts, shared = await _ask_together(client, admin_key, keys, speakers, recorded["question"])
     answers = [
         Answer(
@@ -107,13 +105,15 @@ async def play(url: str, admin_key: str) -> Round:
 
 
 async def _ask_together(
-    client: _Client, admin_key: str, keys: dict[str, str], speakers: Sequence[tuple[str, str]], question: str
+    client: DemoClient, admin_key: str, keys: dict[str, str], speakers: Sequence[tuple[str, str]], question: str
 ) -> tuple[list[str], SharedStep | None]:
     texts: list[str] = []
     best: SharedStep | None = None
     for _ in range(MAX_ROUNDS):
         before = max((step["step"] for step in (await client.engine(admin_key))["last_steps"]), default=0)
-        texts = await asyncio.gather(*(client.ask(keys[tenant], model, question) for model, tenant in speakers))
+        texts = await asyncio.gather(
+            *(client.ask(keys[tenant], model, question, MAX_TOKENS) for model, tenant in speakers)
+        )
         shared = _shared_step(await client.engine(admin_key), before)
         best = max((step for step in (best, shared) if step), key=lambda step: step.adapters, default=None)
         if best and best.holds_everybody:
@@ -137,60 +137,3 @@ def _shared_step(engine: dict[str, Any], steps_before: int) -> SharedStep | None
 
 def _short(modules: Sequence[str]) -> str:
     return "all linear layers" if len(modules) == 7 else ", ".join(name.removesuffix("_proj") for name in modules)
-
-
-class _Client:
-    """The calls of the demo."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
-
-    async def __aenter__(self) -> _Client:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
-
-    async def ensure_tenant(self, admin_key: str, name: str) -> None:
-        await self._call("POST", "/v1/tenants", admin_key, accept=(201, 409), json={"name": name})
-
-    async def new_key(self, admin_key: str, tenant: str) -> str:
-        answer = await self._call("POST", f"/v1/tenants/{tenant}/keys", admin_key, json={"name": "demo"})
-        return str(answer["key"])
-
-    async def upload(self, key: str, name: str) -> dict[str, Any]:
-        folder = demo.ADAPTERS / name
-        files = {
-            "config": (folder / "adapter_config.json").read_bytes(),
-            "weights": (folder / "adapter_model.safetensors").read_bytes(),
-        }
-        return await self._call("POST", "/v1/adapters", key, data={"name": name}, files=files)
-
-    async def ask(self, key: str, model: str, question: str, max_tokens: int = MAX_TOKENS) -> str:
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-        }
-        answer = await self._call("POST", "/v1/chat/completions", key, json=body)
-        return str(answer["choices"][0]["message"]["content"])
-
-    async def engine(self, admin_key: str) -> dict[str, Any]:
-        return await self._call("GET", "/v1/engine", admin_key)
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        key: str,
-        accept: tuple[int, ...] = (200, 201),
-        **content: Any,  # noqa: ANN401 - what httpx takes as a body
-    ) -> dict[str, Any]:
-        try:
-            answer = await self._http.request(method, path, headers={"Authorization": f"Bearer {key}"}, **content)
-        except httpx.TransportError as error:
-            raise WeftError(f"{method} {path}: the server does not answer ({error}).") from error
-        if answer.status_code not in accept:
-            raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
-        return dict(answer.json())

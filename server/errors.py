@@ -6,6 +6,7 @@ Bodies of 500 are constant; every other message is written by Weft and holds val
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import orjson
 import structlog
@@ -79,7 +80,10 @@ def error_body(error: WeftError) -> dict[str, dict[str, object]]:
     status, kind = answer(error)
     if status == 500:
         return _body(INTERNAL_MESSAGE, kind, None, "internal_error")
-    return _body(error.message, kind, error.param, error.code)
+    body = _body(error.message, kind, error.param, error.code)
+    if isinstance(error, errors.AdapterError) and error.findings:
+        body["error"]["findings"] = [asdict(finding) for finding in error.findings]
+    return body
 
 
 def error_response(error: WeftError) -> Response:

@@ -18,6 +18,7 @@ from weft.errors import (
     AdapterError,
     AdapterFormatError,
     ConflictError,
+    Finding,
     InvalidRequestError,
     NotFoundError,
     PayloadTooLargeError,
@@ -199,4 +200,6 @@ def _copy_blob(services: Services, sha256: str, weights: BlobWriter) -> None:
 def _rejection(upload: Upload) -> AdapterFormatError:
     """The error with which it was refused, whose code also tells its status."""
     why = upload.result or {}
+    if findings := why.get("findings"):
+        return AdapterFormatError.of([Finding(**finding) for finding in findings])
     return AdapterFormatError(str(why.get("message")), code=str(why.get("code")), param=why.get("param"))

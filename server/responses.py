@@ -13,6 +13,18 @@ class View(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
+class FindingView(View):
+    """One thing that is wrong with an adapter."""
+
+    code: str
+    message: str
+    """What was expected, and what came."""
+    param: str | None
+    """The field of the config, or the first tensor, that is wrong; null where it is a file as a whole."""
+    mend: str
+    """What to do."""
+
+
 class ErrorFields(View):
     """What went wrong."""
 
@@ -20,6 +32,8 @@ class ErrorFields(View):
     type: str
     param: str | None
     code: str
+    findings: list[FindingView] = Field(default_factory=list)
+    """Only where an adapter is refused: all that is wrong with it, at most 20 things; `message` says the first."""
 
 
 class ErrorView(View):

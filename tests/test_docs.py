@@ -14,7 +14,14 @@ from weft.config import Config, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/registry.md", "docs/operations.md")
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "docs/registry.md",
+    "docs/operations.md",
+    "docs/dashboard.md",
+)
 
 
 def settings() -> set[str]:
@@ -26,9 +33,7 @@ def settings() -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/registry.md", "docs/operations.md"]
-)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_settings_named_in_documents_exist(document: str) -> None:
     sections = "|".join(sorted({name.split(".")[0] for name in settings()}))
     text = (ROOT / document).read_text()
@@ -44,9 +49,7 @@ def test_default_values_in_the_readme_are_the_real_ones() -> None:
         assert str(getattr(getattr(config, section), name)).removesuffix(".0").lower() == value
 
 
-@pytest.mark.parametrize(
-    "document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/registry.md", "docs/operations.md"]
-)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for path in re.findall(

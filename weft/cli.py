@@ -12,7 +12,7 @@ from weft.errors import ConfigError, WeftError
 
 USAGE_ERROR = 2
 FAILURE = 1
-FIRST = ("serve", "demo", "doctor", "adapter", "fit", "ps", "tenant", "key", "usage")
+FIRST = ("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage")
 """Order of the commands in the help; others follow by name."""
 
 

@@ -34,6 +34,10 @@ what to do; they hold values of the caller's own input only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
 
 class WeftError(Exception):
     """Base of all deliberate errors.
@@ -148,10 +152,50 @@ class QuotaExceededError(RateLimitError):
     code = "insufficient_quota"
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with an adapter."""
+
+    code: str
+    message: str
+    """What was expected, and what came."""
+    param: str | None
+    """The field of the config, or the first tensor, that is wrong; None where it is a file as a whole."""
+    mend: str
+    """What to do."""
+
+
 class AdapterError(WeftError):
-    """The uploaded adapter is at fault."""
+    """The uploaded adapter is at fault.
+
+    Args:
+        message: What was expected, and what came.
+        code: Stable machine-readable name; the class's default when omitted.
+        param: What of the adapter is wrong.
+        mend: What to do; the error's whole message ends with it.
+        findings: Everything that is wrong with the adapter, this first; none where nobody looked into it.
+    """
 
     code = "adapter_invalid"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        mend: str = "",
+        findings: Sequence[Finding] = (),
+    ) -> None:
+        super().__init__(f"{message} {mend}" if mend else message, code=code, param=param)
+        self.finding = Finding(self.code, message, param, mend)
+        self.findings = tuple(findings)
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding]) -> Self:
+        """The error that says the first of these, and carries them all."""
+        first = findings[0]
+        return cls(first.message, code=first.code, param=first.param, mend=first.mend, findings=findings)
 
 
 class AdapterFormatError(AdapterError):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, call, fail, show
+from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, call, fail, refuse, show
 
 if TYPE_CHECKING:
     from weft.adapters.base_shape import BaseShape
 
+KEEP_SMALL = "Leave out what PEFT did not write."
 COLUMNS = (
     "name",
     "tenant",
@@ -44,9 +45,10 @@ def validate(
 ) -> None:
     """Check an adapter as an upload would, without a server."""
     from weft.adapters.checkpoint import read_checkpoint
-    from weft.errors import ConfigError, WeftError
+    from weft.errors import AdapterError, ConfigError, Finding, PayloadTooLargeError
 
     config, weights = adapter_files(folder)
+    files = {"config": config.name, "weights": weights.name}
     try:
         base = _base(Path(model)) if model else None
     except ConfigError as error:
@@ -54,10 +56,10 @@ def validate(
     try:
         names = (Path(model).resolve().name,) if model else ()
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
-    except WeftError as error:
-        if as_json:
-            typer.echo(json.dumps({"valid": False, "code": error.code, "message": error.message}))
-        fail(f"{folder} cannot be served: {error.message} ({error.code})", 2)
+    except AdapterError as error:
+        refuse(str(folder), [asdict(finding) for finding in error.findings], as_json, files)
+    except PayloadTooLargeError as error:
+        refuse(str(folder), [asdict(Finding(error.code, error.message, None, KEEP_SMALL))], as_json, files)
     except OSError as error:
         fail(f"{weights} cannot be read: {error.strerror}.", 2)
     facts = {
@@ -94,7 +96,7 @@ def push(  # noqa: PLR0913 - one parameter per option
     if name is None and not is_name(own_name):
         fail(f"the folder's name {own_name!r} cannot name an adapter; give one with --name.", 2)
     draft = {"name": name or own_name, "description": description, "activate": activate}
-    body = push_files(files, draft, url, key, tenant)
+    body = push_files(files, draft, url, key, tenant, as_json)
     show(body, as_json, COLUMNS)
     if not as_json:
         _tell(body.get("report") or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -18,6 +18,8 @@ KEY = Annotated[str | None, typer.Option("--key", envvar="WEFT_KEY", help="API k
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 LIMIT = Annotated[list[str] | None, typer.Option("--limit", help="name=NUMBER, as requests_per_minute=60; repeat.")]
 TENANT = Annotated[str | None, typer.Option("--tenant", help="For the admin key: the tenant to act for.")]
+FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+"""An adapter's files as the server knows them, by the beginning of the codes of what is wrong with them."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
 BAD_INPUT = frozenset({400, 413, 422})
@@ -50,8 +52,12 @@ def reach(url: str, key: str | None, method: str, path: str, **arguments: Any) -
     try:
         return send(url, key, method, path, **arguments)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error).rstrip(".")
-        fail(f"cannot reach {url}: {reason}. Is `weft serve` running there? Set --url or WEFT_URL.", 1)
+        fail(unreachable(url, error), 1)
+
+
+def unreachable(url: str, error: Exception) -> str:
+    """Why there is no answer, and what to do."""
+    return f"cannot reach {url}: {str(error).rstrip('.')}. Is `weft serve` running there? Set --url or WEFT_URL."
 
 
 def send(url: str, key: str | None, method: str, path: str, **arguments: Any) -> httpx.Response:  # noqa: ANN401 - JSON
@@ -63,17 +69,26 @@ def send(url: str, key: str | None, method: str, path: str, **arguments: Any) ->
     import httpx
 
     arguments["params"] = {name: value for name, value in (arguments.get("params") or {}).items() if value is not None}
-    if key and not (key.isascii() and key.isprintable()):
-        fail("the API key must be printable ASCII; set --key or WEFT_KEY to the key as it was shown.", 2)
-    own = {"authorization": f"Bearer {key}"} if key else {}
-    headers = {**own, **arguments.pop("headers", {})}
+    headers = {**authorization(key), **arguments.pop("headers", {})}
     return httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, **arguments)
 
 
-def body_of(answer: httpx.Response, url: str, key: str | None) -> Any:  # noqa: ANN401 - JSON
-    """The parsed body, None when there is none; a refusal ends the command."""
+def authorization(key: str | None) -> dict[str, str]:
+    """The header that carries a key; a key that no header can carry ends the command."""
+    if key and not (key.isascii() and key.isprintable()):
+        fail("the API key must be printable ASCII; set --key or WEFT_KEY to the key as it was shown.", 2)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def body_of(answer: httpx.Response, url: str, key: str | None, as_json: bool = False) -> Any:  # noqa: ANN401 - JSON
+    """The parsed body, None when there is none; a refusal ends the command.
+
+    `as_json` prints what is wrong with an adapter as JSON, too.
+    """
     if answer.is_error:
-        fail(_reason(answer, key), 2 if answer.status_code in BAD_INPUT else 1)
+        if findings := _findings(answer):
+            refuse("the adapter", findings, as_json)
+        fail(reason_of(answer, key), 2 if answer.status_code in BAD_INPUT else 1)
     return _body(answer, url) if answer.status_code != NO_CONTENT else None
 
 
@@ -96,6 +111,23 @@ def fail(message: str, code: int) -> NoReturn:
     """Print the reason on stderr and exit."""
     typer.echo(f"weft: {message}", err=True)
     raise typer.Exit(code)
+
+
+def refuse(
+    adapter: str, findings: Sequence[Mapping[str, Any]], as_json: bool, files: Mapping[str, str] = FILES
+) -> NoReturn:
+    """Print all that is wrong with an adapter, on stderr as a numbered list, and exit with 2."""
+    first = findings[0]
+    if as_json:
+        message = f"{first['message']} {first['mend']}"
+        typer.echo(json.dumps({"valid": False, "code": first["code"], "message": message, "findings": findings}))
+    lines = [f"{adapter} cannot be served:"]
+    for number, finding in enumerate(findings, 1):
+        file = files.get(finding["code"].partition(".")[0], "")
+        where = "" if not file or finding["message"].startswith(file) else f"{file}: "
+        lines.append(f"{number:3}. {where}{finding['message']} ({finding['code']})")
+        lines.append(f"     Mend: {finding['mend']}")
+    fail("\n".join(lines), 2)
 
 
 def show(body: Any, as_json: bool, columns: Sequence[str]) -> None:  # noqa: ANN401 - JSON
@@ -145,7 +177,15 @@ def _body(answer: httpx.Response, url: str) -> dict[str, Any]:
     return body
 
 
-def _reason(answer: httpx.Response, key: str | None) -> str:
+def _findings(answer: httpx.Response) -> list[dict[str, Any]]:
+    try:
+        return list(answer.json()["error"].get("findings") or ())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def reason_of(answer: httpx.Response, key: str | None) -> str:
+    """Why the server refused, as it says itself."""
     try:
         error = answer.json()["error"]
         reason, param = f"{error['message']} ({error['code']})", error.get("param")

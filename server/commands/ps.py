@@ -31,7 +31,7 @@ def ps(url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
     if as_json:
         show(body, True, ())
         return
-    residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), _name(resident)))
+    residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), adapter_name(resident)))
     if residents:
         print_table(HEADER, [_row(resident) for resident in residents], NUMBERS)
         typer.echo("")
@@ -41,10 +41,15 @@ def ps(url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
 
 def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:
     counts = (resident[name] for name in ("pages", "prefix_pages", "running", "holds", "uses"))
-    return (_name(resident), resident["tier"], *(f"{count:,}" for count in counts), "yes" if resident["pinned"] else "")
+    return (
+        adapter_name(resident),
+        resident["tier"],
+        *(f"{count:,}" for count in counts),
+        "yes" if resident["pinned"] else "",
+    )
 
 
-def _name(resident: Mapping[str, Any]) -> str:
+def adapter_name(resident: Mapping[str, Any]) -> str:
     """The first name, and how many others mean the same bytes; a digest that no version has any more is shortened."""
     names = resident["adapters"]
     if not names:
@@ -60,14 +65,15 @@ def _summary(body: Mapping[str, Any]) -> list[str]:
     return [
         f"{body['model']} on {ready['device']}: {body['running']:,} running, {body['waiting']:,} waiting, "
         f"{on_device:,} of {body['slots']:,} adapter slots in use",
-        f"pages       {ready['memory']['num_pages']:,}: {_counts(body['pages'])}",
-        f"host pages  {ready['memory']['host_pages']:,}: {_counts(body['host_pages'])}",
+        f"pages       {ready['memory']['num_pages']:,}: {counts_text(body['pages'])}",
+        f"host pages  {ready['memory']['host_pages']:,}: {counts_text(body['host_pages'])}",
         f"prefix      {hits:,} of {queries:,} prompt tokens found{share}",
-        f"evictions   {_counts(body['evictions'])}",
-        f"preemptions {_counts(body['preemptions'])}",
-        f"loads       {_counts(body['loads'])}",
+        f"evictions   {counts_text(body['evictions'])}",
+        f"preemptions {counts_text(body['preemptions'])}",
+        f"loads       {counts_text(body['loads'])}",
     ]
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Counts with what they count, in a row."""
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.server.commands.client import body_of, call, fail, send
+from weft.server.commands.client import FILES, body_of, call, fail, reach, send
 
 if TYPE_CHECKING:
     import httpx
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What the files are called on the way, whatever they are called here."""
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Before each try to send a file."""
 PIECE_BYTES = 1 << 18
@@ -23,7 +21,9 @@ AGAIN = frozenset({408, 409, 429, 503})
 """Answers that pass: the server has not noticed the broken connection yet, or is busy."""
 
 
-def push_files(paths: Sequence[Path], draft: dict[str, Any], url: str, key: str | None, tenant: str | None) -> Any:  # noqa: ANN401 - JSON
+def push_files(
+    paths: Sequence[Path], draft: dict[str, Any], url: str, key: str | None, tenant: str | None, as_json: bool
+) -> Any:  # noqa: ANN401 - JSON
     """Upload the files of an adapter; the answer is the adapter. Ends the command where that cannot be.
 
     Args:
@@ -32,12 +32,13 @@ def push_files(paths: Sequence[Path], draft: dict[str, Any], url: str, key: str 
         url: Where the server listens.
         key: The API key.
         tenant: For the admin key.
+        as_json: Whether what is wrong with the adapter is printed as JSON, too.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
     params = {"tenant": tenant}
-    named = dict(zip(FILES, paths, strict=True))
+    named = dict(zip(FILES.values(), paths, strict=True))  # whatever they are called here
     files: dict[str, Any] = {
         name: {"size": path.stat().st_size, "sha256": _sha256(path)} for name, path in named.items()
     }
@@ -58,7 +59,7 @@ def push_files(paths: Sequence[Path], draft: dict[str, Any], url: str, key: str 
                 progress.update(task, completed=done)
 
             _send(name, path, ask, show, lambda answer: body_of(answer, url, key))
-    return call(url, key, "POST", f"{place}/complete", params=params)
+    return body_of(reach(url, key, "POST", f"{place}/complete", params=params), url, key, as_json)
 
 
 def _begun(uploads: list[dict[str, Any]], draft: dict[str, Any], files: dict[str, Any]) -> dict[str, Any] | None:

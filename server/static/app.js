@@ -84,7 +84,9 @@ function TenantChoice() {
 function Shown({ page, name }) {
   const [Page, setPage] = useState(null);
   const [error, setError] = useState(null);
+  const isClosed = page.admin && !isAdmin();
   useEffect(() => {
+    if (isClosed) return;
     page.load().then(
       (module) => {
         setPage(() => module.default);
@@ -92,8 +94,8 @@ function Shown({ page, name }) {
       },
       () => setError({ message: "This part of the page could not be loaded. Load the page anew.", code: "unreachable" }),
     );
-  }, [page]);
-  if (page.admin && !isAdmin()) return html`<${Empty} title="This page is for admins.">Sign in with the admin key.<//>`;
+  }, [page, isClosed]);
+  if (isClosed) return html`<${Empty} title="This page is for admins.">Sign in with the admin key.<//>`;
   if (error) return html`<${Problem} error=${error} retry=${() => location.reload()} />`;
   return Page ? html`<${Page} name=${name} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`;
 }

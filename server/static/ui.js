@@ -1,5 +1,5 @@
 // The parts that pages are made of.
-import { html, signal, useEffect, useId, useMemo, useRef, useState } from "./lib.js";
+import { html, signal, useEffect, useId, useRef, useState } from "./lib.js";
 
 /** A part of a page under a heading. */
 export function Card({ title, note, actions, children, ...rest }) {
@@ -51,12 +51,13 @@ export function Button({ kind = "", onClick, disabled, children, ...rest }) {
 
 /** A choice of one. */
 export function Select({ label, value, options, onChange, hideLabel = false }) {
-  return html`<label class="field inline">
-    <span class=${hideLabel ? "unseen" : ""}>${label}</span>
-    <select value=${value} onChange=${(event) => onChange(event.target.value)}>
+  const id = useId();
+  return html`<div class="field inline">
+    <label for=${id} class=${hideLabel ? "unseen" : ""}>${label}</label>
+    <select id=${id} value=${value} onChange=${(event) => onChange(event.target.value)}>
       ${options.map((option) => html`<option key=${option.value} value=${option.value} selected=${option.value === value}>${option.label}</option>`)}
     </select>
-  </label>`;
+  </div>`;
 }
 
 /** A few choices side by side. */
@@ -130,21 +131,7 @@ export function Table({ columns, rows, keyOf, totals, caption, sort: given, onSo
   const [shown, setShown] = useState(first);
   const sort = onSort ? given ?? "" : own;
   const key = sort.replace(/^-/, "");
-  const sorted = useMemo(() => {
-    const column = columns.find((one) => one.key === key);
-    if (!column) return rows;
-    const valueOf = column.value ?? ((row) => row[column.key]);
-    const order = new Intl.Collator("en", { numeric: true });
-    const compare = (a, b) => {
-      const [x, y] = [valueOf(a), valueOf(b)];
-      if (x === y) return 0;
-      if (x === null || x === undefined) return 1; // what is not known stands last, either way
-      if (y === null || y === undefined) return -1;
-      const result = typeof x === "number" && typeof y === "number" ? x - y : order.compare(String(x), String(y));
-      return sort.startsWith("-") ? -result : result;
-    };
-    return [...rows].sort(compare);
-  }, [rows, sort, columns.map((one) => one.key).join()]);
+  const sorted = sortedBy(rows, columns.find((one) => one.key === key), sort.startsWith("-"));
   const turn = (column) => {
     const next = sort === `-${column.key}` ? column.key : sort === column.key ? `-${column.key}` : `${column.isNumber ? "-" : ""}${column.key}`;
     (onSort ?? setOwn)(next);
@@ -175,6 +162,21 @@ export function Table({ columns, rows, keyOf, totals, caption, sort: given, onSo
     </div>
     ${sorted.length > shown &&
     html`<p class="more"><${Button} onClick=${() => setShown(shown + 200)}>Show more<//> <span class="quiet">${shown} of ${sorted.length} shown</span></p>`}`;
+}
+
+const order = new Intl.Collator("en", { numeric: true });
+
+function sortedBy(rows, column, isDescending) {
+  if (!column) return rows;
+  const valueOf = column.value ?? ((row) => row[column.key]);
+  return rows
+    .map((row) => ({ row, value: valueOf(row) ?? null }))
+    .sort(({ value: x }, { value: y }) => {
+      if (x === null || y === null) return (x === null) - (y === null); // what is not known stands last, either way
+      const result = typeof x === "number" && typeof y === "number" ? x - y : order.compare(String(x), String(y));
+      return isDescending ? -result : result;
+    })
+    .map(({ row }) => row);
 }
 
 /** A window over the page; Escape and the cross close it. */

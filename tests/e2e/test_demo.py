@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from weft_server import expected_answers, free_port
@@ -49,6 +51,7 @@ def test_once_shows_all_six_answers_of_one_batch(first: subprocess.CompletedProc
     for answer in expected_answers()["questions"][0]["answers"].values():
         assert answer in first.stdout
     assert "5 different adapters and 1 of the base" in first.stdout
+    assert "traffic" not in first.stdout
 
 
 @pytest.mark.alone
@@ -74,7 +77,7 @@ def serving(folder: Path, first: subprocess.CompletedProcess[str]) -> Iterator[t
     printed = ""
     for line in process.stdout:
         printed += line
-        if line.startswith("print("):
+        if line.startswith("Demo traffic"):
             break
     yield process, printed
     if process.poll() is None:
@@ -88,7 +91,7 @@ def test_a_second_run_reuses_the_data(serving: tuple[subprocess.Popen[str], str]
 
 
 def test_the_openai_snippet_works_when_pasted(serving: tuple[subprocess.Popen[str], str]) -> None:
-    snippet = serving[1][serving[1].index("from openai import") :]
+    snippet = serving[1][serving[1].index("from openai import") : serving[1].index("Demo traffic")]
     done = subprocess.run(
         [sys.executable, "-P", "-c", snippet], env=environment(), capture_output=True, text=True, timeout=60
     )
@@ -103,15 +106,66 @@ def test_the_curl_line_works_when_pasted(serving: tuple[subprocess.Popen[str], s
     assert answer["choices"][0]["message"]["content"] == SCARF["answers"]["pirate"]
 
 
-def test_ctrl_c_ends_server_and_demo_with_status_zero(serving: tuple[subprocess.Popen[str], str]) -> None:
+def test_the_link_signs_in_to_the_dashboard_once(serving: tuple[subprocess.Popen[str], str]) -> None:
+    printed = re.search(r"^Dashboard \(opens once.*: (http://\S+?/)\?range=1h#link=(\S+)$", serving[1], re.MULTILINE)
+    assert printed is not None, serving[1]
+    with httpx.Client(base_url=printed[1], trust_env=False) as browser:
+        assert "<title>" in browser.get("/").raise_for_status().text
+        assert browser.get("/v1/me").status_code == 401
+        link = {"authorization": f"Bearer {printed[2]}", "origin": printed[1].rstrip("/")}
+        assert browser.post("/v1/session", headers=link).status_code == 201
+        assert browser.get("/v1/me").json()["role"] == "admin"
+        assert browser.post("/v1/session", headers=link).json()["error"]["code"] == "session.link_used"
+
+
+def test_the_line_for_another_link_works_when_pasted(serving: tuple[subprocess.Popen[str], str], folder: Path) -> None:
+    line = re.search(r"^Another link to it: weft (.+)$", serving[1], re.MULTILINE)
+    assert line is not None, serving[1]
+    done = subprocess.run(
+        [WEFT, *shlex.split(line[1])], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#link=\S+\n", done.stdout), done.stderr
+
+
+def test_traffic_follows_the_answers_and_says_how_it_goes_away(serving: tuple[subprocess.Popen[str], str]) -> None:
+    process, printed = serving
+    last = printed.splitlines()[-1]
+    assert last.startswith("Demo traffic now runs for 60 s")
+    assert "`weft demo --reset` removes it" in last
+    assert printed.index("print(answer") < printed.index(last), "the answers waited for the traffic"
+    assert process.poll() is None
+
+
+def test_ctrl_c_ends_server_and_demo_in_the_midst_of_traffic(serving: tuple[subprocess.Popen[str], str]) -> None:
     process, printed = serving
     port = re.search(r"http://127\.0\.0\.1:(\d+)", printed)
     assert port is not None
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
+    assert process.stdout is not None
+    assert process.stdout.read() == "Stopped; running requests were finished.\n"
     time.sleep(0.1)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", int(port[1]))) != 0
+
+
+def test_no_traffic_leaves_it_out(folder: Path, first: subprocess.CompletedProcess[str]) -> None:
+    assert first.returncode == 0
+    process = subprocess.Popen(
+        [WEFT, "demo", "--no-traffic", "--port", str(free_port())],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as lines:
+        assert any(line.startswith("print(") for line in lines)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        assert lines.read() == "\nStopped; running requests were finished.\n"
+    assert process.wait(60) == 0
 
 
 def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:

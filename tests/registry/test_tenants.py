@@ -132,3 +132,11 @@ async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(
     clock.advance(1)
     report = await registry.usage.query(UsageQuery(start=NOON, end=clock.now, group_by=("tenant",)))
     assert [(row.tenant, row.tenant_id, row.requests) for row in report.rows] == [("acme", acme.id, 1)]
+
+
+async def test_names_are_found_by_id_and_ids_that_no_tenant_has_are_absent(registry: Registry) -> None:
+    acme, rival = await registry.create_tenant("acme"), await registry.create_tenant("rival")
+    await registry.delete_tenant("rival")
+    unknown = [f"ten_{index}" for index in range(2500)]
+    assert await registry.tenant_names([*unknown, acme.id, rival.id, "", acme.id]) == {acme.id: "acme"}
+    assert await registry.tenant_names([]) == {}

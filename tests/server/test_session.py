@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from api_server import ADMIN_KEY, Api
 from api_server import api as open_api
+from weft.server import dashboard
 
 pytestmark = pytest.mark.anyio
 OWN = {"sec-fetch-site": "same-origin"}
@@ -102,7 +104,15 @@ async def test_without_authentication_there_is_nothing_to_sign_in_to(tmp_path: P
 
 async def test_the_page_is_open_and_keeps_to_this_server(api: Api) -> None:
     async with api.client() as client:
-        for path in ("/", "/usage", "/adapters/support", "/tenants/acme", "/static/app.js", "/static/vendor/preact.js"):
+        for path in (
+            "/",
+            "/usage",
+            "/adapters/support",
+            "/tenants/acme",
+            "/account",
+            "/static/app.js",
+            "/static/vendor/preact.js",
+        ):
             answer = await client.get(path)
             assert answer.status_code == 200, path
             assert "default-src 'self'" in answer.headers["content-security-policy"]
@@ -122,3 +132,8 @@ async def test_what_is_no_page_stays_closed(api: Api) -> None:
         assert (await client.post("/")).status_code == 401
         for path in ("/static/none.js", "/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py"):
             assert (await client.get(path)).status_code in (401, 404), path
+
+
+def test_every_page_of_the_router_is_served() -> None:
+    routed = re.findall(r'path: "([^"]+)"', (dashboard.STATIC / "app.js").read_text())
+    assert sorted(path.replace(":name", "{name}") for path in routed) == sorted(dashboard.PAGES)

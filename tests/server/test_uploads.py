@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -179,6 +180,9 @@ async def test_residency_is_what_the_engine_says(api: Api) -> None:
     for tier, shown in (("device", "device"), ("host", "host"), ("loading", "host")):
         api.engine.residents = [ResidentAdapter(digest=digest, tier=tier, pages=1, running=0)]  # type: ignore[arg-type]
         assert (await client.get("/v1/adapters/pirate")).json()["residency"] == shown
+    api.engine.residents = [replace(api.engine.residents[0], load_p95_s=0.25)]
+    assert (await client.get("/v1/adapters/pirate")).json()["load_p95_s"] == 0.25
+    assert [one["load_p95_s"] for one in (await client.get("/v1/adapters")).json()["data"]] == [0.25]
     api.engine.ready = None
     assert (await client.get("/v1/adapters/pirate")).json()["residency"] == "stored"
 

@@ -80,11 +80,11 @@ def watched_page(
 
 
 def sign_in(page: Page, key: str, path: str = "/") -> None:
-    """Sign in through the page, and wait for its menu."""
+    """Sign in through the page, and wait for its frame."""
     page.goto(path)
     page.get_by_label("Key", exact=True).fill(key)
     page.get_by_role("button", name="Sign in").click()
-    page.get_by_role("navigation", name="Pages").wait_for(state="attached")
+    page.locator("#main").wait_for()
 
 
 def _keep_home(context: BrowserContext, watch: Watch) -> None:

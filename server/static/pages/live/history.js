@@ -39,7 +39,7 @@ export function History({ feed, of: all }) {
       aria-label=${last ? `Pages in use now: ${STACKED.map((kind) => `${KINDS[kind].label} ${last.pages[kind] ?? 0}`).join(", ")}` : "No pages seen yet"}>
       ${ticks.map((tick) => html`<g key=${tick}><line class="grid" x1=${MARGIN.left} x2=${width - MARGIN.right} y1=${y(tick)} y2=${y(tick)} /><text x=${MARGIN.left - 6} y=${y(tick) + 4} text-anchor="end">${compact(tick)}</text></g>`)}
       ${STACKED.map((kind, index) => html`<path key=${kind} class=${`use ${CLASSES[kind]} k-${kind}`} data-kind=${kind} data-now=${last?.pages[kind] ?? 0} d=${areaOf(moments, index, until, x, y)} />`)}
-      ${[120, 90, 60, 30, 0].map((ago) => html`<text key=${ago} x=${x(until - ago * 1000)} y=${HEIGHT - 3} text-anchor=${ago === 0 ? "end" : ago === 120 ? "start" : "middle"}>${ago ? `${ago} s ago` : "now"}</text>`)}
+      ${(width > 420 ? [120, 90, 60, 30, 0] : [120, 60, 0]).map((ago) => html`<text key=${ago} x=${x(until - ago * 1000)} y=${HEIGHT - 3} text-anchor=${ago === 0 ? "end" : ago === 120 ? "start" : "middle"}>${ago ? `${ago} s ago` : "now"}</text>`)}
     </svg>
   </div>`;
 }

@@ -57,7 +57,7 @@ function Cells({ snapshot, cells, lit, onPoint, entries }) {
     return () => watcher.disconnect();
   }, []);
   const pitch = Math.min(MAX_PITCH, Math.max(MIN_PITCH, Math.floor(Math.sqrt((width * HEIGHT) / cells))));
-  const columns = Math.floor(width / pitch / 8) * 8;
+  const columns = Math.floor(width / pitch / 4) * 4;
   const height = Math.ceil(cells / columns) * pitch;
   const map = snapshot.page_map;
   const slots = bySlot(snapshot);

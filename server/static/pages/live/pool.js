@@ -3,8 +3,8 @@ import { nameOf } from "./colours.js";
 
 /** In the order of the legend; `label` says what such pages hold. */
 export const KINDS = {
-  kv: { label: "KV cache", title: "of requests that run" },
-  prefix: { label: "Prefix cache", title: "KV cache kept for prompts that begin alike" },
+  kv: { label: "KV cache", title: "of requests that run, in pages not full yet" },
+  prefix: { label: "Prefix cache", title: "full pages of KV, in use or kept for prompts that begin alike" },
   adapter: { label: "Adapters", title: "weights" },
   quarantine: { label: "Just freed", title: "until the step under way has ended" },
   free: { label: "Free", title: "for whatever comes next" },

@@ -21,7 +21,8 @@ from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, engine_pid, weft_s
 OWNERS = {"haiku": "atelier", "shout": "harbour", "pirate": "harbour"}
 LOOK = """() => {
   const of = (selector, key, value) => [...document.querySelectorAll(selector)]
-    .reduce((sums, one) => ({...sums, [one.dataset[key]]: (sums[one.dataset[key]] ?? 0) + Number(one.dataset[value])}), {});
+    .map(({dataset}) => [dataset[key], Number(dataset[value])])
+    .reduce((sums, [name, number]) => ({...sums, [name]: (sums[name] ?? 0) + number}), {});
   return {
     cells: of(".cells path.use", "kind", "cells"),
     legend: of(".map-legend [data-entry]", "kind", "pages"),
@@ -50,9 +51,7 @@ def long_request(server: WeftServer, owner: str, model: str, tokens: int = 900) 
     body = {"model": model, "prompt": "Once", "max_tokens": tokens, "ignore_eos": True}
     with server.client(server.tenants[owner]) as client:
         statuses: list[int] = []
-        asking = threading.Thread(
-            target=lambda: statuses.append(client.post("/v1/completions", json=body).status_code)
-        )
+        asking = threading.Thread(target=lambda: statuses.append(client.post("/v1/completions", json=body).status_code))
         asking.start()
         try:
             yield

@@ -52,7 +52,7 @@ def figure(exchange: Locator, name: str) -> int:
 
 
 def last_event(server: WeftServer, adapter: str, tenant: str = "harbour") -> dict[str, Any]:
-    params = {"tenant": tenant, "adapter": adapter, "limit": 10_000}
+    params: dict[str, str | int] = {"tenant": tenant, "adapter": adapter, "limit": 10_000}
     return dict(server.admin.get("/v1/usage/events", params=params).json()["data"][-1])
 
 
@@ -240,6 +240,7 @@ def test_a_model_without_a_chat_template_is_asked_for_completions(browser: Brows
         watch.allowed = {400}
         own.tenant("acme")
         sign_in(page, own.tenants["acme"], "/playground?max_tokens=8")
+        expect(column(page, "bare")).to_be_visible()
         ask(page, "We are")
         expect(column(page, "bare").get_by_role("alert")).to_contain_text("This model has no chat template.")
         page.get_by_role("button", name="Ask for completions instead").click()

@@ -74,7 +74,8 @@ def test_whatever_can_be_clicked_can_be_reached_by_the_keyboard(browser: Browser
             missed[path] = page.evaluate(
                 """() => [...document.querySelectorAll("#app *")]
                     .filter((element) => getComputedStyle(element).cursor === "pointer")
-                    .filter((element) => !element.closest("a[href], button, input, select, textarea, summary, label, [tabindex='0']"))
+                    .filter((element) => !element.closest(
+                        "a[href], button, input, select, textarea, summary, label, [tabindex='0']"))
                     .filter((element) => !element.querySelector("a[href], button, input, select"))
                     .map((element) => element.outerHTML.slice(0, 120))"""
             )

@@ -16,6 +16,7 @@ import weft
 from api_adapters import sound, sound_mlx
 from fake_engine import DEMO_MODEL
 from postgres_server import fresh_database
+from registry_samples import NEWEST
 from weft.cli import make_app
 from weft.errors import ConfigError
 
@@ -404,11 +405,11 @@ def test_the_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch,
 
 def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -> None:
     folder = ["db", "upgrade", "--data-dir", str(tmp_path / "data")]
-    assert run(*folder).output == "schema none -> 0002\n"
-    assert run(*folder).output == "schema 0002: up to date\n"
+    assert run(*folder).output == f"schema none -> {NEWEST}\n"
+    assert run(*folder).output == f"schema {NEWEST}: up to date\n"
     url = fresh_database()
-    assert run("db", "upgrade", WEFT_REGISTRY__DATABASE_URL=url).output == "schema none -> 0002\n"
+    assert run("db", "upgrade", WEFT_REGISTRY__DATABASE_URL=url).output == f"schema none -> {NEWEST}\n"
     unused = tmp_path / "unused"
     again = run("db", "upgrade", "--database-url", url, "--data-dir", str(unused))
-    assert (again.output, unused.exists()) == ("schema 0002: up to date\n", False)
+    assert (again.output, unused.exists()) == (f"schema {NEWEST}: up to date\n", False)
     assert isinstance(run("db", "upgrade", "--database-url", "mysql://h/d").exception, ConfigError)

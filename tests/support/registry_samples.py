@@ -5,12 +5,18 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from weft.adapters.ref import LoraSpec, content_digest
+from weft.registry import migrations
 from weft.registry.records import UsageEvent, VersionFacts
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+
+
+NEWEST = max(path.name for path in Path(migrations.__file__).parent.glob("versions/0*.py"))[:4]
+"""The schema that a database has after all migrations."""
 
 
 class StandingClock:

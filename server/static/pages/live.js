@@ -1,0 +1,50 @@
+// The engine as it works: what runs, and how adapters and KV cache share one memory.
+import { html } from "../lib.js";
+import { seconds, time } from "../format.js";
+import { Link } from "../place.js";
+import { zoneShown } from "../range.js";
+import { Badge, Button, Problem } from "../ui.js";
+import { giveColours } from "./live/colours.js";
+import { useFeed } from "./live/feed.js";
+import { Residents, Since, Tenants, Tiles } from "./live/figures.js";
+import { Memory } from "./live/memory.js";
+import { Steps } from "./live/steps.js";
+
+export const title = "Live";
+
+export default function Live() {
+  const feed = useFeed();
+  const snapshot = feed.snapshot.value;
+  if (snapshot) giveColours([...new Set([...snapshot.residents.map((one) => one.digest), ...(snapshot.batches?.adapters ?? []).map((one) => one.digest)])]);
+  return html`<${Head} feed=${feed} snapshot=${snapshot} />
+    <${Notices} feed=${feed} snapshot=${snapshot} />
+    ${snapshot
+      ? html`<${Tiles} snapshot=${snapshot} />
+          <${Memory} snapshot=${snapshot} feed=${feed} />
+          <div class="columns live-columns"><${Steps} snapshot=${snapshot} /><${Tenants} snapshot=${snapshot} /></div>
+          <${Residents} snapshot=${snapshot} />
+          <${Since} snapshot=${snapshot} />`
+      : !feed.problem.value && html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`}`;
+}
+
+function Head({ feed, snapshot }) {
+  const [tone, word] = feed.isPaused.value ? ["", "Paused"] : { live: ["good", "Live"], connecting: ["", "Connecting"], broken: ["bad", "Reconnecting"] }[feed.state.value];
+  return html`<div class="page-head">
+    <div><h1>Live</h1>${snapshot && html`<p class="quiet">${snapshot.model} on ${snapshot.ready.device}, ${snapshot.ready.dtype}; context of ${snapshot.ready.max_model_len} tokens</p>`}</div>
+    <div class="actions"><span role="status"><${Badge} tone=${tone} data-state=${feed.isPaused.value ? "paused" : feed.state.value}><span class="dot" /> ${word}<//></span>
+      <${Button} onClick=${feed.pause} aria-pressed=${feed.isPaused.value}>${feed.isPaused.value ? "Go on" : "Pause"}<//></div>
+  </div>`;
+}
+
+function Notices({ feed, snapshot }) {
+  const heard = feed.heardAt.value;
+  const clock = (at) => time(new Date(at).toISOString(), zoneShown(), { withSeconds: true }).slice(11);
+  const isIdle = snapshot && !feed.problem.value && feed.state.value === "live" && snapshot.running === 0 && snapshot.waiting === 0;
+  return html`
+    ${feed.state.value === "broken" && html`<div class="notice bad" role="alert"><p><strong>The connection broke.</strong> ${heard ? `Shown is the state of ${clock(heard)}. ` : ""}The page reconnects by itself, and tells when it has.</p></div>`}
+    ${feed.problem.value && html`<${Problem} error=${feed.problem.value} />`}
+    ${feed.restartedAt.value && html`<div class="notice warn" role="status"><p><strong>The engine was restarted</strong> before ${clock(feed.restartedAt.value)}. Its memory began empty; adapters come back as they are asked for.</p>
+      <${Button} kind="small" onClick=${() => (feed.restartedAt.value = null)}>Good<//></div>`}
+    ${isIdle && html`<div class="notice" data-notice="idle"><p><strong>The engine is idle.</strong> ${snapshot.num_steps ? `Its last step ended ${seconds(Math.round(snapshot.last_step_age_s))} before this.` : "It was not asked anything yet."}
+      Ask it in the <${Link} to="/playground">Playground<//>, or see it at work with <code>weft demo</code>.</p></div>`}`;
+}

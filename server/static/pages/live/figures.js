@@ -1,0 +1,103 @@
+// The engine's figures: tiles, tenants, resident adapters and what was counted since the start.
+import { html } from "../../lib.js";
+import { compact, count, percent, seconds } from "../../format.js";
+import { Link, param, setParams } from "../../place.js";
+import { Badge, Card, Empty, Stat, Table } from "../../ui.js";
+import { adapterColour, nameOf } from "./colours.js";
+
+const REASONS = { LOADING: "for an adapter", NO_ROOM: "for room in a step", NO_PAGES: "for pages", FORK: "for a sibling", NEW: "just came" };
+
+/** The least value that so large a share of all lies at or below. */
+export function quantile(values, share) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.min(sorted.length - 1, Math.ceil(share * sorted.length) - 1)];
+}
+
+/** Tokens that the last steps computed, by the second of their time. */
+export function pace(steps) {
+  const took = steps.reduce((sum, one) => sum + one.seconds, 0);
+  return took > 0 ? steps.reduce((sum, one) => sum + one.tokens, 0) / took : null;
+}
+
+export function Tiles({ snapshot }) {
+  const steps = snapshot.last_steps;
+  const times = steps.map((one) => one.seconds);
+  const onDevice = snapshot.residents.filter((one) => one.tier === "device").length;
+  const reasons = Object.entries(snapshot.waiting_reasons).filter(([, number]) => number > 0);
+  const tokens = pace(steps);
+  const small = (words) => html`<div class="stat-change quiet">${words}</div>`;
+  return html`<div class="stats live-stats">
+    <${Stat} label="Running" value=${count(snapshot.running)}>${small(`${count(snapshot.base_running)} of the base, ${count(snapshot.running - snapshot.base_running)} of adapters`)}<//>
+    <${Stat} label="Waiting" value=${count(snapshot.waiting)}>${small(reasons.length ? reasons.map(([reason, number]) => `${number} ${REASONS[reason] ?? reason}`).join(", ") : "nobody")}<//>
+    <${Stat} label="Tokens/s" value=${tokens === null ? "–" : compact(tokens)}>${small(steps.length ? `while the last ${steps.length} steps ran` : "no step yet")}<//>
+    <${Stat} label="Step time" value=${seconds(quantile(times, 0.5))}>${small(`p95 ${seconds(quantile(times, 0.95))}`)}<//>
+    <${Stat} label="On the device" value=${count(onDevice)}>${small(`adapters, of ${count(snapshot.slots)} slots`)}<//>
+    <${Stat} label="Prefix hits" value=${snapshot.prefix_queries ? percent(snapshot.prefix_hits / snapshot.prefix_queries) : "–"}>${small(`${compact(snapshot.prefix_hits)} of ${compact(snapshot.prefix_queries)} prompt tokens`)}<//>
+    <${Stat} label="Usage lag" value=${seconds(snapshot.usage_lag_s)}>${small("until it stands in the ledger")}<//>
+  </div>`;
+}
+
+export function Tenants({ snapshot }) {
+  const { waiting_by_tenant: waiting, backlog_tokens: backlog, service_tokens: service } = snapshot;
+  const rows = [...new Set([...Object.keys(waiting), ...Object.keys(backlog), ...Object.keys(service)])]
+    .map((name) => ({ name, waiting: waiting[name] ?? 0, backlog: backlog[name] ?? 0, service: service[name] ?? 0 }))
+    .sort((a, b) => b.backlog - a.backlog || b.service - a.service || (a.name < b.name ? -1 : 1));
+  const top = (key) => Math.max(1, ...rows.map((one) => one[key]));
+  const bar = (key, label, className) => ({
+    key, label, isNumber: true,
+    cell: (one) => html`<span class="bar-cell"><svg class="bar-track" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect class=${className} width=${(100 * one[key]) / top(key)} height="8" rx="1" /></svg><span data-figure=${key}>${compact(one[key])}</span></span>`,
+  });
+  const columns = [
+    { key: "name", label: "Tenant", cell: (one) => (one.name === "(admin)" ? "admin" : html`<${Link} to=${`/tenants/${one.name}`}>${one.name}<//>`) },
+    { key: "waiting", label: "Waiting", isNumber: true },
+    bar("backlog", "Tokens to do", "s1"),
+    bar("service", "Tokens done", "s0"),
+  ];
+  return html`<${Card} title="Tenants" note="who waits, and who was served since the start">
+    ${rows.length ? html`<${Table} caption="Tenants in the engine" columns=${columns} rows=${rows} keyOf=${(one) => one.name} first=${12} />` : html`<${Empty} title="Nobody asked yet." />`}
+  <//>`;
+}
+
+const TIERS = { device: ["good", "device"], loading: ["warn", "loading"], host: ["info", "host"] };
+
+export function Residents({ snapshot }) {
+  const figure = (key, label) => ({ key, label, isNumber: true, cell: (one) => count(one[key]) });
+  const columns = [
+    { key: "adapter", label: "Adapter", value: (one) => nameOf(one.digest, one.adapters), cell: (one) => html`<span class="resident"><span class=${`swatch ${adapterColour(one.digest)}`} /><${Names} of=${one} /></span>` },
+    { key: "tier", label: "In", cell: (one) => html`<${Badge} tone=${TIERS[one.tier][0]}>${TIERS[one.tier][1]}<//>${one.pinned && html` <${Badge}>pinned<//>`}` },
+    figure("pages", "Pages"), figure("prefix_pages", "Prefix pages"), figure("running", "Running"), figure("holds", "Waiting for it"), figure("uses", "Begun"), figure("loads", "Loads"),
+    { key: "load_p95_s", label: "Load p95", isNumber: true, cell: (one) => seconds(one.load_p95_s) },
+  ];
+  return html`<${Card} title="Adapters in memory" note=${`${snapshot.residents.length} now; others are loaded when somebody asks for them`}>
+    ${snapshot.residents.length
+      ? html`<${Table} caption="Adapters in memory" columns=${columns} rows=${snapshot.residents} keyOf=${(one) => one.digest} sort=${param("sort", "-running")} onSort=${(sort) => setParams({ sort })} first=${25} />`
+      : html`<${Empty} title="No adapter is in memory.">An adapter is loaded by the first request for it. <${Link} to="/adapters">Show all adapters<//><//>`}
+  <//>`;
+}
+
+function Names({ of: resident }) {
+  const [first, ...more] = resident.adapters;
+  if (!first) return html`<code>${nameOf(resident.digest, [])}</code>`;
+  const [, tenant, name] = first.match(/^([^/]+)\/(.+)@\d+$/) ?? [];
+  return html`<span>${name ? html`<${Link} to=${`/adapters/${encodeURIComponent(name)}`} params=${{ tenant }}>${first}<//>` : first}${more.length > 0 && html` <span class="quiet" title=${more.join(", ")}>and ${more.length} more</span>`}</span>`;
+}
+
+export function Since({ snapshot }) {
+  const loads = Object.entries(snapshot.loads).map(([path, number]) => {
+    const [way, result] = path.split(":");
+    return { path, number, label: `${way.replace(">", " → ")}${result === "ok" ? "" : ` (${result})`}`, p95: result === "ok" ? snapshot.load_p95_s[way] : undefined };
+  });
+  const { preemptions, evictions, host_pages: host } = snapshot;
+  const allHost = Object.values(host).reduce((a, b) => a + b, 0);
+  return html`<${Card} title="Since the engine started">
+    <dl class="facts">
+      <dt>Steps</dt><dd data-count="steps">${count(snapshot.num_steps)}</dd>
+      <dt>Adapters loaded</dt><dd>${loads.length ? loads.map((one) => html`<div key=${one.path} data-load=${one.path}>${one.label}: ${count(one.number)}${one.p95 !== undefined && html` <span class="quiet">p95 ${seconds(one.p95)}</span>`}</div>`) : "none"}</dd>
+      <dt>Made room</dt><dd data-count="evictions">${count(evictions.adapter ?? 0)} adapters and ${count(evictions.prefix ?? 0)} blocks of prefix cache left the device</dd>
+      <dt>Preempted</dt><dd data-count="preemptions">${count((preemptions.swap ?? 0) + (preemptions.recompute ?? 0))} <span class="quiet">${count(preemptions.swap ?? 0)} swapped to the host, ${count(preemptions.recompute ?? 0)} to compute again</span></dd>
+      <dt>Host memory</dt><dd data-count="host">${count(allHost - (host.free ?? 0))} of ${count(allHost)} pages <span class="quiet">${count(host.adapter ?? 0)} of adapters, ${count(host.kv ?? 0)} of KV</span></dd>
+      <dt>HTTP requests now</dt><dd>${count(snapshot.http_requests)}</dd>
+    </dl>
+  <//>`;
+}

@@ -1,0 +1,133 @@
+// One memory: where in the pool adapters, KV cache and free pages lie.
+import { html, useEffect, useId, useRef, useState } from "../../lib.js";
+import { count, percent } from "../../format.js";
+import { param, setParams } from "../../place.js";
+import { Card, Segmented } from "../../ui.js";
+import { adapterColour, nameOf } from "./colours.js";
+import { History } from "./history.js";
+import { KINDS, bySlot, entriesOf, extentOf, isMeant, layersOf, useAt } from "./pool.js";
+
+const HEIGHT = 336;
+const MIN_PITCH = 5;
+const MAX_PITCH = 15;
+const FEWEST_CELLS = 256;
+
+export function Memory({ snapshot, feed }) {
+  const [hovered, setHovered] = useState(null);
+  const highest = useRef({ boot: null, cells: 0 });
+  const entries = entriesOf(snapshot);
+  const all = snapshot.ready.memory.num_pages;
+  const { pages_per_cell: perCell } = snapshot.page_map;
+  const extent = extentOf(snapshot.page_map);
+  const reach = reachOf(highest, snapshot.boot_id, extent);
+  const view = param("map") === "whole" || reach === extent.all ? "whole" : "used";
+  const shownCells = view === "whole" ? extent.all : reach;
+  const lit = entries.find((one) => one.key === (hovered ?? param("show")));
+  const left = all - Math.min(all, shownCells * perCell);
+  return html`<${Card} title="One memory" note=${`${count(all)} pages of ${snapshot.ready.geometry.page_bytes / 1024} KiB, lent to KV cache and adapters as they need them`}
+    actions=${reach < extent.all && html`<${Segmented} label="How much of the pool" value=${view} onChange=${(value) => setParams({ map: value === "used" ? null : value })}
+      options=${[{ value: "used", label: "Part in use" }, { value: "whole", label: "Whole pool" }]} />`}>
+    <div class="memory">
+      <div class="memory-map">
+        <${Cells} snapshot=${snapshot} cells=${shownCells} lit=${lit} onPoint=${setHovered} entries=${entries} />
+        <p class="quiet small-print">${perCell > 1 ? `A cell is ${perCell} pages and shows what most of them hold. ` : "A cell is a page. "}${left > 0 && html`${count(left)} pages behind these are free.`}</p>
+        <${History} feed=${feed} of=${all} />
+      </div>
+      <${MapLegend} entries=${entries} all=${all} lit=${lit} onHover=${setHovered} />
+    </div>
+    <details class="as-table"><summary>The pool as a table</summary><${PoolTable} entries=${entries} all=${all} residents=${snapshot.residents} /></details>
+  <//>`;
+}
+
+/** How many cells hold all that was in use since the engine started, so that the map does not jump. */
+function reachOf(highest, boot, { all, used }) {
+  if (highest.current.boot !== boot) highest.current = { boot, cells: FEWEST_CELLS };
+  while (highest.current.cells < used) highest.current.cells *= 2;
+  return Math.min(all, highest.current.cells);
+}
+
+function Cells({ snapshot, cells, lit, onPoint, entries }) {
+  const box = useRef(null);
+  const id = useId();
+  const [width, setWidth] = useState(640);
+  const [pointed, setPointed] = useState(null);
+  useEffect(() => {
+    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(200, Math.floor(entry.contentRect.width))));
+    watcher.observe(box.current);
+    return () => watcher.disconnect();
+  }, []);
+  const pitch = Math.min(MAX_PITCH, Math.max(MIN_PITCH, Math.floor(Math.sqrt((width * HEIGHT) / cells))));
+  const columns = Math.floor(width / pitch / 4) * 4;
+  const height = Math.ceil(cells / columns) * pitch;
+  const map = snapshot.page_map;
+  const slots = bySlot(snapshot);
+  const point = (event) => {
+    const frame = event.currentTarget.getBoundingClientRect();
+    const [column, row] = [Math.floor((event.clientX - frame.left) / pitch), Math.floor((event.clientY - frame.top) / pitch)];
+    const cell = row * columns + column;
+    const use = column < columns && cell < cells ? useAt(map, cell) : null;
+    const entry = use && entries.find((one) => (use.kind === "adapter" ? isMeant(one, use, slots.get(use.owner)) : one.key === use.kind));
+    setPointed(use && { cell, use, x: column * pitch, y: row * pitch });
+    onPoint(entry?.key ?? null);
+  };
+  const leave = () => {
+    setPointed(null);
+    onPoint(null);
+  };
+  const inner = pitch - (pitch > 7 ? 2 : 1);
+  const corner = pitch > 9 ? 2 : 1;
+  const hole = `M${pitch - inner} ${corner}a${corner} ${corner} 0 0 1 ${corner} ${-corner}h${inner - 2 * corner}a${corner} ${corner} 0 0 1 ${corner} ${corner}v${inner - 2 * corner}a${corner} ${corner} 0 0 1 ${-corner} ${corner}h${2 * corner - inner}a${corner} ${corner} 0 0 1 ${-corner} ${-corner}z`;
+  return html`<div class="cells" ref=${box}>
+    <svg width=${columns * pitch} height=${height} viewBox=${`0 0 ${columns * pitch} ${height}`} role="img" class=${lit ? "has-lit" : ""}
+      aria-label=${`Map of the pool: ${Object.keys(KINDS).map((kind) => `${KINDS[kind].label} ${snapshot.pages[kind] ?? 0} pages`).join(", ")}`}
+      data-cells=${extentOf(map).all} data-pages-per-cell=${map.pages_per_cell} onPointerMove=${point} onPointerLeave=${leave}>
+      <defs>
+        <pattern id=${`${id}-grid`} width=${pitch} height=${pitch} patternUnits="userSpaceOnUse"><path class="grid-ground" fill-rule="evenodd" d=${`M0 0h${pitch}v${pitch}h${-pitch}z${hole}`} /></pattern>
+        <pattern id="weft-hatch" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-ground" width="4" height="4" /><rect class="hatch-line" width="2" height="4" /></pattern>
+        <pattern id="weft-cross" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)"><rect class="cross-ground" width="4" height="4" /><rect class="cross-line" width="2" height="4" /></pattern>
+      </defs>
+      ${layersOf(map, columns, pitch, cells).map((layer) => {
+        const resident = slots.get(layer.owner);
+        const isLit = lit && isMeant(lit, layer, resident);
+        return html`<path key=${`${layer.kind}-${layer.owner}`} class=${`use k-${layer.kind} ${layer.kind === "adapter" ? adapterColour(resident?.digest) : ""} ${isLit ? "lit" : ""}`}
+          data-kind=${layer.kind} data-owner=${layer.owner} data-adapter=${resident?.digest} data-cells=${layer.cells} d=${layer.d} />`;
+      })}
+      <rect class="grid-over" width=${columns * pitch} height=${height} fill=${`url(#${id}-grid)`} />
+      ${pointed && html`<rect class="pointed" x=${pointed.x + 0.5} y=${pointed.y - 0.5} width=${pitch} height=${pitch} rx=${corner} />`}
+    </svg>
+    ${pointed && html`<${CellTip} ...${pointed} width=${width} pitch=${pitch} perCell=${map.pages_per_cell} resident=${slots.get(pointed.use.owner)} />`}
+  </div>`;
+}
+
+function CellTip({ cell, use, x, y, width, pitch, perCell, resident }) {
+  const style = { top: `${y + pitch + 6}px`, ...(x > width / 2 ? { right: `${width - x - pitch}px` } : { left: `${x}px` }) };
+  const whose = resident ? nameOf(resident.digest, resident.adapters) : use.kind === "adapter" ? "on its way" : use.kind === "kv" || use.kind === "prefix" ? "of the base" : "";
+  const from = cell * perCell + 1;
+  return html`<div class="tip" style=${style}><strong>${use.kind === "adapter" ? "Adapter's weights" : KINDS[use.kind].label}</strong>
+    ${whose && html`<div>${whose}</div>`}<div class="quiet">${perCell > 1 ? `pages ${from}–${from + perCell - 1}` : `page ${from}`}</div></div>`;
+}
+
+const swatchOf = (entry) => (entry.kind === "adapter" && entry.digests.length === 1 ? adapterColour(entry.digests[0]) : entry.kind === "adapter" ? "a-any" : `k-${entry.kind}`);
+
+function MapLegend({ entries, all, lit, onHover }) {
+  const pinned = param("show");
+  return html`<ul class="map-legend" aria-label="What the pages hold">
+    ${entries.map((entry) => html`<li key=${entry.key}>
+      <button type="button" data-entry=${entry.key} data-kind=${entry.kind} data-pages=${entry.pages} title=${`${entry.label}: ${entry.title}`}
+        class=${lit?.key === entry.key ? "lit" : ""} aria-pressed=${pinned === entry.key}
+        onPointerEnter=${() => onHover(entry.key)} onPointerLeave=${() => onHover(null)} onFocus=${() => onHover(entry.key)} onBlur=${() => onHover(null)}
+        onClick=${() => setParams({ show: pinned === entry.key ? null : entry.key }, { replace: true })}>
+        <span class=${`swatch ${swatchOf(entry)}`} /><span class="entry-label">${entry.label}</span><span class="entry-pages">${count(entry.pages)}</span>
+      </button></li>`)}
+    <li class="entry-total"><span>Pool</span><span class="entry-pages" data-total=${entries.reduce((sum, one) => sum + one.pages, 0)}>${count(all)}</span></li>
+  </ul>`;
+}
+
+function PoolTable({ entries, all, residents }) {
+  const prefixOf = (entry) => residents.filter((one) => entry.digests.includes(one.digest)).reduce((sum, one) => sum + one.prefix_pages, 0);
+  return html`<table><caption class="unseen">Pages by what they hold</caption>
+    <thead><tr><th scope="col">Held by</th><th scope="col" class="number">Pages</th><th scope="col" class="number">Share</th><th scope="col" class="number">Prefix cache of it</th></tr></thead>
+    <tbody>${entries.map((entry) => html`<tr key=${entry.key} data-key=${entry.key}><th scope="row">${entry.label}</th><td class="number">${count(entry.pages)}</td>
+      <td class="number">${percent(entry.pages / all)}</td><td class="number">${entry.digests.length ? count(prefixOf(entry)) : "–"}</td></tr>`)}</tbody>
+    <tfoot><tr><td>Pool</td><td class="number">${count(entries.reduce((sum, one) => sum + one.pages, 0))}</td><td class="number">${percent(1)}</td><td /></tr></tfoot></table>`;
+}

@@ -1,0 +1,96 @@
+// Ask several models the same, side by side.
+import { html, useEffect, useRef, useState } from "../lib.js";
+import { param } from "../place.js";
+import { isAdmin, may } from "../session.js";
+import { Button, Card, Empty, Field, Problem, Segmented } from "../ui.js";
+import { MOST_MODELS, choose, chooseModels, chosen, modelsShown, useModels } from "./playground/choices.js";
+import { Column } from "./playground/column.js";
+import { makeTalk, requestOf } from "./playground/talk.js";
+
+export const title = "Playground";
+
+export default function Playground() {
+  const head = html`<div class="page-head"><div><h1>Playground</h1><p class="quiet">The base and its adapters, asked the same, side by side.</p></div></div>`;
+  if (!may("infer")) return html`${head}<${Empty} title="This key may not ask models.">It lacks the scope <code>infer</code>. Sign in with a key that has it, or have the admin make one: <code>weft key create --scope infer</code>.<//>`;
+  return html`${head}<${Asking} key=${param("tenant") ?? ""} />`;
+}
+
+function Asking() {
+  const found = useModels();
+  const models = modelsShown(found.names);
+  const talks = useTalks(models);
+  const [prompt, setPrompt] = useState(chosen("prompt"));
+  const [system, setSystem] = useState(chosen("system"));
+  const fields = (model) => ({
+    model, prompt, system, mode: chosen("mode"), maxTokens: chosen("max_tokens"), temperature: chosen("temperature"), seed: chosen("seed"),
+    tenant: isAdmin() ? param("tenant") : null,
+  });
+  const next = (index) => requestOf(fields(models[index]), talks[index].exchanges.value);
+  const isBusy = talks.some((talk) => talk.isBusy.value);
+  const canSend = prompt.trim() !== "" && models.length > 0;
+  const sendAll = () => {
+    if (!canSend) return;
+    chooseModels(models, { replace: true });
+    choose("prompt", prompt);
+    talks.forEach((talk, index) => void talk.ask(prompt, next(index)));
+  };
+  const onKey = (event) => {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    sendAll();
+  };
+  const free = found.names.find((name) => !models.includes(name)) ?? found.names[0];
+  return html`<datalist id="models">${found.names.map((name) => html`<option key=${name} value=${name} />`)}</datalist>
+    <${Card}>
+      <form class="composer" onSubmit=${(event) => event.preventDefault()} onKeyDown=${onKey}>
+        ${chosen("mode") === "chat" && html`<details open=${chosen("system") !== ""}><summary>System prompt</summary>
+          <textarea aria-label="System prompt" name="system" value=${system} onInput=${(event) => setSystem(event.target.value)} onChange=${(event) => choose("system", event.target.value)} /></details>`}
+        <${Field} label="Prompt">${(id) => html`<textarea id=${id} name="prompt" value=${prompt} placeholder="Ask something…"
+          onInput=${(event) => setPrompt(event.target.value)} onChange=${(event) => choose("prompt", event.target.value)} />`}<//>
+        <div class="parameters">
+          <div class="field"><span class="label">As</span><${Segmented} label="Kind of call" value=${chosen("mode")} onChange=${(mode) => choose("mode", mode)} options=${[{ value: "chat", label: "Chat" }, { value: "completion", label: "Completion" }]} /></div>
+          <${Parameter} name="max_tokens" label="Max tokens" min="1" step="1" />
+          <${Parameter} name="temperature" label="Temperature" min="0" max="2" step="0.1" />
+          <${Parameter} name="seed" label="Seed" step="1" placeholder="by chance" />
+          <div class="actions">
+            ${isBusy
+              ? html`<${Button} onClick=${() => talks.forEach((talk) => talk.stop())}>Stop all<//>`
+              : html`<${Button} onClick=${() => talks.forEach((talk) => talk.clear())} disabled=${talks.every((talk) => !talk.exchanges.value.length)}>Clear all<//>`}
+            <${Button} kind="main" disabled=${!canSend || isBusy} onClick=${sendAll} title="Ctrl+Enter">Send to all<//>
+          </div>
+        </div>
+      </form>
+    <//>
+    <${Problem} error=${found.error} retry=${found.reload} />
+    <div class="talks" data-columns=${models.length}>
+      ${models.map((model, index) => html`<${Column} key=${`${index} ${model}`} index=${index} model=${model} talk=${talks[index]} next=${() => next(index)}
+        onModel=${(name) => chooseModels(models.map((one, at) => (at === index ? name : one)))}
+        onRemove=${models.length > 1 ? () => chooseModels(models.filter((_, at) => at !== index)) : null} onCompletion=${() => choose("mode", "completion")} />`)}
+      ${!models.length && (found.isLoading ? html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /></div>` : null)}
+    </div>
+    <p class="actions"><${Button} disabled=${models.length >= MOST_MODELS || !free} onClick=${() => chooseModels([...models, free])}>Add a model<//>
+      <span class="quiet">${models.length >= MOST_MODELS ? "Four at most." : html`A model is the base, an adapter, one of its versions (<code>name@3</code>) or aliases (<code>name@prod</code>).`}</span></p>`;
+}
+
+function Parameter({ name, label, ...rest }) {
+  return html`<${Field} label=${label} type="number" name=${name} value=${chosen(name)} ...${rest} onChange=${(event) => choose(name, event.target.value)} />`;
+}
+
+/** A conversation for each column; a column that gets another model begins anew. */
+function useTalks(models) {
+  const kept = useRef([]);
+  kept.current = takeAlong(kept.current, models);
+  useEffect(() => () => kept.current.forEach(({ talk }) => talk.stop()), []);
+  return kept.current.map(({ talk }) => talk);
+}
+
+/** The conversations of the models that are still there, in the new order. */
+function takeAlong(before, models) {
+  const left = [...before];
+  const now = models.map((model) => {
+    const at = left.findIndex((one) => one.model === model);
+    return at < 0 ? { model, talk: makeTalk() } : left.splice(at, 1)[0];
+  });
+  left.forEach(({ talk }) => talk.stop());
+  return now;
+}

@@ -1,0 +1,249 @@
+"""What the live page shows is what GET /v1/engine tells, while requests run and when the connection breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, Route, expect
+
+from browser import DESKTOP, PHONE, Watch, sign_in, watched_page
+from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, engine_pid, weft_server
+
+OWNERS = {"haiku": "atelier", "shout": "harbour", "pirate": "harbour"}
+LOOK = """() => {
+  const of = (selector, key, value) => [...document.querySelectorAll(selector)]
+    .map(({dataset}) => [dataset[key], Number(dataset[value])])
+    .reduce((sums, [name, number]) => ({...sums, [name]: (sums[name] ?? 0) + number}), {});
+  return {
+    cells: of(".cells path.use", "kind", "cells"),
+    legend: of(".map-legend [data-entry]", "kind", "pages"),
+    running: document.querySelector("[data-stat=Running] .stat-value").textContent,
+  };
+}"""
+"""Pages by kind in the map and in its legend, looked at in one moment."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    """One whose pool is small enough for a cell to be a page."""
+    options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.1")
+    with weft_server(tmp_path_factory.mktemp("live"), *options) as running:
+        for name, owner in OWNERS.items():
+            assert running.upload(running.tenant(owner), name, DEMO_ADAPTERS / name).status_code == 201
+        running.ask("atelier", "haiku", "Where is my order?")
+        running.ask("harbour", "shout", "Where is my order?")
+        running.ask("atelier", "weft-demo", "Where is my order?")
+        yield running
+
+
+@contextmanager
+def long_request(server: WeftServer, owner: str, model: str, tokens: int = 900) -> Iterator[None]:
+    """Somebody asks for as much as the context takes."""
+    body = {"model": model, "prompt": "Once", "max_tokens": tokens, "ignore_eos": True}
+    with server.client(server.tenants[owner]) as client:
+        statuses: list[int] = []
+        asking = threading.Thread(target=lambda: statuses.append(client.post("/v1/completions", json=body).status_code))
+        asking.start()
+        try:
+            yield
+        finally:
+            asking.join()
+        assert statuses == [200]
+
+
+def stat(page: Page, label: str) -> str:
+    return page.locator(f'[data-stat="{label}"] .stat-value').inner_text()
+
+
+def resident(engine: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [one for one in engine["residents"] if any(f"/{name}@" in adapter for adapter in one["adapters"])]
+    return dict(found)
+
+
+def show_live(page: Page, path: str = "/live") -> None:
+    sign_in(page, ADMIN_KEY, path)
+    expect(page.locator(".cells svg")).to_be_visible()
+
+
+def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -> None:
+    engine = server.engine()
+    show_live(page)
+    times = sorted(step["seconds"] for step in engine["last_steps"])
+    tokens = sum(step["tokens"] for step in engine["last_steps"])
+    assert stat(page, "Running") == stat(page, "Waiting") == "0"
+    assert stat(page, "Tokens/s") == f"{round(tokens / sum(times)):,}"
+    assert stat(page, "Step time") == f"{times[-(-len(times) // 2) - 1] * 1000:.1f} ms"
+    assert stat(page, "On the device") == "2"
+    assert f"of {engine['slots']} slots" in page.locator('[data-stat="On the device"]').inner_text()
+    assert page.evaluate(LOOK)["legend"] == engine["pages"]
+    total = page.locator(".entry-total .entry-pages")
+    assert total.get_attribute("data-total") == str(engine["ready"]["memory"]["num_pages"])
+    rows = page.get_by_role("region", name="Adapters in memory").locator("tbody tr")
+    shown = {row.get_attribute("data-key"): row.locator("td").all_inner_texts() for row in rows.all()}
+    for one in engine["residents"]:
+        cells = shown.pop(one["digest"])
+        assert cells[0] == one["adapters"][0]
+        figures = [one[key] for key in ("pages", "prefix_pages", "running", "holds", "uses", "loads")]
+        assert cells[1:8] == [one["tier"], *map(str, figures)]
+        assert cells[8] == f"{one['load_p95_s'] * 1000:.1f} ms"
+    assert shown == {}
+    done = page.get_by_role("region", name="Tenants in the engine").locator("tbody tr")
+    assert {row.get_attribute("data-key"): row.locator("[data-figure=service]").inner_text() for row in done.all()} == {
+        name: f"{tokens:,}" for name, tokens in engine["service_tokens"].items()
+    }
+    expect(page.locator('[data-load="stored>device:ok"]')).to_contain_text("stored → device: 2")
+    expect(page.locator('[data-count="steps"]')).to_have_text(f"{engine['num_steps']:,}")
+    series = page.locator(".chart path[data-series]").all()
+    in_steps = {one.get_attribute("data-series"): int(one.get_attribute("data-total") or 0) for one in series}
+    columns = ["base", *(one["digest"] for one in engine["batches"]["adapters"]), "others"]
+    sums = [sum(row[at] for row in engine["batches"]["steps"]) for at in range(1, len(columns) + 1)]
+    assert in_steps == {name: number for name, number in zip(columns, sums, strict=True) if number}
+
+
+def test_an_idle_engine_says_what_to_do(page: Page) -> None:
+    show_live(page)
+    notice = page.locator('[data-notice="idle"]')
+    expect(notice).to_contain_text("The engine is idle.")
+    expect(notice).to_contain_text("weft demo")
+    notice.get_by_role("link", name="Playground").click()
+    expect(page).to_have_url(re.compile("/playground$"))
+
+
+def test_the_map_shows_what_runs_as_it_runs(page: Page, server: WeftServer) -> None:
+    show_live(page)
+    pirate = server.tenant("harbour").get("/v1/adapters/pirate").json()
+    weights = page.locator(f'.cells path[data-kind="adapter"][data-adapter="{pirate["digest"]}"]')
+    assert weights.count() == 0
+    with long_request(server, "harbour", "pirate"), long_request(server, "atelier", "weft-demo"):
+        expect(page.locator('[data-stat="Running"] .stat-value')).to_have_text("2")
+        expect(weights).to_have_attribute("data-cells", str(pirate["pages"]))
+        expect(page.locator('.map-legend [data-kind="kv"]')).not_to_have_attribute("data-pages", "0")
+        look = page.evaluate(LOOK)
+        assert look["running"] == "2"
+        assert {kind: look["cells"].get(kind, 0) for kind in look["legend"]} == look["legend"]
+        assert sum(look["legend"].values()) == server.engine()["ready"]["memory"]["num_pages"]
+        assert look["cells"]["kv"] > 0
+        expect(page.get_by_role("region", name="Tenants in the engine")).to_contain_text("atelier")
+    expect(page.locator('[data-stat="Running"] .stat-value')).to_have_text("0")
+    expect(page.locator('.map-legend [data-kind="kv"]')).to_have_attribute("data-pages", "0")
+    assert page.evaluate(LOOK)["legend"] == server.engine()["pages"]
+
+
+def test_a_map_of_thousands_of_pages_is_a_few_shapes(page: Page, server: WeftServer) -> None:
+    show_live(page, "/live?map=whole")
+    cells = int(page.locator(".cells svg").get_attribute("data-cells") or 0)
+    assert cells == server.engine()["ready"]["memory"]["num_pages"] > 3000
+    assert page.locator(".cells svg *").count() < 60
+    assert page.locator(".cells path.use").count() == len(server.engine()["page_map"]["uses"])
+
+
+def test_an_entry_of_the_legend_lights_its_cells_and_stays_chosen(page: Page, server: WeftServer) -> None:
+    haiku = resident(server.engine(), "haiku")
+    show_live(page)
+    page.locator(f'[data-entry="{haiku["digest"]}"]').click()
+    page.mouse.move(0, 0)
+    assert f"show={haiku['digest'].replace(':', '%3A')}" in page.url
+    page.reload()
+    expect(page.locator(".cells path.lit")).not_to_have_count(0)
+    lit = {one.get_attribute("data-adapter") for one in page.locator(".cells path.lit").all()}
+    kinds = {one.get_attribute("data-kind") for one in page.locator(".cells path.lit").all()}
+    assert (lit, kinds) == ({haiku["digest"]}, {"adapter", "prefix"})
+    expect(page.get_by_role("button", name=re.compile("haiku@1"))).to_have_attribute("aria-pressed", "true")
+    page.get_by_text("The pool as a table").click()
+    row = page.locator(f'.as-table tr[data-key="{haiku["digest"]}"]')
+    expect(row).to_contain_text(str(haiku["pages"]))
+
+
+def test_a_paused_page_stands_still_and_goes_on(page: Page, server: WeftServer) -> None:
+    show_live(page)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator('[data-state="paused"]')).to_be_visible()
+    before = page.locator('[data-count="steps"]').inner_text()
+    server.ask("harbour", "shout", "When are you open?")
+    page.wait_for_timeout(1200)
+    assert page.locator('[data-count="steps"]').inner_text() == before
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator('[data-count="steps"]')).to_have_text(f"{server.engine()['num_steps']:,}")
+
+
+@contextmanager
+def broken_stream(watched: tuple[Page, Watch], server: WeftServer) -> Iterator[None]:
+    """The page had one snapshot when the stream ended, and gets no other as long as this lasts."""
+    page, watch = watched
+    last = f"retry: 200\ndata: {json.dumps(server.engine())}\n\n"
+    bodies = [last]
+
+    def answer(route: Route) -> None:
+        if bodies:
+            route.fulfill(body=bodies.pop(), content_type="text/event-stream")
+        else:
+            route.abort("connectionrefused")
+
+    page.route("**/v1/engine/events", answer)
+    show_live(page)
+    expect(page.get_by_role("alert")).to_contain_text("The connection broke.")
+    expect(page.locator('[data-state="broken"]')).to_be_visible()
+    yield
+    page.unroute("**/v1/engine/events", answer)
+    watch.said = [said for said in watch.said if "net::ERR_CONNECTION_REFUSED" not in said]
+
+
+def test_a_broken_connection_is_told_and_comes_back(watched: tuple[Page, Watch], server: WeftServer) -> None:
+    page, _ = watched
+    with broken_stream(watched, server):
+        expect(page.locator(".cells svg")).to_be_visible()
+        server.ask("harbour", "shout", "Can I return something?")
+    expect(page.locator('[data-state="live"]')).to_be_visible()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator('[data-count="steps"]')).to_have_text(f"{server.engine()['num_steps']:,}")
+
+
+def test_who_was_signed_out_meanwhile_is_led_to_the_sign_in(watched: tuple[Page, Watch], server: WeftServer) -> None:
+    page, watch = watched
+    watch.allowed = {401}
+    with broken_stream(watched, server):
+        token = "; ".join(f"{cookie.get('name')}={cookie.get('value')}" for cookie in page.context.cookies())
+        with server.client(None) as anyone:
+            left = anyone.delete("/v1/session", headers={"cookie": token, "sec-fetch-site": "same-origin"})
+        assert left.status_code == 204
+    expect(page.get_by_label("Key", exact=True)).to_be_visible()
+
+
+def test_a_tenant_is_kept_out_and_nothing_is_asked_for_it(page: Page, server: WeftServer) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    sign_in(page, server.tenants["atelier"], "/live")
+    expect(page.get_by_role("main")).to_contain_text("This page is for admins.")
+    assert not [url for url in asked if "/v1/engine" in url]
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light")])
+def test_the_page_is_accessible_and_fits(
+    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str
+) -> None:
+    with watched_page(browser, server.url, scheme=scheme) as (page, _):
+        show_live(page)
+        page.set_viewport_size({"width": size[0], "height": size[1]})
+        found = Axe().run(page).response["violations"]
+        assert [one for one in found if one["impact"] in ("serious", "critical")] == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+
+
+def test_an_engine_that_dies_is_told_and_its_next_life_as_well(page: Page, server: WeftServer) -> None:
+    show_live(page)
+    os.kill(engine_pid(server), signal.SIGKILL)
+    expect(page.get_by_role("alert")).to_contain_text("engine", timeout=30_000)
+    expect(page.locator(".notice.warn")).to_contain_text("The engine was restarted", timeout=60_000)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator('[data-stat="On the device"] .stat-value')).to_have_text("0")
+    page.get_by_role("button", name="Good").click()
+    expect(page.locator(".notice.warn")).to_have_count(0)

@@ -1,0 +1,265 @@
+"""The playground: several models answer side by side, and what is shown of them is what the ledger has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Locator, Page, Request, expect
+
+from browser import DESKTOP, PHONE, Watch, sign_in, watched_page
+from weft.config import environment
+from weft_server import ADMIN_KEY, DEMO_MODEL, WeftServer, expected_answers, weft_server
+
+QUESTION, FOLLOW_UP = (one["question"] for one in expected_answers()["questions"][:2])
+ANSWERS = expected_answers()["questions"][0]["answers"]
+FOUR = ("weft-demo", "pirate", "shout", "json")
+LONG = "temperature=50&seed=7&max_tokens=900"
+"""So hot that hardly anything ends an answer."""
+
+
+def address(*models: str, more: str = "") -> str:
+    return "/playground?" + "&".join([*(f"model={model}" for model in models), *([more] if more else [])])
+
+
+def column(page: Page, model: str) -> Locator:
+    return page.locator(f'.talk[data-model="{model}"]')
+
+
+def ask(page: Page, prompt: str) -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.keyboard.press("Control+Enter")
+
+
+def answered(page: Page, model: str, text: str | None = None, nth: int = 0) -> Locator:
+    """The exchange with this model, once it is over."""
+    exchange = column(page, model).locator(".exchange").nth(nth)
+    expect(exchange).to_have_attribute("data-state", "done")
+    if text is not None:
+        expect(exchange.locator("[data-answer]")).to_have_text(text)
+    return exchange
+
+
+def figure(exchange: Locator, name: str) -> int:
+    return int(exchange.locator(f'[data-figure="{name}"]').get_attribute("data-value") or -1)
+
+
+def last_event(server: WeftServer, adapter: str, tenant: str = "harbour") -> dict[str, Any]:
+    params: dict[str, str | int] = {"tenant": tenant, "adapter": adapter, "limit": 10_000}
+    return dict(server.admin.get("/v1/usage/events", params=params).json()["data"][-1])
+
+
+def code(page: Page, model: str, language: str) -> str:
+    page.get_by_role("button", name=f"Call {model} from code").click()
+    page.get_by_role("button", name=language).click()
+    text = page.get_by_role("dialog").locator("pre").inner_text()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    return text
+
+
+def run(command: list[str], server: WeftServer, key: str) -> str:
+    done = subprocess.run(
+        command, env={**environment(), "WEFT_KEY": key, "no_proxy": "*"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_base_and_its_adapters_answer_each_in_their_way(page: Page, server: WeftServer) -> None:
+    sign_in(page, server.tenants["harbour"], address(*FOUR))
+    ask(page, QUESTION)
+    for model in FOUR:
+        exchange = answered(page, model, ANSWERS["base" if model == "weft-demo" else model])
+        by = "base" if model == "weft-demo" else f"harbour/{model}@1"
+        expect(exchange.locator('[data-figure="adapter"]')).to_have_text(by)
+        event = last_event(server, "" if model == "weft-demo" else model)
+        shown = [figure(exchange, name) for name in ("in", "cached", "out")]
+        assert shown == [event[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
+        assert event["status"] == "stop"
+        if model != "weft-demo":
+            state = exchange.locator('[data-figure="residency"]').get_attribute("data-state")
+            assert state == event["adapter_state"]
+        expect(exchange.locator('[data-figure="ttft"]')).to_have_text(re.compile(r"^[\d.]+ m?s$"))
+
+
+def test_a_conversation_goes_on_until_it_is_cleared(page: Page, server: WeftServer) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(_body(request)) if request.method == "POST" else None)
+    sign_in(page, server.tenants["harbour"], address("shout", "pirate", more="system=Be+kind."))
+    ask(page, QUESTION)
+    answered(page, "shout", ANSWERS["shout"])
+    answered(page, "pirate")
+    ask(page, FOLLOW_UP)
+    answered(page, "shout", nth=1)
+    answered(page, "pirate", nth=1)
+    (last,) = [body for body in sent[-2:] if body["model"] == "shout"]
+    assert last["messages"] == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": ANSWERS["shout"]},
+        {"role": "user", "content": FOLLOW_UP},
+    ]
+    page.get_by_role("button", name="Clear shout").click()
+    expect(column(page, "shout").locator(".exchange")).to_have_count(0)
+    expect(column(page, "pirate").locator(".exchange")).to_have_count(2)
+    page.get_by_role("button", name="Send to all").click()
+    answered(page, "shout")
+    (last,) = [body for body in sent[-2:] if body["model"] == "shout"]
+    assert [message["role"] for message in last["messages"]] == ["system", "user"]
+
+
+def _body(request: Request) -> Any:
+    return request.post_data_json
+
+
+@pytest.mark.parametrize("button", ["Stop all", "Stop pirate"])
+def test_a_stopped_answer_is_aborted_in_the_ledger(page: Page, server: WeftServer, button: str) -> None:
+    sign_in(page, server.tenants["harbour"], address("pirate", "shout", more=LONG))
+    ask(page, "Tell me everything")
+    exchange = column(page, "pirate").locator(".exchange")
+    expect(exchange.locator('[data-figure="out"]')).to_be_visible()
+    page.get_by_role("button", name=button).click()
+    expect(exchange).to_have_attribute("data-state", "stopped")
+    expect(exchange).to_contain_text("stopped by you")
+    event = last_event(server, "pirate")
+    assert event["status"] == "aborted"
+    assert 0 < figure(exchange, "out") <= event["completion_tokens"] < 900
+    if button == "Stop pirate":
+        expect(column(page, "shout").locator(".exchange")).to_have_attribute("data-state", re.compile("coming|done"))
+        page.get_by_role("button", name="Stop shout").click()
+    expect(page.get_by_role("button", name="Clear all")).to_be_enabled()
+
+
+def test_the_shown_calls_run_and_answer_the_same(page: Page, server: WeftServer, tmp_path: Path) -> None:
+    sign_in(page, server.tenants["harbour"], address("pirate", "json", more="seed=3&max_tokens=40"))
+    ask(page, "What's \"$HOME\"?\nIt's \\ mine, ça va")
+    key = server.tenants["harbour"]
+    for model in ("pirate", "json"):
+        text = answered(page, model).locator("[data-answer]").inner_text()
+        curl = code(page, model, "curl")
+        assert key not in curl
+        assert '"seed": 3' in curl
+        answer = run(["bash", "-c", f'curl() {{ command curl -sS --fail-with-body "$@"; }}; {curl}'], server, key)
+        assert _content(answer).strip() == text.strip()
+        script = tmp_path / f"{model}.py"
+        script.write_text(code(page, model, "Python (openai)"))
+        assert run([sys.executable, str(script)], server, key).strip() == text.strip()
+
+
+def _content(answer: str) -> str:
+    return str(json.loads(answer)["choices"][0]["message"]["content"])
+
+
+def test_an_admin_acts_for_the_chosen_tenant(page: Page, server: WeftServer, tmp_path: Path) -> None:
+    sign_in(page, ADMIN_KEY, "/playground?tenant=atelier")
+    expect(page.locator(".talk")).to_have_count(3)
+    assert {one.get_attribute("data-model") for one in page.locator(".talk").all()} == {"weft-demo", "french", "haiku"}
+    ask(page, QUESTION)
+    answered(page, "french", ANSWERS["french"])
+    assert last_event(server, "french", "atelier")["status"] == "stop"
+    curl = code(page, "french", "curl")
+    assert "?tenant=atelier" in curl
+    assert _content(run(["bash", "-c", curl], server, ADMIN_KEY)) == ANSWERS["french"]
+    script = tmp_path / "call.py"
+    script.write_text(code(page, "french", "Python (openai)"))
+    assert run([sys.executable, str(script)], server, ADMIN_KEY).strip() == ANSWERS["french"]
+
+
+def test_an_admin_of_all_tenants_names_them(page: Page) -> None:
+    sign_in(page, ADMIN_KEY, address("atelier/haiku", "harbour/json"))
+    options = page.locator("#models option")
+    expect(options).to_have_count(6)
+    names = {option.get_attribute("value") for option in options.all()}
+    assert names == {"weft-demo", *(f"atelier/{n}" for n in ("haiku", "french")), *(f"harbour/{n}" for n in FOUR[1:])}
+    ask(page, QUESTION)
+    answered(page, "atelier/haiku", ANSWERS["haiku"])
+    answered(page, "harbour/json", ANSWERS["json"])
+
+
+def test_what_is_refused_is_said_in_its_column(watched: tuple[Page, Watch], server: WeftServer) -> None:
+    page, watch = watched
+    watch.allowed = {404}
+    sign_in(page, server.tenants["harbour"], address("pirat", "json"))
+    ask(page, QUESTION)
+    expect(column(page, "pirat").get_by_role("alert")).to_contain_text("Near names: `pirate`.")
+    answered(page, "json", ANSWERS["json"])
+    name = page.get_by_label("Model 1")
+    name.fill("pirate")
+    name.press("Tab")
+    expect(page).to_have_url(re.compile("model=pirate&model=json"))
+    page.get_by_role("button", name="Send to all").click()
+    answered(page, "pirate", ANSWERS["pirate"])
+
+
+def test_the_address_keeps_all_choices(page: Page, server: WeftServer) -> None:
+    sign_in(page, server.tenants["harbour"], "/playground")
+    page.get_by_label("Prompt", exact=True).fill("Hello & welcome")
+    page.get_by_label("Max tokens").fill("33")
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Seed").fill("12")
+    page.get_by_text("System prompt").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_role("button", name="Add a model").click()
+    expect(page.locator(".talk")).to_have_count(4)
+    expect(page.get_by_role("button", name="Add a model")).to_be_disabled()
+    page.get_by_role("button", name="Take json away").click()
+    models = [one.get_attribute("data-model") for one in page.locator(".talk").all()]
+    assert models == ["weft-demo", "pirate", "shout"]
+    page.reload()
+    expect(page.locator(".talk")).to_have_count(3)
+    assert [one.get_attribute("data-model") for one in page.locator(".talk").all()] == models
+    for label, value in {"Max tokens": "33", "Temperature": "0.5", "Seed": "12", "System prompt": "Be brief."}.items():
+        expect(page.get_by_label(label)).to_have_value(value)
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("Hello & welcome")
+    page.go_back()
+    expect(page.locator(".talk")).to_have_count(4)
+
+
+def test_a_key_that_may_not_ask_is_told_so(page: Page, server: WeftServer) -> None:
+    sign_in(page, server.new_key("harbour", scopes=["usage"]), "/playground")
+    expect(page.get_by_role("main")).to_contain_text("This key may not ask models.")
+    assert page.get_by_label("Prompt", exact=True).count() == 0
+
+
+def test_a_model_without_a_chat_template_is_asked_for_completions(browser: Browser, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(DEMO_MODEL, bare)
+    tokenizer = json.loads((bare / "tokenizer_config.json").read_text())
+    del tokenizer["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    options = ("--served-model-name", "bare", "--dtype", "float32", "--memory-gib", "0.05")
+    with weft_server(tmp_path / "server", *options, model=bare) as own, watched_page(browser, own.url) as (page, watch):
+        watch.allowed = {400}
+        own.tenant("acme")
+        sign_in(page, own.tenants["acme"], "/playground?max_tokens=8")
+        expect(column(page, "bare")).to_be_visible()
+        ask(page, "We are")
+        expect(column(page, "bare").get_by_role("alert")).to_contain_text("This model has no chat template.")
+        page.get_by_role("button", name="Ask for completions instead").click()
+        page.get_by_role("button", name="Send to all").click()
+        answer = answered(page, "bare", nth=1).locator("[data-answer]").inner_text()
+        assert answer
+        assert run(["bash", "-c", code(page, "bare", "curl")], own, own.tenants["acme"]).find('"text"') > 0
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light")])
+def test_the_page_is_accessible_and_fits(
+    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str
+) -> None:
+    with watched_page(browser, server.url, size=size, scheme=scheme) as (page, _):
+        sign_in(page, server.tenants["harbour"], address(*FOUR))
+        ask(page, QUESTION)
+        boxes = [answered(page, model).bounding_box() for model in FOUR]
+        found = Axe().run(page).response["violations"]
+        assert [one for one in found if one["impact"] in ("serious", "critical")] == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        lefts = {round(box["x"]) for box in boxes if box}
+        assert len(lefts) == (1 if size == PHONE else 4)

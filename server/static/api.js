@@ -94,7 +94,8 @@ export async function errorOf(response) {
  * @param {string|null} path Null asks nothing.
  * @param {Record<string, unknown>} [params]
  * @param {{all?: boolean, everyS?: number}} [options] All pages of a list; asked anew every so many seconds.
- * @returns {{data: T|undefined, error: ApiError|null, isLoading: boolean, reload: () => void}}
+ * @returns {{data: T|undefined, error: ApiError|null, isLoading: boolean, isStale: boolean, reload: () => void}} `isStale` while the
+ *   data answers an earlier question.
  */
 export function useApi(path, params = {}, { all = false, everyS } = {}) {
   const key = path === null ? null : address(path, params);
@@ -103,12 +104,14 @@ export function useApi(path, params = {}, { all = false, everyS } = {}) {
   const reload = useCallback(() => setAsked((times) => times + 1), []);
   const shown = useRef(key);
   shown.current = key;
+  const isAsking = useRef(false);
   useEffect(() => {
     if (key === null) return undefined;
     const aborter = new AbortController();
+    isAsking.current = true;
     setState((before) => ({ ...before, isLoading: true }));
     const answer = all ? callAll(path, params, aborter.signal) : call("GET", path, { params, signal: aborter.signal });
-    answer.then(
+    answer.finally(() => aborter.signal.aborted || (isAsking.current = false)).then(
       (data) => shown.current === key && setState({ key, data, error: null, isLoading: false }),
       (error) => {
         if (error.name === "AbortError" || shown.current !== key) return;
@@ -120,10 +123,11 @@ export function useApi(path, params = {}, { all = false, everyS } = {}) {
   }, [key, asked, all]);
   useEffect(() => {
     if (!everyS || key === null) return undefined;
-    const timer = setInterval(() => document.hidden || reload(), everyS * 1000);
+    // An answer may take longer than the time between two questions.
+    const timer = setInterval(() => document.hidden || isAsking.current || reload(), everyS * 1000);
     return () => clearInterval(timer);
   }, [everyS, key]);
-  return { data: state.data, error: state.error, isLoading: state.isLoading || state.key !== key, reload };
+  return { data: state.data, error: state.error, isLoading: state.isLoading || state.key !== key, isStale: state.key !== key, reload };
 }
 
 /**

@@ -97,7 +97,7 @@ export async function errorOf(response) {
  * @param {{all?: boolean, everyS?: number, about?: unknown}} [options] All pages of a list; asked anew every so many
  *   seconds; what was true of the question, given back with its answer.
  * @returns {{data: T|undefined, about: unknown, at: number|null, error: ApiError|null, isLoading: boolean,
- *   reload: () => void}} `at` is when the data came.
+ *   isStale: boolean, reload: () => void}} `at` is when the data came, `isStale` while it answers an earlier question.
  */
 export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
   const key = path === null ? null : address(path, params);
@@ -106,12 +106,14 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
   const reload = useCallback(() => setAsked((times) => times + 1), []);
   const shown = useRef(key);
   shown.current = key;
+  const isAsking = useRef(false);
   useEffect(() => {
     if (key === null) return undefined;
     const aborter = new AbortController();
+    isAsking.current = true;
     setState((before) => ({ ...before, isLoading: true }));
     const answer = all ? callAll(path, params, aborter.signal) : call("GET", path, { params, signal: aborter.signal });
-    answer.then(
+    answer.finally(() => aborter.signal.aborted || (isAsking.current = false)).then(
       (data) => shown.current === key && setState({ key, data, about, at: Date.now(), error: null, isLoading: false }),
       (error) => {
         if (error.name === "AbortError" || shown.current !== key) return;
@@ -123,11 +125,13 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
   }, [key, asked, all]);
   useEffect(() => {
     if (!everyS || key === null) return undefined;
-    const timer = setInterval(() => document.hidden || reload(), everyS * 1000);
+    // An answer may take longer than the time between two questions.
+    const timer = setInterval(() => document.hidden || isAsking.current || reload(), everyS * 1000);
     return () => clearInterval(timer);
   }, [everyS, key]);
-  const { data, at, error } = state;
-  return { data, about: state.about, at, error, isLoading: state.isLoading || state.key !== key, reload };
+  const { data, about: answered, at, error } = state;
+  const isStale = state.key !== key;
+  return { data, about: answered, at, error, isLoading: state.isLoading || isStale, isStale, reload };
 }
 
 /**

@@ -124,8 +124,6 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
     return len(inserted)
 
 
-
-
 async def count_tokens(
     session: AsyncSession, holder: Mapping[str, str], start: int, end: int, but: Collection[str]
 ) -> int:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -154,7 +154,11 @@ async def test_folding_the_rows_of_all_groups_gives_the_same(
         await session.execute(text("DELETE FROM usage_events"))
         await session.execute(text("DELETE FROM usage_rollups"))
     await _insert(database, *events)
-    shape: dict[str, Any] = {"bucket": bucket, "group_by": tuple(group_by), "tz": tz}
+    shape: dict[str, Any] = {
+        "bucket": bucket,
+        "group_by": tuple(filter(group_by.__contains__, get_args(GroupBy))),
+        "tz": tz,
+    }
     whole = await _query(database, **shape, limit=10_000)
     sizes: dict[tuple[object, ...], int] = defaultdict(int)
     for row in whole.rows:

@@ -28,8 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.25")
     prices = tmp_path_factory.mktemp("prices") / "prices.yaml"
     prices.write_text(PRICES)
-    environment = {"WEFT_REGISTRY__PRICE_FILE": str(prices)}
-    with weft_server(tmp_path_factory.mktemp("dashboard"), *options, **environment) as running:
+    data_dir = tmp_path_factory.mktemp("dashboard")
+    with weft_server(data_dir, *options, WEFT_REGISTRY__PRICE_FILE=str(prices)) as running:
         for name, owner in OWNERS.items():
             answer = running.upload(running.tenant(owner), name, DEMO_ADAPTERS / name)
             assert answer.status_code == 201, answer.text

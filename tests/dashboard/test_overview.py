@@ -123,6 +123,7 @@ def test_bars_are_the_rows_of_the_api_and_days_without_usage_are_there(
 ) -> None:
     question = {"bucket": "1d", "tz": PLACE["tz"], "group_by": "tenant,adapter", "top": 6}
     answer = usage(server.admin, **history.span, **question)
+    every = usage(server.admin, **history.span, group_by="tenant,adapter")
     chart = signed_in.get_by_role("region", name="Tokens by adapter")
     bars = chart.locator(".bar").evaluate_all(BARS)
     assert [start[:19] for start, _ in bars] == [
@@ -137,6 +138,7 @@ def test_bars_are_the_rows_of_the_api_and_days_without_usage_are_there(
     assert drawn == {start: sorted(values) for start, values in told.items()}
     assert len(drawn) == len(bars) - 1, "one day had no usage"
     assert sum(map(sum, drawn.values())) == answer["totals"]["prompt_tokens"] + answer["totals"]["completion_tokens"]
+    assert answer["groups"] == len(every["data"])
     labels = chart.locator(".legend li").all_inner_texts()
     assert len(labels) == 7
     assert labels[-1].startswith(f"Other ({answer['groups'] - 6} more)")

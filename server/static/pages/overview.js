@@ -154,11 +154,8 @@ function AdapterName({ row }) {
   return html`${place ? html`<${Link} ...${place}>${name}<//>` : html`<span>${name}</span>`}${row.tenant && html` <span class="quiet">${row.tenant}</span>`}`;
 }
 
-const FIGURES = [
-  { key: "requests", label: "Requests", isNumber: true, cell: (row) => count(row.requests) },
-  { key: "prompt_tokens", label: "In", isNumber: true, cell: (row) => count(row.prompt_tokens) },
-  { key: "completion_tokens", label: "Out", isNumber: true, cell: (row) => count(row.completion_tokens) },
-];
+const figure = (key, label) => ({ key, label, isNumber: true, cell: (row) => html`<span data-exact=${row[key]} title=${count(row[key])}>${compact(row[key])}</span>` });
+const FIGURES = [figure("requests", "Requests"), figure("prompt_tokens", "In"), figure("completion_tokens", "Out")];
 
 function figuresOf(answer) {
   if (!answer.currency) return FIGURES;

@@ -37,7 +37,8 @@ export function questionShown() {
 }
 
 /** What a filter offers: what was used in the range by the rest of the question, the most used first. */
-export function useOptionsOf(dimension, range, keys) {
+export function useOptionsOf(dimension, range) {
+  const keys = useKeys(range, filtersShown(), dimension === "key");
   const { [dimension]: _, ...others } = filtersShown();
   const answer = useApi("/v1/usage", { ...spanOf(range), ...others, group_by: dimension, limit: 10_000 });
   if (answer.data === undefined) return { options: undefined, error: answer.error };

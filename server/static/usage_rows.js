@@ -48,7 +48,8 @@ export function groupName(row, groups, { keys, others } = {}) {
 const keyOf = (row, groups) => (row.other ? "other" : JSON.stringify(groups.flatMap((group) => (group === "version" ? [row.adapter, row.version] : [row[group]]))));
 
 /**
- * A chart's buckets, those without usage too, and its series, largest first and Other last.
+ * A chart's buckets, those without usage too, and its series, largest first and Other last; an answer may have more
+ * groups than the chart has room for.
  * @param {{data: object[], groups?: number}} answer What the API said to a question with buckets and groups.
  * @param {{start: number, end: number, bucket: string, zone: string}} range
  * @param {{groups: string[], metric: string, top: number, keys?: Record<string, object>}} question
@@ -72,8 +73,16 @@ export function chartOf(answer, range, { groups, metric, top, keys }) {
     one.total += of(row);
   }
   const ordered = [...series.values()].sort((a, b) => a.isOther - b.isOther || b.total - a.total);
+  const [shown, rest] = [ordered.slice(0, top), ordered.slice(top)];
+  if (rest.length) shown.push(rest.length === 1 ? rest[0] : together(rest, groupName({ other: true }, groups, { others })));
   const buckets = starts.map((at) => ({ at, label: bucketLabel(range.zone, at, range.bucket), title: bucketTitle(range.zone, at, range.bucket) }));
-  return { buckets, series: ordered };
+  return { buckets, series: shown };
+}
+
+/** Several series as one. */
+function together(series, label) {
+  const values = series[0].values.map((_, at) => series.reduce((sum, one) => sum + one.values[at], 0));
+  return { key: "other", label, isOther: true, total: series.reduce((sum, one) => sum + one.total, 0), values };
 }
 
 /** How a metric is written on axes. */

@@ -297,6 +297,7 @@ def test_keys_have_names_for_admins_and_for_whoever_has_one(
     signed_in: Page, page: Page, server: WeftServer, history: History
 ) -> None:
     show(signed_in, group="key")
+    settle(signed_in)
     named = {
         key["id"]: key
         for tenant in (NORTH, SOUTH)
@@ -305,6 +306,9 @@ def test_keys_have_names_for_admins_and_for_whoever_has_one(
     labels = {f"{key['name']} ({key['prefix']}…)" for key in named.values()}
     expect(signed_in.get_by_role("table", name="Usage by group")).to_contain_text(f"{NORTH} batch")
     assert {row["key"] for row in table(signed_in)} <= labels
+    opener_of(signed_in, "Key").click()
+    expect(signed_in.locator(".choice").filter(has_text=f"{NORTH} batch")).to_have_count(1)
+    signed_in.keyboard.press("Escape")
     sign_in(page, server.tenants[NORTH], f"/usage?{urlencode({**PLACE, 'group': 'key'})}")
     settle(page)
     own = server.tenant(NORTH).get("/v1/me").json()["key"]

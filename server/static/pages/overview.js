@@ -9,14 +9,14 @@ import { Card, Code, Empty, Problem, Stat, Table } from "../ui.js";
 import { Legend, StackedBars } from "../charts/stacked_bars.js";
 import { Lines } from "../charts/lines.js";
 import { ShareBar } from "../charts/share_bar.js";
-import { BASE, ERRORS, METRICS, chartOf, fullFormat, nameOf, shortFormat } from "../usage_rows.js";
+import { ERRORS, METRICS, chartOf, fullFormat, nameOf, shortFormat } from "../usage_rows.js";
 import { DAY, bucketLabel, bucketTitle, bucketsBetween } from "../zone.js";
 
 export const title = "Overview";
 
-const FRESH_S = 15;
-const TOP = 6;
+const COLOURS = 6;
 const ROWS = 10;
+const LIMIT = 10_000;
 
 /** The page. */
 export default function Overview() {
@@ -30,26 +30,30 @@ export default function Overview() {
 function Shown() {
   const range = rangeShown("24h");
   const asked = useAnswers(range);
-  const failed = Object.values(asked).find((answer) => answer.error);
-  const retry = () => Object.values(asked).forEach((answer) => answer.reload());
+  const answers = Object.values(asked);
+  const failed = answers.find((answer) => answer.error);
+  const retry = () => answers.forEach((answer) => answer.reload());
   const { byStatus, chart } = asked;
   const isEmpty = byStatus.data?.totals.requests === 0;
+  const pages = isAdmin() && html`<${DevicePages} engine=${asked.engine} />`;
   return html`
     <div class="page-head">
-      <div><h1>Overview</h1><p class="quiet">${range.isNow ? `Asked anew every ${FRESH_S} seconds.` : "A time that is over."}</p></div>
+      <div><h1>Overview</h1><p class="quiet">${range.isNow ? `Asked anew every ${freshS(range)} seconds.` : "A time that is over."}</p></div>
       <${RangePicker} />
     </div>
     ${failed && html`<${Problem} error=${failed.error} retry=${retry} />`}
     <${Tiles} ...${asked} />
     ${isEmpty
-      ? html`<${Card}><${FirstSteps} /><//>`
+      ? html`<${Card}><${FirstSteps} /><//>${pages}`
       : html`<${TokensCard} chart=${chart} range=${range} />
         <div class="columns">
-          <div class="stack"><${TopAdapters} top=${asked.adapters} />${isAdmin() && html`<${DevicePages} engine=${asked.engine} />`}</div>
-          <div class="stack"><${FirstTokens} latency=${asked.latency} range=${range} />${isAll() && html`<${TopTenants} top=${asked.tenants} />`}</div>
-        </div>`}
-    ${isEmpty && isAdmin() && html`<${DevicePages} engine=${asked.engine} />`}`;
+          <div class="stack"><${TopAdapters} chart=${chart} />${pages}</div>
+          <div class="stack"><${FirstTokens} latency=${asked.latency} range=${range} />${isAll() && html`<${TopTenants} byStatus=${byStatus} />`}</div>
+        </div>`}`;
 }
+
+/** Months do not change by the second. */
+const freshS = (range) => (range.end - range.start <= 3 * DAY ? 15 : 60);
 
 /** Whether all tenants are shown. */
 const isAll = () => isAdmin() && !param("tenant");
@@ -57,42 +61,46 @@ const isAll = () => isAdmin() && !param("tenant");
 /** With more than one tenant an adapter's name does not tell which it is. */
 const adapterGroups = () => (isAll() ? ["tenant", "adapter"] : ["adapter"]);
 
-/** All that the page asks, at once; what lies behind does not change, so it is asked once. */
+/**
+ * All that the page asks: first what it shows, each question about months being work for the server, then what that is
+ * compared with. What lies behind does not change, so it is asked once.
+ */
 function useAnswers(range) {
   const tenant = param("tenant");
   const now = { ...spanOf(range), tenant };
   const before = { ...spanOf(range.previous), tenant };
-  const fresh = { everyS: range.isNow ? FRESH_S : undefined, about: range };
-  const ranked = { rank_by: "total_tokens" };
-  const group_by = adapterGroups().join();
+  const fresh = { everyS: range.isNow ? freshS(range) : undefined, about: range };
+  const groups = adapterGroups().join();
+  const byStatus = useApi("/v1/usage", { ...now, group_by: isAll() ? "tenant,status" : "status", limit: LIMIT }, { ...fresh, all: true });
+  const chart = useApi("/v1/usage", { ...now, bucket: range.bucket, tz: range.zone, group_by: groups, top: ROWS }, fresh);
+  const latency = useApi("/v1/usage/latency", { ...now, bucket: latencyBucket(range) }, fresh);
+  const then = (path) => (byStatus.data && chart.data && latency.data ? path : null);
   return {
-    byStatus: useApi("/v1/usage", { ...now, group_by: "status" }, fresh),
-    byStatusBefore: useApi("/v1/usage", { ...before, group_by: "status" }),
-    active: useApi("/v1/usage", { ...now, group_by: "adapter", top: 1 }, fresh),
-    activeBefore: useApi("/v1/usage", { ...before, group_by: "adapter", top: 1 }),
-    base: useApi("/v1/usage", { ...now, adapter: "" }, fresh),
-    baseBefore: useApi("/v1/usage", { ...before, adapter: "" }),
-    latency: useApi("/v1/usage/latency", { ...now, bucket: latencyBucket(range) }, fresh),
-    latencyBefore: useApi("/v1/usage/latency", before),
-    chart: useApi("/v1/usage", { ...now, bucket: range.bucket, tz: range.zone, group_by, top: TOP, ...ranked }, fresh),
-    adapters: useApi("/v1/usage", { ...now, group_by, top: ROWS, ...ranked }, fresh),
-    tenants: useApi(isAll() ? "/v1/usage" : null, { ...now, group_by: "tenant", top: ROWS, ...ranked }, fresh),
-    engine: useApi(isAdmin() ? "/v1/engine" : null, {}, fresh),
+    byStatus,
+    chart,
+    latency,
+    engine: useApi(isAdmin() ? "/v1/engine" : null, {}, { everyS: 15 }),
+    base: useApi(then("/v1/usage"), { ...now, adapter: "", group_by: isAll() ? "tenant" : "", limit: LIMIT }, fresh),
+    byStatusBefore: useApi(then("/v1/usage"), { ...before, group_by: "status" }),
+    adaptersBefore: useApi(then("/v1/usage"), { ...before, group_by: groups, top: 1 }),
+    baseBefore: useApi(then("/v1/usage"), { ...before, adapter: "", group_by: isAll() ? "tenant" : "", limit: LIMIT }),
+    latencyBefore: useApi(then("/v1/usage/latency"), before),
   };
 }
 
 const totalTokens = METRICS.total_tokens.of;
 const sumOf = (answer, statuses) => answer.data.filter((row) => statuses.includes(row.status)).reduce((sum, row) => sum + row.requests, 0);
 const errorShare = (answer) => (answer?.totals.requests ? sumOf(answer, ERRORS) / answer.totals.requests : null);
-const activeOf = (groups, base) => (groups && base ? groups.groups - (base.totals.requests ? 1 : 0) : null);
+/** Groups of adapters, without the base of this or of each tenant. */
+const activeOf = (adapters, base) => (adapters && base ? adapters.groups - (base.groups ?? (base.totals.requests ? 1 : 0)) : null);
 
-function Tiles({ byStatus, byStatusBefore, active, activeBefore, base, baseBefore, latency, latencyBefore }) {
+function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefore, latency, latencyBefore }) {
   const [now, before] = [byStatus.data?.totals, byStatusBefore.data?.totals];
   const tile = (name) => ({ value: now ? html`<span data-exact=${now[name]}>${compact(now[name])}</span>` : "–", hint: now && count(now[name]), change: change(now?.[name], before?.[name]) });
   const aborted = byStatus.data && sumOf(byStatus.data, ["aborted"]);
   const [ttft, ttftBefore] = [latency.data?.totals.ttft_s, latencyBefore.data?.totals.ttft_s];
   const errors = errorShare(byStatus.data);
-  const inUse = activeOf(active.data, base.data);
+  const inUse = activeOf(chart.data, base.data);
   const currency = byStatus.data?.currency;
   return html`<section aria-label="Figures" class="tiles">
     <div class="stats">
@@ -108,7 +116,7 @@ function Tiles({ byStatus, byStatusBefore, active, activeBefore, base, baseBefor
         <p class="stat-note">${byStatus.data ? `${count(sumOf(byStatus.data, ERRORS))} of ${count(now.requests)}; ${count(aborted)} aborted by their clients` : "–"}</p><//>
       ${["p50", "p95"].map((name) => html`<${Stat} key=${name} label=${`Time to first token, ${name}`} isGood=${false} change=${change(ttft?.[name], ttftBefore?.[name])}
         value=${html`<span data-exact=${ttft?.[name]}>${seconds(ttft?.[name])}</span>`} hint=${`${name.slice(1)} of 100 requests had their first token within this time`} />`)}
-      <${Stat} label="Adapters in use" isGood=${true} value=${inUse === null ? "–" : count(inUse)} change=${change(inUse, activeOf(activeBefore.data, baseBefore.data))} hint="Adapters with a request in this time" />
+      <${Stat} label="Adapters in use" isGood=${true} value=${inUse === null ? "–" : count(inUse)} change=${change(inUse, activeOf(adaptersBefore.data, baseBefore.data))} hint=${`Adapters with a request in this time${isAll() ? "; one that several tenants call counts for each" : ""}`} />
       ${currency && html`<${Stat} label="Cost" value=${money(now.cost, currency)} hint=${`${now.cost} ${currency}`} change=${change(Number(now.cost), before && Number(before.cost))} />`}
     </div>
   </section>`;
@@ -124,7 +132,7 @@ function TokensCard({ chart, range }) {
   const actions = html`<${Link} to="/usage" params=${{ range: range.name === "custom" ? null : range.name }}>Explore usage<//>`;
   return html`<${Card} title="Tokens by adapter" note=${range.bucket === "1d" ? "per day" : range.bucket === "1h" ? "per hour" : "per minute"} actions=${actions}>
     <${Waiting} of=${chart}>${(answer, about) => {
-      const { buckets, series } = chartOf(answer, about, { groups: adapterGroups(), metric: "total_tokens", top: TOP });
+      const { buckets, series } = chartOf(answer, about, { groups: adapterGroups(), metric: "total_tokens", top: COLOURS });
       return html`<${StackedBars} buckets=${buckets} series=${series} label="Tokens by adapter" format=${shortFormat("total_tokens")} exact=${fullFormat("total_tokens")} />
         <${Legend} series=${series} />`;
     }}<//>
@@ -146,15 +154,12 @@ function AdapterName({ row }) {
   return html`${place ? html`<${Link} ...${place}>${name}<//>` : html`<span>${name}</span>`}${row.tenant && html` <span class="quiet">${row.tenant}</span>`}`;
 }
 
-const FIGURES = [
-  { key: "requests", label: "Requests", isNumber: true, cell: (row) => count(row.requests) },
-  { key: "prompt_tokens", label: "In", isNumber: true, cell: (row) => count(row.prompt_tokens) },
-  { key: "completion_tokens", label: "Out", isNumber: true, cell: (row) => count(row.completion_tokens) },
-];
+const figure = (key, label) => ({ key, label, isNumber: true, cell: (row) => html`<span data-exact=${row[key]} title=${count(row[key])}>${compact(row[key])}</span>` });
+const FIGURES = [figure("requests", "Requests"), figure("prompt_tokens", "In"), figure("completion_tokens", "Out")];
 
 function figuresOf(answer) {
   if (!answer.currency) return FIGURES;
-  return [...FIGURES, { key: "cost", label: `Cost (${answer.currency})`, isNumber: true, value: (row) => Number(row.cost), cell: (row) => html`<span title=${row.cost}>${money(row.cost)}</span>` }];
+  return [...FIGURES, { key: "cost", label: `Cost (${answer.currency})`, isNumber: true, cell: (row) => money(row.cost) }];
 }
 
 const shareOf = (row, totals) => (totalTokens(totals) ? totalTokens(row) / totalTokens(totals) : 0);
@@ -167,22 +172,35 @@ const shareColumn = (totals) => ({
   cell: (row) => html`<span class="share"><span class="share-fill" style=${{ width: `${100 * shareOf(row, totals)}%` }} /></span> ${percent(shareOf(row, totals))}`,
 });
 
-/** Rows of the top, and one for all others. */
-const named = (rows) => rows.map((row, place) => ({ ...row, place }));
+/** One row for each name that `nameIn` gives, with its sums, the most tokens first; all behind `most` of them are one row. */
+function foldedBy(rows, nameIn, most = Infinity) {
+  const found = new Map();
+  for (const row of rows) {
+    const name = nameIn(row);
+    const sum = found.get(name) ?? { name, tenant: row.tenant, adapter: row.adapter, other: row.other === true, requests: 0, prompt_tokens: 0, completion_tokens: 0, cost: 0 };
+    for (const figure of ["requests", "prompt_tokens", "completion_tokens"]) sum[figure] += row[figure];
+    sum.cost += Number(row.cost ?? 0);
+    found.set(name, sum);
+  }
+  const ordered = [...found.values()].sort((a, b) => a.other - b.other || totalTokens(b) - totalTokens(a));
+  const rest = ordered.slice(most).map((row) => ({ ...row, other: true }));
+  return [...ordered.slice(0, most), ...(rest.length ? foldedBy(rest, () => "other") : [])];
+}
 
-function TopAdapters({ top }) {
-  const tenant = param("tenant");
+const adapterIn = (row) => (row.other ? "other" : JSON.stringify([row.tenant, row.adapter]));
+
+function TopAdapters({ chart }) {
+  const columns = (answer) => [{ key: "adapter", label: "Adapter", value: (row) => (row.other ? null : nameOf(row, "adapter")), cell: (row) => html`<${AdapterName} row=${row} />` }, ...figuresOf(answer), shareColumn(answer.totals)];
   return html`<${Card} title="Top adapters" actions=${html`<${Link} to="/usage" params=${{ group: "adapter" }}>All of them<//>`}>
-    <${Waiting} of=${top}>${(answer) => html`<${Table} caption="Top adapters" rows=${named(answer.data)} keyOf=${(row) => (row.other ? "other" : [row.tenant ?? tenant, row.adapter ?? BASE, row.place].join("/"))}
-      columns=${[{ key: "adapter", label: "Adapter", value: (row) => (row.other ? null : row.adapter ?? "base model"), cell: (row) => html`<${AdapterName} row=${row} />` }, ...figuresOf(answer), shareColumn(answer.totals)]} />`}<//>
+    <${Waiting} of=${chart}>${(answer) => html`<${Table} caption="Top adapters" rows=${foldedBy(answer.data, adapterIn)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
   <//>`;
 }
 
-function TopTenants({ top }) {
+function TopTenants({ byStatus }) {
   const name = (row) => (row.other || !row.tenant ? html`<span class="quiet">${nameOf(row, "tenant")}</span>` : html`<${Link} to=${`/tenants/${encodeURIComponent(row.tenant)}`}>${row.tenant}<//>`);
+  const columns = (answer) => [{ key: "tenant", label: "Tenant", cell: name }, ...figuresOf(answer), shareColumn(answer.totals)];
   return html`<${Card} title="Top tenants" actions=${html`<${Link} to="/usage" params=${{ group: "tenant" }}>All of them<//>`}>
-    <${Waiting} of=${top}>${(answer) => html`<${Table} caption="Top tenants" rows=${named(answer.data)} keyOf=${(row) => (row.other ? "other" : row.tenant ?? "")}
-      columns=${[{ key: "tenant", label: "Tenant", cell: name }, ...figuresOf(answer), shareColumn(answer.totals)]} />`}<//>
+    <${Waiting} of=${byStatus}>${(answer) => html`<${Table} caption="Top tenants" rows=${foldedBy(answer.data, (row) => row.tenant ?? "", ROWS)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
   <//>`;
 }
 

@@ -58,7 +58,7 @@ function Filters({ range, keys }) {
   const named = { adapter: (value) => nameOf({ adapter: value === BASE ? null : value }, "adapter"), key: (value) => keyName(value, keys) };
   return html`<div class="filters" role="group" aria-label="Filters">
     ${dimensions.map((dimension) => html`<${Filter} key=${dimension} label=${DIMENSIONS[dimension]} isSingle=${dimension === "tenant"} nameOf=${named[dimension]}
-      chosen=${paramAll(dimension)} onChange=${(values) => setParams({ [dimension]: values })} useOptions=${() => useOptionsOf(dimension, range, keys)} />`)}
+      chosen=${paramAll(dimension)} onChange=${(values) => setParams({ [dimension]: values })} useOptions=${() => useOptionsOf(dimension, range)} />`)}
     ${isAny && html`<${Button} kind="small" onClick=${() => setParams(Object.fromEntries(dimensions.map((dimension) => [dimension, null])))}>Clear all<//>`}
   </div>`;
 }

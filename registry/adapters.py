@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Select, and_, delete, func, literal, or_, select
+from sqlalchemy import ColumnElement, Select, and_, delete, func, literal, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -82,13 +82,31 @@ async def publish_version(
 
 async def list_adapters(session: AsyncSession, tenant_id: str, after: str | None, limit: int) -> Page[Adapter]:
     """A tenant's own adapters by name, those after the name `after`."""
-    check_integer(limit, "limit", low=1, high=MAX_PAGE)
-    statement = _with_owner(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name).limit(limit + 1)
+    statement = _with_owner(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
     if after is not None:
         statement = statement.where(AdapterRow.name > check_text(after, "after", 63))
-    rows = [(row, owner) for row, owner in await session.execute(statement)]
-    items = await _records(session, rows[:limit])
-    return Page(items=items, next=items[-1].name if len(rows) > limit else None)
+    items, more = await _first(session, statement, limit)
+    return Page(items=items, next=items[-1].name if more else None)
+
+
+async def list_every_adapter(session: AsyncSession, after: str | None, limit: int) -> Page[Adapter]:
+    """Every tenant's adapters by tenant and name, those after `tenant/name`."""
+    order = (TenantRow.name, AdapterRow.name)
+    statement = _with_owner().order_by(*order)
+    if after is not None:
+        tenant, _, name = check_text(after, "after", 127).partition("/")
+        statement = statement.where(tuple_(*order) > tuple_(tenant, name))
+    items, more = await _first(session, statement, limit)
+    return Page(items=items, next=f"{items[-1].tenant}/{items[-1].name}" if more else None)
+
+
+async def _first(
+    session: AsyncSession, statement: Select[AdapterRow, str], limit: int
+) -> tuple[tuple[Adapter, ...], bool]:
+    """The first adapters of a listing, and whether there are more."""
+    found = await session.execute(statement.limit(check_integer(limit, "limit", low=1, high=MAX_PAGE) + 1))
+    rows = [(row, owner) for row, owner in found]
+    return await _records(session, rows[:limit]), len(rows) > limit
 
 
 async def list_granted(session: AsyncSession, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:

@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
 from weft.registry import audit
-from weft.registry.models import UsageEventRow, UsageRollupRow
+from weft.registry.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.names import check_text
 
-_TABLES = (UsageEventRow, UsageRollupRow)
+_TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow)
 
 
 async def erase_keys(session: AsyncSession, key_ids: Collection[str], now: datetime) -> int:

@@ -22,13 +22,13 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from weft.errors import CapacityError
-from weft.registry import usage
+from weft.registry import adapter_sums, latency, usage, usage_query
 from weft.registry.clock import Clock, to_micros, utc_now
 from weft.registry.database import Database, turn
 from weft.registry.erasure import erase_keys
 from weft.registry.journal import Journal, JournalFiles, read_lines
 from weft.registry.prices import PriceTable
-from weft.registry.records import AdapterUsage, Page, UsageEvent, UsageQuery, UsageReport
+from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
 from weft.registry.usage_events import list_events
 
 MOVE_INTERVAL_S = 1.0
@@ -214,7 +214,7 @@ class UsageLedger:
             InvalidRequestError: Range, grouping, limit or cursor make no sense.
         """
         async with self._database.read() as session:
-            return await usage.query(session, query, prices)
+            return await usage_query.query(session, query, prices)
 
     async def events(self, query: UsageQuery) -> Page[UsageEvent]:
         """The events themselves, oldest first, as the database has them.
@@ -225,10 +225,19 @@ class UsageLedger:
         async with self._database.read() as session:
             return await list_events(session, query)
 
+    async def latency(self, query: UsageQuery) -> LatencyReport:
+        """Times to the first token and where adapters were, as the database has them, for whole hours.
+
+        Raises:
+            InvalidRequestError: Range, grouping or filters make no sense, or the answer would be too long.
+        """
+        async with self._database.read() as session:
+            return await latency.query(session, query)
+
     async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
         """All that was ever asked of these adapters; ids without usage are missing."""
         async with self._database.read() as session:
-            return await usage.summary(session, adapter_ids)
+            return await adapter_sums.summary(session, adapter_ids)
 
     async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
         """Tokens billed to a tenant or a key until now, with what was acknowledged just now.

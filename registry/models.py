@@ -224,6 +224,40 @@ class UsageRollupRow(Base):
     """When its latest event ended."""
 
 
+class UsageLatencyRow(Base):
+    """Requests of one hour by their time to the first token; written in the transaction that inserts the events."""
+
+    __tablename__ = "usage_latency"
+
+    at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    """The hour's first microsecond."""
+    tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    adapter_state: Mapped[str] = mapped_column(String(16), primary_key=True)
+    bin: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    """Of `latency_bins.py`."""
+    tenant: Mapped[str] = mapped_column(String(63))
+    adapter: Mapped[str] = mapped_column(String(127))
+    requests: Mapped[int] = mapped_column(BigInteger)
+
+
+class UsageAdapterRow(Base):
+    """Sums of all hours of an adapter and a key; written in the transaction that inserts the events."""
+
+    __tablename__ = "usage_adapters"
+
+    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    last_at: Mapped[int] = mapped_column(BigInteger)
+    """When its latest event ended."""
+
+
 class IdempotencyRow(Base):
     """A change that a client may send again under the same key, and what it was answered."""
 

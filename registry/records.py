@@ -21,6 +21,7 @@ UploadState = Literal["uploading", "ready", "rejected"]
 
 Bucket = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant", "adapter", "version", "key", "status"]
+RankBy = Literal["requests", "prompt_tokens", "completion_tokens", "total_tokens", "cost"]
 
 Shares = Mapping[int, int]
 """Versions by number, each with its weight among them."""
@@ -289,8 +290,15 @@ class UsageQuery:
     end: datetime
     """The first moment that no longer counts."""
     bucket: Bucket | None = None
-    """Width of a row's time span (UTC minutes, hours or days); None makes one span of the whole range."""
+    """Width of a row's time span (minutes, hours or days of `tz`); None makes one span of the whole range."""
+    tz: str = "UTC"
+    """IANA name of a time zone."""
     group_by: tuple[GroupBy, ...] = ()
+    top: int | None = None
+    """So many groups of the whole range have rows, all others one row together in each bucket; then all rows come at
+    once, whatever the limit."""
+    rank_by: RankBy = "total_tokens"
+    """Which groups are the top ones; total tokens are prompt and completion tokens."""
     tenant_id: str | None = None
     """Only this tenant's usage; always set it for a tenant's own query."""
     adapters: tuple[str, ...] = ()
@@ -308,7 +316,10 @@ class UsageRow(UsageTotals):
     """One bucket of one group; fields that the query does not group by are None."""
 
     start: datetime
+    """The bucket's first moment, also where the range begins later; without buckets the range's."""
     end: datetime
+    other: bool = False
+    """All groups below the top together; the fields of the group are None."""
     tenant_id: str | None = None
     tenant: str | None = None
     adapter_id: str | None = None
@@ -325,7 +336,46 @@ class UsageReport:
 
     rows: tuple[UsageRow, ...]
     totals: UsageTotals
+    groups: int | None
+    """How many groups the range has; None without grouping."""
     next: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyFigures:
+    """How requests began."""
+
+    requests: int
+    states: Mapping[str, int]
+    """Requests by where their adapter was on arrival: device, host, stored; or base, or unknown."""
+    hit_rate: float | None
+    """Of the requests whose adapter was somewhere, the share that found it on the device; None for none."""
+    ttft_s: Mapping[int, float] | None
+    """Percentiles of the time to the first token, in seconds; None where no request had one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyRow(LatencyFigures):
+    """One bucket of one group; fields that the query does not group by are None."""
+
+    start: datetime
+    end: datetime
+    tenant: str | None = None
+    adapter: str | None = None
+    """With grouping by adapter or version None means the base model."""
+    version: int | None = None
+    key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyReport:
+    """Rows, and the figures of the whole range."""
+
+    start: datetime
+    """The range that was answered: the one asked for, widened to whole hours."""
+    end: datetime
+    rows: tuple[LatencyRow, ...]
+    totals: LatencyFigures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

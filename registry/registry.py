@@ -406,6 +406,11 @@ class Registry:
         async with self._database.read() as session:
             return await adapters.list_adapters(session, tenant_id, after, limit)
 
+    async def list_every_adapter(self, after: str | None = None, limit: int = 100) -> Page[Adapter]:
+        """Every tenant's adapters by tenant and name, those after `tenant/name`; for admins only."""
+        async with self._database.read() as session:
+            return await adapters.list_every_adapter(session, after, limit)
+
     async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
         """What this tenant may call of others, as `tenant/name`, or at the one version that is granted."""
         async with self._database.read() as session:

@@ -12,6 +12,8 @@ from weft.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from weft.registry.records import Identity, Scope
 from weft.server.services import Services, services_of
 
+EVERY_TENANT = "*"
+"""No tenant can be called this."""
 TenantQuery = Annotated[str | None, Query(description="For admins: the tenant to act for.")]
 
 
@@ -105,6 +107,17 @@ class ActingForTenant(Acting):
         return bound(await super().__call__(request, tenant))
 
 
+class ActingForEvery(ActingForTenant):
+    """Like `ActingForTenant`, but `?tenant=*` from an admin means no tenant in particular, so all of them."""
+
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:  # type: ignore[override]
+        """Called by FastAPI for each request."""
+        identity = identity_of(request)
+        if identity.role == "admin" and tenant == EVERY_TENANT:
+            return Caller(identity=identity, tenant_id=None, tenant=None)
+        return await super().__call__(request, tenant)
+
+
 async def for_tenant(services: Services, admin: Identity, tenant: str | None) -> Caller:
     """An admin acting for the tenant of this name, or for the default one.
 
@@ -135,5 +148,6 @@ AnyCaller = Annotated[Caller, Depends(Acting())]
 InferCaller = Annotated[Caller, Depends(Acting("infer"))]
 UploadCaller = Annotated[Caller, Depends(Acting("adapters"))]
 UsageCaller = Annotated[Caller, Depends(Acting("usage"))]
+AnyTenantReader = Annotated[Caller, Depends(ActingForEvery())]
 TenantReader = Annotated[TenantCaller, Depends(ActingForTenant())]
 TenantWriter = Annotated[TenantCaller, Depends(ActingForTenant("adapters"))]

@@ -383,6 +383,7 @@ class UsageRowView(UsageTotalsView):
     """Usage of one span of time, and of one group where grouping was asked for."""
 
     start: str
+    """Of the bucket, also where the range begins or ends within it; without `bucket`, of the range."""
     end: str
     tenant: str | None = None
     adapter: str | None = None
@@ -390,6 +391,8 @@ class UsageRowView(UsageTotalsView):
     version: int | None = None
     key: str | None = None
     status: str | None = None
+    other: bool = False
+    """All groups below the top together, their fields null; absent without `top`."""
 
 
 class UsageList(View):
@@ -399,8 +402,65 @@ class UsageList(View):
     data: list[UsageRowView]
     next: str | None
     totals: UsageTotalsView
+    groups: int | None = None
+    """How many groups the whole range has; absent without `group_by`."""
     currency: str | None = None
     """Of the costs; absent where no prices are set."""
+
+
+class AdapterStatesView(View):
+    """Requests by where their adapter was when they arrived."""
+
+    device: int
+    host: int
+    stored: int
+    base: int
+    """Requests without an adapter."""
+    unknown: int
+    """Requests that ended before anybody looked."""
+
+
+class TtftView(View):
+    """Seconds within which so many percent of the requests had their first token."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class LatencyFiguresView(View):
+    """How requests began."""
+
+    requests: int
+    states: AdapterStatesView
+    hit_rate: float | None
+    """Of the requests that found their adapter anywhere, the share that found it on the device; null for none."""
+    ttft_s: TtftView | None
+    """At most a factor of 1.122 off; null where no request had a first token."""
+
+
+class LatencyRowView(LatencyFiguresView):
+    """One span of time, and one group where grouping was asked for."""
+
+    start: str
+    end: str
+    tenant: str | None = None
+    adapter: str | None = None
+    """Null is the base model, where grouped by adapter or version."""
+    version: int | None = None
+    key: str | None = None
+
+
+class LatencyList(View):
+    """Latency, with the figures of the whole range."""
+
+    object: Literal["list"] = "list"
+    start: str
+    """The range that was answered: the one asked for, widened to full hours."""
+    end: str
+    data: list[LatencyRowView]
+    next: None
+    totals: LatencyFiguresView
 
 
 class UsageEventView(View):

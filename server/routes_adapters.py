@@ -12,7 +12,7 @@ from weft.engine.status import EngineReady
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.records import AdapterUsage
 from weft.registry.selectors import DEFAULT_ALIAS
-from weft.server.access import Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
+from weft.server.access import AnyTenantReader, Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
 from weft.server.adapter_fit import FitItem, Room, find_fit, planned_item, waste
 from weft.server.json_body import json_body
 from weft.server.openapi import takes, takes_retries, takes_upload
@@ -43,10 +43,16 @@ async def upload_adapter(request: Request, services: Wired, caller: UploadCaller
 
 @router.get("/v1/adapters")
 async def list_adapters(
-    services: Wired, caller: TenantReader, after: str | None = None, limit: Limit = 100
+    services: Wired, caller: AnyTenantReader, after: str | None = None, limit: Limit = 100
 ) -> AdapterList:
-    """List the tenant's adapters by name, with where they are and what was asked of them."""
-    page = await services.registry.list_adapters(caller.tenant_id, after, limit)
+    """List the tenant's adapters by name, with where they are and what was asked of them.
+
+    With `?tenant=*` an admin sees those of all tenants, by tenant and name.
+    """
+    if caller.tenant_id is None:
+        page = await services.registry.list_every_adapter(after, limit)
+    else:
+        page = await services.registry.list_adapters(caller.tenant_id, after, limit)
     residency = await residency_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in page.items])
     pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in page.items))

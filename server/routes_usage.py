@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
 from weft.registry.prices import in_currency
-from weft.registry.records import GroupBy, UsageQuery, UsageRow, UsageTotals
-from weft.registry.usage import MAX_ROWS, MAX_WANTED
+from weft.registry.records import GroupBy, RankBy, UsageQuery, UsageRow, UsageTotals
+from weft.registry.usage import MAX_ROWS, MAX_TOP, MAX_WANTED
+from weft.registry.usage_buckets import zone
 from weft.server.access import Caller, UsageCaller
 from weft.server.responses import (
     OrganizationUsageBucket,
@@ -25,8 +26,6 @@ from weft.server.responses import (
     UsageEventList,
     UsageEventView,
     UsageList,
-    UsageRowView,
-    UsageTotalsView,
 )
 from weft.server.services import Services, Wired
 from weft.server.views import iso, usage_event_view
@@ -64,11 +63,11 @@ class RangeParams(BaseModel):
     limit: int = Field(1000, ge=1, le=MAX_ROWS)
     format: Literal["json", "csv"] = "json"
 
-    def query(self, caller: Caller, now: datetime) -> UsageQuery:
-        """The question to the ledger, without bucket and grouping."""
-        end = _moment(self.end, "end") if self.end else now + timedelta(seconds=1)
+    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+        """The question to the ledger, without bucket and grouping; times that name no offset are of the zone."""
+        end = _moment(self.end, "end", zone) if self.end else now + timedelta(seconds=1)
         return UsageQuery(
-            start=_moment(self.start, "start") if self.start else _days_before(end),
+            start=_moment(self.start, "start", zone) if self.start else _days_before(end),
             end=end,
             tenant_id=_whose(caller, self.tenant),
             adapters=tuple(self.adapter),
@@ -84,8 +83,28 @@ class UsageParams(RangeParams):
     """What GET /v1/usage takes."""
 
     bucket: BucketWidth | None = None
+    """Width of a row's time span: minutes, or hours and days as clocks in `tz` show them."""
+    tz: str = Field("UTC", max_length=64)
+    """IANA name of a time zone; `start` and `end` without an offset are of this zone, those of rows are in UTC."""
     group_by: str = ""
     """Comma-separated: tenant, adapter, version, key, status."""
+    top: int | None = Field(None, ge=1, le=MAX_TOP)
+    """Only so many groups, the largest of the whole range, have rows of their own, the largest first. All others are
+    one row per bucket with `"other": true`, so rows still add up to the totals. There are no pages then, and `limit`
+    does not count."""
+    rank_by: RankBy = "total_tokens"
+    """What makes a group large, with `top`: total tokens are prompt and completion tokens; cost needs prices."""
+
+    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+        """The question to the ledger."""
+        return replace(
+            super().query(caller, now, zone),
+            bucket=self.bucket,
+            tz=self.tz,
+            group_by=_groups(self.group_by),
+            top=self.top,
+            rank_by=self.rank_by,
+        )
 
 
 class OrganizationUsageParams(BaseModel):
@@ -119,7 +138,7 @@ async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
 ) -> UsageList | Response:
     """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
-    query = replace(params.query(caller, services.now()), bucket=params.bucket, group_by=_groups(params.group_by))
+    query = params.query(caller, services.now(), zone(params.tz))
     await services.registry.usage.flush()
     report = await services.registry.usage.query(query, services.prices)
     currency = services.prices.currency if services.prices else None
@@ -127,12 +146,15 @@ async def get_usage(
     if params.format == "csv":
         empty = UsageRow(start=query.start, end=query.end)
         return _csv_response(list(_row_fields(query, empty, currency)), rows, next_page=report.next)
-    return UsageList(
-        object="list",
-        data=[UsageRowView.model_validate(row) for row in rows],
-        next=report.next,
-        totals=UsageTotalsView.model_validate(_sums(report.totals, currency)),
-        **({"currency": currency} if currency else {}),
+    extra = {"groups": report.groups, "currency": currency}
+    return UsageList.model_validate(
+        {
+            "object": "list",
+            "data": rows,
+            "next": report.next,
+            "totals": _sums(report.totals, currency),
+            **{name: value for name, value in extra.items() if value is not None},
+        }
     )
 
 
@@ -200,13 +222,13 @@ def _whose(caller: Caller, tenant: str | None) -> str | None:
     return None if caller.is_admin and tenant is None else caller.tenant_id
 
 
-def _moment(text: str, param: str) -> datetime:
-    """A time in ISO-8601 (UTC where it names no offset) or Unix seconds."""
+def _moment(text: str, param: str, zone: tzinfo) -> datetime:
+    """A time in ISO-8601 (of the zone where it names no offset) or Unix seconds."""
     try:
         if text.isascii() and text.isdigit():
             return datetime.fromtimestamp(int(text), UTC)
         moment = datetime.fromisoformat(_SPACED_OFFSET.sub("+", text))
-        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
     except (ValueError, OverflowError, OSError) as error:
         raise InvalidRequestError(f"{param} must be a time in ISO-8601 or Unix seconds.", param=param) from error
 
@@ -234,6 +256,8 @@ def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[
     if by_adapter:
         fields["adapter"] = row.adapter
     fields.update({name: groups[name] for name in ("version", "key", "status") if name in query.group_by})
+    if query.top is not None:
+        fields["other"] = row.other
     return {**fields, **_sums(row, currency)}
 
 
@@ -257,7 +281,9 @@ def _csv_response(fields: list[str], rows: Iterable[dict[str, object]], next_pag
 
 
 def _cell(value: object) -> object:
-    """A client's own text may begin like a formula, which spreadsheets would run."""
+    """A client's own text may begin like a formula, which spreadsheets would run; true and false as in JSON."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 

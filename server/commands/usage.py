@@ -22,11 +22,15 @@ def usage(  # noqa: PLR0913 - one parameter per option
     bucket: Annotated[str | None, typer.Option(help="1m, 1h or 1d.")] = None,
     start: Annotated[str | None, typer.Option(help="ISO-8601. [default: 30 days ago]")] = None,
     end: Annotated[str | None, typer.Option(help="ISO-8601. [default: now]")] = None,
+    tz: Annotated[str | None, typer.Option(help="Zone of days and of times without offset: Europe/Berlin.")] = None,
+    top: Annotated[int | None, typer.Option(help="Only the largest groups; all others are one row per bucket.")] = None,
     adapter: Annotated[list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat.")] = None,
     status: Annotated[
         list[str] | None, typer.Option(help="Only stop, length, aborted, error or interrupted; repeat.")
     ] = None,
-    events: Annotated[bool, typer.Option("--events", help="The single events, without --by and --bucket.")] = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="The single events, without --by, --bucket, --tz and --top.")
+    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     tenant: TENANT = None,
     url: URL = DEFAULT_URL,
@@ -34,10 +38,10 @@ def usage(  # noqa: PLR0913 - one parameter per option
     as_json: JSON = False,
 ) -> None:
     """Show who used how many tokens."""
-    params = {"start": start, "end": end, "tenant": tenant, "adapter": adapter, "status": status}
+    params: dict[str, Any] = {"start": start, "end": end, "tenant": tenant, "adapter": adapter, "status": status}
     path = "/v1/usage/events" if events else "/v1/usage"
     if not events:
-        params |= {"group_by": by, "bucket": bucket}
+        params |= {"group_by": by, "bucket": bucket, "tz": tz, "top": top}
     if as_csv:
         _print_csv(url, key, path, params)
         return
@@ -51,7 +55,7 @@ def usage(  # noqa: PLR0913 - one parameter per option
         return
     groups = [name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")]
     sums = [*SUMS, *(("cost",) if "currency" in body else ())]
-    show(body, as_json, [*(("start",) if bucket else ()), *groups, *sums])
+    show(body, as_json, [*(("start",) if bucket else ()), *groups, *(("other",) if top else ()), *sums])
     if not as_json:
         totals = "  ".join(f"{name} {body['totals'][name]}" for name in sums)
         typer.echo(f"total {totals} {body.get('currency', '')}".rstrip())

@@ -89,41 +89,49 @@ export async function errorOf(response) {
 }
 
 /**
- * Read from the API while a component is shown; earlier data stays until newer is here.
+ * Read from the API while a component is shown; earlier data stays until newer is here. Where another question fails,
+ * nothing stays: what was shown answers something else.
  * @template T
  * @param {string|null} path Null asks nothing.
  * @param {Record<string, unknown>} [params]
- * @param {{all?: boolean, everyS?: number}} [options] All pages of a list; asked anew every so many seconds.
- * @returns {{data: T|undefined, error: ApiError|null, isLoading: boolean, reload: () => void}}
+ * @param {{all?: boolean, everyS?: number, about?: unknown}} [options] All pages of a list; asked anew every so many
+ *   seconds; what was true of the question, given back with its answer.
+ * @returns {{data: T|undefined, about: unknown, at: number|null, error: ApiError|null, isLoading: boolean,
+ *   isStale: boolean, reload: () => void}} `at` is when the data came, `isStale` while it answers an earlier question.
  */
-export function useApi(path, params = {}, { all = false, everyS } = {}) {
+export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
   const key = path === null ? null : address(path, params);
-  const [state, setState] = useState({ key: null, data: undefined, error: null, isLoading: true });
+  const [state, setState] = useState({ key: null, data: undefined, at: null, error: null, isLoading: true });
   const [asked, setAsked] = useState(0);
   const reload = useCallback(() => setAsked((times) => times + 1), []);
   const shown = useRef(key);
   shown.current = key;
+  const isAsking = useRef(false);
   useEffect(() => {
     if (key === null) return undefined;
     const aborter = new AbortController();
+    isAsking.current = true;
     setState((before) => ({ ...before, isLoading: true }));
     const answer = all ? callAll(path, params, aborter.signal) : call("GET", path, { params, signal: aborter.signal });
-    answer.then(
-      (data) => shown.current === key && setState({ key, data, error: null, isLoading: false }),
+    answer.finally(() => aborter.signal.aborted || (isAsking.current = false)).then(
+      (data) => shown.current === key && setState({ key, data, about, at: Date.now(), error: null, isLoading: false }),
       (error) => {
         if (error.name === "AbortError" || shown.current !== key) return;
         if (!(error instanceof ApiError)) throw error;
-        setState((before) => ({ ...before, error, isLoading: false }));
+        setState((before) => ({ ...(before.key === key ? before : { key, data: undefined, at: null }), error, isLoading: false }));
       },
     );
     return () => aborter.abort();
   }, [key, asked, all]);
   useEffect(() => {
     if (!everyS || key === null) return undefined;
-    const timer = setInterval(() => document.hidden || reload(), everyS * 1000);
+    // An answer may take longer than the time between two questions.
+    const timer = setInterval(() => document.hidden || isAsking.current || reload(), everyS * 1000);
     return () => clearInterval(timer);
   }, [everyS, key]);
-  return { data: state.data, error: state.error, isLoading: state.isLoading || state.key !== key, reload };
+  const { data, about: answered, at, error } = state;
+  const isStale = state.key !== key;
+  return { data, about: answered, at, error, isLoading: state.isLoading || isStale, isStale, reload };
 }
 
 /**

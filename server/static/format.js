@@ -8,6 +8,9 @@ export const count = (value) => whole.format(value);
 /** 1234567 -> 1.2M; small numbers whole */
 export const compact = (value) => (Math.abs(value) < 10_000 ? whole.format(Math.round(value)) : short.format(value));
 
+/** 5000 -> 5K: the numbers of an axis, which are round */
+export const round = (value) => short.format(value);
+
 /** 0.1234 -> 12.3% */
 export const percent = (share) =>
   share === null || share === undefined ? "–" : `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 2 : 1)}%`;
@@ -41,6 +44,15 @@ export function money(text, currency) {
   const digits = value !== 0 && Math.abs(value) < 1 ? 4 : 2;
   return `${value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${currency ?? ""}`.trim();
 }
+
+/** An exact decimal text to its last digit, at least `digits` of them: ("1234.5", 4) -> 1,234.5000 */
+export function exactMoney(text, digits = 2) {
+  const [large, small = ""] = text.split(".");
+  return `${whole.format(BigInt(large))}.${small.padEnd(digits, "0")}`;
+}
+
+/** How many digits an exact decimal text has behind its point. */
+export const digitsOf = (text) => (text.split(".")[1] ?? "").length;
 
 /** How much more than before: (120, 100) -> +20.0%; null where there is nothing to compare with. */
 export function change(now, before) {

@@ -1,15 +1,17 @@
 // Which time a page shows, and in buckets of which width; read from the address.
 import { html } from "./lib.js";
 import { param, setParams } from "./place.js";
-import { DAY, HOUR, WIDTHS, bucketStart, isZone, momentOf, ownZone } from "./zone.js";
+import { DAY, HOUR, WIDTHS, bucketAfter, bucketStart, dayOf, isZone, momentOf, ownZone } from "./zone.js";
 import { Select } from "./ui.js";
 
 export const RANGES = {
-  "1h": { label: "Last hour", ms: HOUR, bucket: "1m" },
-  "24h": { label: "Last 24 hours", ms: DAY, bucket: "1h" },
-  "7d": { label: "Last 7 days", ms: 7 * DAY, bucket: "1d" },
-  "30d": { label: "Last 30 days", ms: 30 * DAY, bucket: "1d" },
-  "90d": { label: "Last 90 days", ms: 90 * DAY, bucket: "1d" },
+  "1h": { label: "Last hour", ms: HOUR },
+  "24h": { label: "Last 24 hours", ms: DAY },
+  "7d": { label: "Last 7 days", ms: 7 * DAY },
+  "30d": { label: "Last 30 days", ms: 30 * DAY },
+  "90d": { label: "Last 90 days", ms: 90 * DAY },
+  month: { label: "This month", months: 0 },
+  "last-month": { label: "Last month", months: -1 },
 };
 const BUCKETS = { "1m": "Minutes", "1h": "Hours", "1d": "Days" };
 const MAX_BUCKETS = 500;
@@ -18,20 +20,26 @@ const MAX_BUCKETS = 500;
 export const zoneShown = () => (isZone(param("tz") ?? "") ? param("tz") : ownZone());
 
 /**
- * The time that the address asks for: a range that ends now, or two days, the last of them included.
- * @returns {{start: number, end: number, bucket: "1m"|"1h"|"1d", zone: string, name: string,
- *   previous: {start: number, end: number}}}
+ * The time that the address asks for: a range that ends now, a month, or two days, the last of them included.
+ * @returns {{start: number, end: number, bucket: "1m"|"1h"|"1d", zone: string, name: string, widths: string[],
+ *   isNow: boolean, previous: {start: number, end: number}}} `widths` are those that `bucket` can be; `isNow` tells
+ *   whether more will come.
  */
 export function rangeShown(otherwise = "24h", now = Date.now()) {
   const zone = zoneShown();
+  // A range that ends now changes once a minute, not with every look at it.
+  const minute = Math.ceil(now / WIDTHS["1m"]) * WIDTHS["1m"];
   const days = customDays(zone);
   const name = days ? "custom" : RANGES[param("range")] ? param("range") : otherwise;
-  const preset = RANGES[name];
-  const bucket = chosenBucket(days ? days.end - days.start : preset.ms, preset?.bucket ?? "1d");
-  // A range that ends now changes once a minute, not with every look at it.
-  const end = days ? days.end : Math.ceil(now / 60_000) * 60_000;
-  const start = days ? days.start : bucketStart(zone, end - preset.ms + WIDTHS[bucket] - 1, bucket);
-  return { start, end, bucket, zone, name, previous: { start: start - (end - start), end: start } };
+  const { ms, months } = RANGES[name] ?? {};
+  const whole = days ?? (ms ? { start: minute - ms, end: minute } : monthOf(zone, minute, months));
+  const widths = widthsFor(whole.end - whole.start);
+  const bucket = widths.includes(param("bucket")) ? param("bucket") : widthFor(whole.end - whole.start);
+  const first = bucketStart(zone, whole.start, bucket);
+  // The last 24 hours begin with a whole hour, so that no bar shows a part of one.
+  const start = !ms || first === whole.start ? whole.start : bucketAfter(zone, first, bucket);
+  const end = whole.end;
+  return { start, end, bucket, zone, name, widths, isNow: end >= minute, previous: { start: start - (end - start), end: start } };
 }
 
 /** What the API takes for a range. */
@@ -43,23 +51,27 @@ function customDays(zone) {
   return { start: momentOf(zone, first), end: momentOf(zone, last + DAY) };
 }
 
-function chosenBucket(ms, otherwise) {
-  const wanted = param("bucket");
-  const width = WIDTHS[wanted];
-  return width && ms / width <= MAX_BUCKETS && ms / width >= 1 ? wanted : otherwise;
+function monthOf(zone, now, months) {
+  const [year, month] = dayOf(zone, now - 1).split("-").map(Number);
+  const [start, next] = [months, months + 1].map((more) => momentOf(zone, Date.UTC(year, month - 1 + more)));
+  return { start, end: Math.min(next, now) };
+}
+
+const widthFor = (ms) => (ms <= 3 * HOUR ? "1m" : ms <= 3 * DAY ? "1h" : "1d");
+
+/** Neither more bars than a chart can show nor a single one, but for a day or hour that is all there is. */
+function widthsFor(ms) {
+  return Object.keys(BUCKETS).filter((name) => name === widthFor(ms) || (ms / WIDTHS[name] <= MAX_BUCKETS && ms > WIDTHS[name]));
 }
 
 /** Range, zone and, where `withBucket`, width of the buckets. */
 export function RangePicker({ otherwise = "24h", withBucket = false }) {
   const range = rangeShown(otherwise);
-  const day = (at) => new Date(at + 12 * HOUR).toISOString().slice(0, 10);
   const presets = Object.entries(RANGES).map(([value, { label }]) => ({ value, label }));
   const choose = (value) =>
     value === "custom"
-      ? setParams({ range: null, bucket: null, start: day(range.start), end: day(range.end - DAY / 2) })
+      ? setParams({ range: null, bucket: null, start: dayOf(range.zone, range.start), end: dayOf(range.zone, range.end - 1) })
       : setParams({ range: value, bucket: null, start: null, end: null });
-  const ms = range.end - range.start;
-  const widths = Object.entries(BUCKETS).filter(([name]) => ms / WIDTHS[name] <= MAX_BUCKETS && ms >= WIDTHS[name]);
   const zones = [...new Set([range.zone, ownZone(), "UTC", ...(Intl.supportedValuesOf?.("timeZone") ?? [])])];
   return html`<div class="picker">
     <${Select} label="Range" value=${range.name} onChange=${choose}
@@ -71,7 +83,7 @@ export function RangePicker({ otherwise = "24h", withBucket = false }) {
         onChange=${(event) => event.target.value && setParams({ end: event.target.value })} />`}
     ${withBucket &&
     html`<${Select} label="By" value=${range.bucket} onChange=${(bucket) => setParams({ bucket })}
-      options=${widths.map(([value, label]) => ({ value, label }))} />`}
+      options=${range.widths.map((value) => ({ value, label: BUCKETS[value] }))} />`}
     <${Select} label="Time zone" value=${range.zone} onChange=${(tz) => setParams({ tz })}
       options=${zones.map((value) => ({ value, label: value.replaceAll("_", " ") }))} />
   </div>`;

@@ -26,9 +26,9 @@ export function Stat({ label, value, hint, change, isGood = null, children }) {
 }
 
 function Change({ share }) {
-  if (share === null) return html`<span class="quiet">nothing before to compare with</span>`;
+  if (share === null) return html`<span class="quiet">nothing to compare with</span>`;
   const text = `${share > 0 ? "+" : share < 0 ? "−" : "±"}${Math.abs(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)}%`;
-  return html`<span>${text}</span> <span class="quiet">against the time before</span>`;
+  return html`<span>${text}</span> <span class="quiet">against before</span>`;
 }
 
 /** A button; `kind`: "main", "danger" or nothing. An action that takes time is not begun twice. */
@@ -116,7 +116,7 @@ export function Loaded({ of: answer, lines = 4, children }) {
   if (answer.error && answer.data === undefined) return html`<${Problem} error=${answer.error} retry=${answer.reload} />`;
   if (answer.data === undefined) return html`<div class="skeleton" aria-busy="true" aria-label="Loading">${Array.from({ length: lines }, () => html`<span />`)}</div>`;
   return html`${answer.error && html`<${Problem} error=${answer.error} retry=${answer.reload} />`}
-    <div class=${answer.isLoading ? "stale" : ""} aria-busy=${answer.isLoading}>${children(answer.data)}</div>`;
+    <div class=${answer.isStale ? "stale" : ""} aria-busy=${answer.isLoading}>${children(answer.data)}</div>`;
 }
 
 /**
@@ -182,12 +182,17 @@ function sortedBy(rows, column, isDescending) {
 /** A window over the page; Escape and the cross close it. */
 export function Dialog({ title, onClose, children }) {
   const box = useRef(null);
+  const isGone = useRef(false);
   const id = useId();
   useEffect(() => {
-    box.current.showModal();
-    return () => box.current?.close();
+    const dialog = box.current;
+    dialog.showModal();
+    return () => {
+      isGone.current = true; // what takes the window away has no need to hear that it closed
+      dialog.close();
+    };
   }, []);
-  return html`<dialog ref=${box} class="dialog" aria-labelledby=${id} onClose=${onClose} onClick=${(event) => event.target === box.current && onClose()}>
+  return html`<dialog ref=${box} class="dialog" aria-labelledby=${id} onClose=${() => isGone.current || onClose()} onClick=${(event) => event.target === box.current && onClose()}>
     <div class="dialog-body">
       <header class="card-head"><h2 id=${id}>${title}</h2>
         <button type="button" class="icon-button" aria-label="Close" onClick=${onClose}>×</button></header>

@@ -32,30 +32,64 @@ export function offsetAt(zone, at) {
   return shown - Math.floor(at / 1000) * 1000;
 }
 
-/** The moment at which the zone's clocks show this; the later one where they show it twice. */
+/** The first moment at which the zone's clocks show this; where they leap over it, the moment of the leap. */
 export function momentOf(zone, shown) {
-  const guess = shown - offsetAt(zone, shown);
-  return shown - offsetAt(zone, guess);
+  const [before, after] = [shown - DAY, shown + DAY].map((at) => shown - offsetAt(zone, at));
+  const found = [before, after].filter((at) => at + offsetAt(zone, at) === shown);
+  return found.length ? Math.min(...found) : before;
 }
+
+/** What the zone's calendar says at a moment: 2026-11-22 */
+export const dayOf = (zone, at) => new Date(at + offsetAt(zone, at)).toISOString().slice(0, 10);
 
 /** The first moment of the bucket that holds a moment. */
 export function bucketStart(zone, at, bucket) {
   const width = WIDTHS[bucket];
+  if (bucket === "1m") return Math.floor(at / width) * width;
   const shown = at + offsetAt(zone, at);
-  return momentOf(zone, Math.floor(shown / width) * width);
+  if (bucket === "1d") return momentOf(zone, Math.floor(shown / width) * width);
+  const start = at - modulo(shown, width);
+  return minutesOf(zone, start) === minutesOf(zone, at) ? start : leapBetween(zone, start, at);
 }
 
-/** The first moments of all buckets from `start` to `end`. */
+/** The first moments of all buckets from `start` to `end`, as the server has them. */
 export function bucketsBetween(zone, start, end, bucket) {
-  const width = WIDTHS[bucket];
   const found = [];
-  for (let at = bucketStart(zone, start, bucket); at < end; ) {
-    found.push(at);
-    // A little past the next one, since a day may have 25 hours; at least one width on where clocks are put back.
-    const next = bucket === "1d" ? bucketStart(zone, at + width + 2 * HOUR, bucket) : at + width;
-    at = next > at ? next : at + width;
-  }
+  for (let at = bucketStart(zone, start, bucket); at < end; at = bucketAfter(zone, at, bucket)) found.push(at);
   return found;
+}
+
+/** The first moment of the bucket behind the one that starts at `at`. */
+export function bucketAfter(zone, at, bucket) {
+  const width = WIDTHS[bucket];
+  if (bucket === "1m") return at + width;
+  if (bucket === "1h") {
+    // Where clocks leap by a part of an hour, the hours around the leap are cut short.
+    let next = bucketStart(zone, at + width, bucket);
+    for (let between; (between = bucketStart(zone, next - 1, bucket)) > at; ) next = between;
+    return next;
+  }
+  let day = Math.floor((at + offsetAt(zone, at)) / DAY) * DAY;
+  let next = at;
+  while (next <= at) next = momentOf(zone, (day += DAY)); // a day that the calendar leaps over has no length
+  return next;
+}
+
+const modulo = (value, by) => value - Math.floor(value / by) * by;
+
+/** What the zone's hours are ahead of UTC's hours. */
+const minutesOf = (zone, at) => modulo(offsetAt(zone, at), HOUR);
+
+/** The one moment after `first`, up to `last`, at which the offset becomes that of `last`. */
+function leapBetween(zone, first, last) {
+  const offset = offsetAt(zone, last);
+  let [low, high] = [first, last];
+  while (high - low > 1) {
+    const middle = Math.floor((low + high) / 2);
+    if (offsetAt(zone, middle) === offset) high = middle;
+    else low = middle;
+  }
+  return high;
 }
 
 /** A bucket's name on an axis. */

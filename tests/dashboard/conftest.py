@@ -9,8 +9,10 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from browser import Watch, chromium, watched_page
+from usage_history import History, write_history
 from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
 
+PRICES = "currency: EUR\nper_million_tokens:\n  default: {prompt: 0.20, cached: 0.05, completion: 0.60}\n"
 OWNERS = {"haiku": "atelier", "french": "atelier", "shout": "harbour", "pirate": "harbour", "json": "harbour"}
 
 
@@ -24,7 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.25")
-    with weft_server(tmp_path_factory.mktemp("dashboard"), *options) as running:
+    prices = tmp_path_factory.mktemp("prices") / "prices.yaml"
+    prices.write_text(PRICES)
+    folder = tmp_path_factory.mktemp("dashboard")
+    with weft_server(folder, *options, WEFT_REGISTRY__PRICE_FILE=str(prices)) as running:
         for name, owner in OWNERS.items():
             answer = running.upload(running.tenant(owner), name, DEMO_ADAPTERS / name)
             assert answer.status_code == 201, answer.text
@@ -32,6 +37,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
                 running.ask(owner, name, "Where is my order?")
         running.ask("atelier", "weft-demo", "Where is my order?")
         yield running
+
+
+@pytest.fixture(scope="session")
+def history(server: WeftServer) -> History:
+    """What two more tenants used about the day on which clocks went back."""
+    return write_history(server)
 
 
 @pytest.fixture(scope="session")

@@ -359,3 +359,22 @@ async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: 
     with pytest.raises(NotFoundError):
         await registry.get_adapter(acme.id, "support")
     assert [entry.action for entry in await registry.list_audit()] == ["tenant.create"]
+
+
+async def test_adapters_of_all_tenants_are_listed_by_tenant_and_name_in_pages(registry: Registry, acme: Tenant) -> None:
+    other = await registry.create_tenant("a-b")
+    for tenant, names in ((acme, ("b", "z")), (other, ("a", "b", "c"))):
+        for name in names:
+            await registry.publish_version(tenant.id, name, facts(f"{tenant.name}{name}"))
+    listed, after = [], None
+    for size in (2, 2, 1):
+        page = await registry.list_every_adapter(after=after, limit=2)
+        assert len(page.items) == size
+        listed += [f"{adapter.tenant}/{adapter.name}" for adapter in page.items]
+        after = page.next
+    assert listed == ["a-b/a", "a-b/b", "a-b/c", "acme/b", "acme/z"]
+    assert after is None
+    assert [a.name for a in (await registry.list_every_adapter(after="acme")).items] == ["b", "z"]
+    assert (await registry.list_every_adapter(after="acme/z")).items == ()
+    with pytest.raises(InvalidRequestError):
+        await registry.list_every_adapter(after="nul/\x00")

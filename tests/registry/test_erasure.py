@@ -11,14 +11,14 @@ from sqlalchemy import select
 
 from registry_samples import NOON, StandingClock, usage_event
 from weft.errors import CapacityError, InvalidRequestError
-from weft.registry.models import UsageEventRow, UsageRollupRow
+from weft.registry.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.records import UsageEvent, UsageQuery
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 
 BY_KEY = UsageQuery(start=NOON - timedelta(days=2), end=NOON + timedelta(days=2), group_by=("key",))
-TABLES = (UsageEventRow, UsageRollupRow)
+TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow)
 
 
 def _events(key_id: str | None, count: int) -> Iterator[UsageEvent]:

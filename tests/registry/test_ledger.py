@@ -95,6 +95,7 @@ async def test_a_flush_moves_everything_and_leaves_no_file(
         requests=1200, prompt_tokens=12_000, cached_tokens=4800, completion_tokens=24_000
     )
     assert (await ledger.summary(["adp_support"]))["adp_support"].requests == 1200
+    assert (await ledger.latency(ALL)).totals.states["device"] == 1200
     assert await ledger.check() == 0
 
 
@@ -503,6 +504,7 @@ async def test_an_older_backup_gets_what_it_lacks_and_nothing_twice(
     for restored in (other_database, database):
         ledger = await _open(restored, tmp_path, clock)
         assert sorted(await _stored(restored)) == ["use_0", "use_1", "use_2"]
+        assert (await ledger.latency(ALL)).totals.requests == 3
         assert await ledger.check() == 0
         await ledger.close()
         path.write_bytes(content)

@@ -21,7 +21,7 @@ from weft.config import environment
 from weft.errors import CapacityError
 from weft.registry.database import Database
 from weft.registry.ledger import UsageLedger
-from weft.registry.models import UsageEventRow, UsageRollupRow
+from weft.registry.models import UsageEventRow, UsageLatencyRow, UsageRollupRow
 
 KILLS = 20
 RECOVERED_WITHIN_S = 5.0
@@ -120,11 +120,13 @@ async def _check(url: str | None, data_dir: Path, acknowledged: set[str]) -> Non
         requests, tokens = (
             await session.execute(select(func.sum(UsageRollupRow.requests), func.sum(UsageRollupRow.completion_tokens)))
         ).one()
+        counted = await session.scalar(select(func.sum(UsageLatencyRow.requests)))
     assert acknowledged <= set(stored)
     assert {stored[event_id] for event_id in acknowledged} == {("stop", 70)}
     cut_off = {stored[event_id] for event_id in set(stored) - acknowledged}
     assert cut_off <= {("stop", 70), ("interrupted", 32), ("interrupted", 64)}
     assert (requests, tokens) == (len(stored), sum(tokens for _, tokens in stored.values()))
+    assert counted == requests
     assert await ledger.check() == 0
     assert list((data_dir / "usage").glob("*.damaged")) == []
     await ledger.close()

@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import usage
+from weft.registry import adapter_sums, usage, usage_query
 from weft.registry.clock import to_micros
 from weft.registry.database import Database
 from weft.registry.prices import UNITS, Price, PriceTable, in_currency
@@ -32,7 +32,7 @@ async def _insert(database: Database, *events: UsageEvent) -> int:
 async def _query(database: Database, **wanted: Any) -> UsageReport:
     defaults: dict[str, Any] = {"start": DAY.start, "end": DAY.end}
     async with database.read() as session:
-        return await usage.query(session, UsageQuery(**{**defaults, **wanted}))
+        return await usage_query.query(session, UsageQuery(**{**defaults, **wanted}))
 
 
 async def _differences(database: Database) -> int:
@@ -55,7 +55,11 @@ async def test_sums_that_drifted_are_noticed(database: Database) -> None:
     await _insert(database, usage_event("use_1"), usage_event("use_2", at=NOON + timedelta(hours=2)))
     async with database.write() as session:
         await session.execute(text("UPDATE usage_rollups SET completion_tokens = completion_tokens + 1"))
-    assert await _differences(database) == 2
+    assert await _differences(database) == 3, "two hours, and the sum of the adapter with its hours"
+    async with database.write() as session:
+        await session.execute(text("UPDATE usage_rollups SET completion_tokens = completion_tokens - 1"))
+        await session.execute(text("UPDATE usage_adapters SET requests = requests + 1"))
+    assert await _differences(database) == 1
 
 
 async def test_without_usage_there_are_no_rows_and_zero_totals(database: Database) -> None:
@@ -203,7 +207,7 @@ async def test_a_question_that_makes_no_sense_is_refused(database: Database, wan
 
 
 async def test_a_cursor_with_text_is_checked(database: Database) -> None:
-    cursor = usage._write_cursor([0, "a\x00"])
+    cursor = usage_query._write_cursor([0, "a\x00"])
     with pytest.raises(InvalidRequestError):
         await _query(database, group_by=("key",), after=cursor)
 
@@ -213,7 +217,7 @@ async def test_the_summary_tells_all_use_and_the_last(database: Database) -> Non
     await _insert(database, usage_event("use_1", at=later), usage_event("use_2"), usage_event("use_3", adapter_id=None))
     await _insert(database, usage_event("use_4", at=later - timedelta(minutes=1)))
     async with database.read() as session:
-        found = await usage.summary(session, ["adp_support", "adp_unused", ""])
+        found = await adapter_sums.summary(session, ["adp_support", "adp_unused", ""])
     assert list(found) == ["adp_support"]
     assert (found["adp_support"].requests, found["adp_support"].last_used_at) == (3, later)
 
@@ -293,8 +297,8 @@ async def test_any_range_and_grouping_equals_a_plain_count(
     tenant_id: str | None,
 ) -> None:
     async with database.write() as session:
-        await session.execute(text("DELETE FROM usage_events"))
-        await session.execute(text("DELETE FROM usage_rollups"))
+        for table in ("usage_events", "usage_rollups", "usage_latency", "usage_adapters"):
+            await session.execute(text(f"DELETE FROM {table}"))
     events: dict[str, UsageEvent] = {}
     for batch in batches:
         await _insert(database, *batch)
@@ -358,7 +362,7 @@ async def test_cost_is_that_of_the_closest_price_and_adds_up(database: Database)
     for bucket in ("1m", "1h", None):
         async with database.read() as session:
             wanted = UsageQuery(start=DAY.start, end=DAY.end, bucket=bucket, group_by=("tenant", "adapter"))
-            report = await usage.query(session, wanted, PRICES)
+            report = await usage_query.query(session, wanted, PRICES)
         found: Counter[tuple[str | None, str | None]] = Counter()
         for row in report.rows:
             found[row.tenant, row.adapter] += row.cost
@@ -372,7 +376,7 @@ async def test_a_large_bill_in_a_small_currency_is_exact(database: Database) -> 
     await _insert(database, *(usage_event(f"use_{number}", **tokens) for number in range(3)))
     dear = PriceTable(currency="VND", default=Price(prompt=10**10, cached=0, completion=123_456_789))
     async with database.read() as session:
-        report = await usage.query(session, UsageQuery(start=DAY.start, end=DAY.end), dear)
+        report = await usage_query.query(session, UsageQuery(start=DAY.start, end=DAY.end), dear)
     assert report.totals.cost == 3 * (usage.MAX_TOKENS * 10**10 + 123_456_789)
     assert [row.cost for row in report.rows] == [report.totals.cost]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,10 @@ import pytest
 from api_adapters import sound, sound_mlx
 from bad_upload import Upload
 from fake_engine import demo_ready
+from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs import LocalBlobs
+from weft.adapters.checkpoint import Checkpoint, check_weights
+from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
 from weft.server import adapter_check
 from weft.server.adapter_check import AdapterCheck
@@ -75,3 +79,35 @@ async def test_pages_of_a_stored_version_are_counted_again_after_a_restart(tmp_p
     assert await AdapterCheck(demo_ready(), blobs).pages(facts) == await first.pages(facts)
     blobs.delete(sha256)
     assert await AdapterCheck(demo_ready(), blobs).pages(facts) is None
+
+
+async def test_adapters_trained_alike_are_counted_by_their_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header is read once for all that have it; the blob has to be there for each, and the config counts too."""
+    blobs = LocalBlobs(tmp_path)
+    stored = []
+    for seed, rank in ((1, 8), (2, 8), (3, 32)):
+        weights = sound(rank=rank).weights[:-4] + bytes((seed, 0, 0, 0))
+        with blobs.create() as writer:
+            writer.write(weights)
+            sha256 = writer.commit()
+        first = AdapterCheck(demo_ready(), blobs)
+        facts = await first.check(sound(rank=rank).config, blobs.path(sha256), sha256, len(weights))
+        stored.append((facts, await first.pages(facts)))
+    read: list[int] = []
+
+    def counted(spec: LoraSpec, header: bytes, file_size: int, shape: BaseShape) -> Checkpoint:
+        read.append(spec.rank)
+        return check_weights(spec, header, file_size, shape)
+
+    monkeypatch.setattr(adapter_check, "check_weights", counted)
+    restarted = AdapterCheck(demo_ready(), blobs)
+    assert [await restarted.pages(facts) for facts, _ in stored] == [pages for _, pages in stored]
+    assert read == [8, 32]
+    other_spec = replace(stored[0][0], digest="sha256:" + "1" * 64, spec=replace(stored[0][0].spec, rank=4))
+    assert await restarted.pages(other_spec) is None
+    gone = AdapterCheck(demo_ready(), blobs)
+    assert await gone.pages(stored[0][0]) == stored[0][1]
+    blobs.delete(stored[1][0].weights_sha256)
+    assert await gone.pages(stored[1][0]) is None

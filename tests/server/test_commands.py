@@ -170,6 +170,12 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         (("adapter", "grant", "a", "ten_1", "--withdraw"), "DELETE", "/v1/adapters/a/grants/ten_1", 204),
         (("audit", "--tenant", "acme"), "GET", "/v1/audit?tenant=acme&limit=50", 200),
         (("usage", "--by", "key", "--json"), "GET", "/v1/usage?group_by=key", 200),
+        (
+            ("usage", "--by", "key", "--bucket", "1d", "--tz", "Asia/Kolkata", "--top", "3", "--json"),
+            "GET",
+            "/v1/usage?group_by=key&bucket=1d&tz=Asia%2FKolkata&top=3",
+            200,
+        ),
         (("usage", "--events", "--adapter", "a", "--adapter", ""), "GET", "/v1/usage/events?adapter=a&adapter=", 200),
         (("whoami", "--json"), "GET", "/v1/me", 200),
     ):

@@ -45,6 +45,7 @@ TABLE: dict[tuple[str, str], tuple[str, Any]] = {
     ("POST", "/v1/adapters:import"): ("admin", {"name": "new", "source": "ftp://nowhere"}),
     ("GET", "/v1/usage"): ("usage", None),
     ("GET", "/v1/usage/events"): ("usage", None),
+    ("GET", "/v1/usage/latency"): ("usage", None),
     ("GET", "/v1/organization/usage/completions"): ("usage", None),
     ("POST", "/v1/tenants"): ("admin", {"name": "new"}),
     ("GET", "/v1/tenants"): ("admin", None),

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -65,6 +66,70 @@ async def test_usage_comes_as_csv_too(api: Api) -> None:
     assert answer.headers["content-type"].startswith("text/csv")
     (row,) = csv.DictReader(io.StringIO(answer.text))
     assert (row["tenant"], row["completion_tokens"]) == ("acme", str(used["completion_tokens"]))
+
+
+async def test_the_largest_adapters_have_rows_and_the_others_one(api: Api) -> None:
+    client = await api.tenant("acme")
+    for name, times in (("pirate", 3), ("poet", 2), ("judge", 1)):
+        await upload(client, name)
+        for _ in range(times):
+            await ask(api, "acme", model=name)
+    await ask(api, "rival")
+    params: dict[str, Any] = {
+        "group_by": "adapter",
+        "bucket": "1d",
+        "tz": "Asia/Kolkata",
+        "top": 2,
+        "rank_by": "requests",
+    }
+    body = (await api.admin.get("/v1/usage", params=params)).json()
+    shown: Counter[tuple[str | None, bool]] = Counter()  # of two days, where midnight came meanwhile
+    for row in body["data"]:
+        shown[row["adapter"], row["other"]] += row["requests"]
+    assert shown == {("pirate", False): 3, ("poet", False): 2, (None, True): 2}
+    assert (body["groups"], body["next"], body["totals"]["requests"]) == (4, None, 7)
+    assert {row["start"][10:] for row in body["data"]} == {"T18:30:00.000Z"}
+    own = (await client.get("/v1/usage", params=params)).json()
+    assert (own["groups"], own["totals"]["requests"]) == (3, 6)
+    text = (await api.admin.get("/v1/usage", params={**params, "format": "csv"})).text
+    table = csv.DictReader(io.StringIO(text))
+    assert {(row["adapter"], row["other"]) for row in table} == {("pirate", "false"), ("poet", "false"), ("", "true")}
+    plain = (await api.admin.get("/v1/usage", params={"group_by": "adapter"})).json()
+    assert plain["groups"] == 4
+    assert all("other" not in row for row in plain["data"])
+    assert "groups" not in (await api.admin.get("/v1/usage")).json()
+
+
+async def test_times_without_an_offset_are_of_the_zone_that_was_named(api: Api) -> None:
+    async def start(text: str, tz: str | None = None) -> str:
+        params = {"start": text, "end": "2031-01-01", **({"tz": tz} if tz else {})}
+        (row,) = (await api.admin.get("/v1/usage", params=params)).json()["data"]
+        return str(row["start"])
+
+    await ask(api, "acme")
+    assert await start("2026-03-01") == "2026-03-01T00:00:00.000Z"
+    assert await start("2026-03-01", "America/New_York") == "2026-03-01T05:00:00.000Z"
+    assert await start("2026-04-01T12:00", "America/New_York") == "2026-04-01T16:00:00.000Z"
+    assert await start("2026-04-01T12:00+02:00", "America/New_York") == "2026-04-01T10:00:00.000Z"
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ("tz=Mars/Olympus", "IANA name"),
+        ("tz=..%2Fetc", "IANA name"),
+        ("top=3", "group_by"),
+        ("top=0&group_by=adapter", "top"),
+        ("top=51&group_by=adapter", "top"),
+        ("top=3&group_by=adapter&after=x", "leave out after"),
+        ("top=3&group_by=adapter&rank_by=cost", "no prices"),
+        ("top=3&group_by=adapter&rank_by=colour", "rank_by"),
+    ],
+)
+async def test_a_view_that_cannot_be_is_refused(api: Api, params: str, told: str) -> None:
+    answer = await api.admin.get(f"/v1/usage?{params}")
+    assert answer.status_code == 400, answer.text
+    assert told in answer.json()["error"]["message"] + str(answer.json()["error"]["param"])
 
 
 async def test_usage_in_openais_shape(api: Api) -> None:

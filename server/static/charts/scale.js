@@ -1,10 +1,10 @@
 // Round numbers for axes.
 
-/** Four to six round ticks from 0 to at least `top`. */
-export function niceTicks(top) {
-  const rough = top / 4;
+/** Three to six round ticks from 0 to at least `top`, `least` or more apart; with a `least` all are whole. */
+export function niceTicks(top, least = 0) {
+  const rough = Math.max(top / 4, least);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough && (!least || Number.isInteger(size)));
   const ticks = [];
   for (let tick = 0; tick < top + step * 0.999; tick += step) ticks.push(Number(tick.toPrecision(12)));
   return ticks;

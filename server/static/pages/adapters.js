@@ -1,0 +1,130 @@
+// All adapters: where each is, what was asked of it, and how to upload one.
+import { html, useCallback, useEffect, useMemo, useState } from "../lib.js";
+import { useApi } from "../api.js";
+import { ago, compact, count, percent, seconds, time } from "../format.js";
+import { Link, param, setParams } from "../place.js";
+import { RangePicker, rangeShown, spanOf, zoneShown } from "../range.js";
+import { isAdmin, may } from "../session.js";
+import { Badge, Button, Code, Empty, Field, Loaded, Problem, Segmented, Stat, Table } from "../ui.js";
+import { Residency, targetsText, useDrops } from "../adapter_parts.js";
+import { UploadDialog, UploadStrip } from "../upload.js";
+import { droppedFiles } from "../upload_files.js";
+import { isUnderWay, job } from "../upload_job.js";
+
+export const title = "Adapters";
+const PLACES = { device: "Device", host: "Host", stored: "Stored", pinned: "Pinned" };
+
+export default function AdaptersPage() {
+  const tenant = param("tenant");
+  const whose = isAdmin() ? (tenant ?? "*") : undefined;
+  const list = useApi("/v1/adapters", { tenant: whose, limit: 1000 }, { all: true, everyS: 5 });
+  const span = { ...spanOf(rangeShown()), tenant, group_by: "tenant,adapter" };
+  const usage = useApi(may("usage") ? "/v1/usage" : null, { ...span, limit: 10_000 }, { all: true, everyS: 15 });
+  const latency = useApi(may("usage") ? "/v1/usage/latency" : null, span, { everyS: 15 });
+  const rows = useMemo(() => rowsOf(list.data, usage.data, latency.data), [list.data, usage.data, latency.data]);
+  const [given, setGiven] = useState([]);
+  const upload = param("upload");
+  const open = (name) => setParams({ upload: name || "new" });
+  const drop = useCallback(async (transfer) => {
+    const files = await droppedFiles(transfer);
+    if (!isUnderWay()) job.value = null;
+    setGiven(files);
+    open(param("upload"));
+  }, []);
+  const isOver = useDrops(may("adapters") ? drop : null);
+  useEffect(() => job.subscribe((state) => state?.phase === "done" && list.reload()), []);
+  return html`<header class="page-head">
+      <div><h1>Adapters</h1><p class="quiet">${isAdmin() && !tenant ? "Of all tenants" : tenant ? `Of ${tenant}` : "Of your tenant"}, with what was asked of them in the time shown.</p></div>
+      <div class="actions"><${RangePicker} />
+        ${may("adapters") && html`<${Button} kind="main" onClick=${() => open()}>Upload adapter<//>`}</div>
+    </header>
+    ${!may("adapters") && html`<p class="quiet">This key may look, not change: it lacks the scope <code>adapters</code>.</p>`}
+    ${!may("usage") && html`<p class="quiet">Requests and times are not shown: this key lacks the scope <code>usage</code>.</p>`}
+    ${!upload && html`<${UploadStrip} onOpen=${() => open()} />`}
+    <${Problem} error=${usage.error} retry=${usage.reload} />
+    <${Problem} error=${latency.error} retry=${latency.reload} />
+    <${Loaded} of=${list} lines=${8}>${() => (rows.length ? html`<${Shown} rows=${rows} withTenant=${isAdmin() && !tenant} />` : html`<${First} tenant=${tenant} open=${() => open()} />`)}<//>
+    ${isOver && html`<div class="drop-hint" role="status"><p>Drop the adapter's folder, or its config and weights</p></div>`}
+    ${upload && may("adapters") && html`<${UploadDialog} given=${given} name=${upload === "new" ? "" : upload} tenant=${tenant} known=${rows} isOver=${isOver}
+      onAgain=${() => setGiven([])} onClose=${() => (setGiven([]), setParams({ upload: null }))} />`}`;
+}
+
+/** Adapters with their figures in one row each, so that the table can sort by any of them. */
+function rowsOf(list, usage, latency) {
+  const keyOf = (row) => `${row.tenant}/${row.adapter}`;
+  const asked = new Map((usage?.data ?? []).map((row) => [keyOf(row), row]));
+  const timed = new Map((latency?.data ?? []).map((row) => [keyOf(row), row]));
+  return (list?.data ?? []).map((adapter) => {
+    const key = `${adapter.tenant}/${adapter.name}`;
+    const sums = asked.get(key);
+    return { ...adapter, key, targets: targetsText(adapter.target_modules), last: adapter.usage?.last_used_at ?? null,
+      requests: usage && (sums?.requests ?? 0), tokens: usage && (sums ? sums.prompt_tokens + sums.completion_tokens : 0),
+      hit_rate: timed.get(key)?.hit_rate ?? null, ttft: timed.get(key)?.ttft_s?.p95 ?? null };
+  });
+}
+
+function Shown({ rows, withTenant }) {
+  const [search, where] = [param("search", ""), param("where", "")];
+  const isThere = (row, name) => (name === "pinned" ? row.pinned : row.residency === name);
+  const counts = Object.fromEntries(Object.keys(PLACES).map((name) => [name, rows.filter((row) => isThere(row, name)).length]));
+  const found = useMemo(() => {
+    const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+    const text = (row) => `${row.key} ${row.description ?? ""} ${row.targets} ${row.digest}`.toLowerCase();
+    return rows.filter((row) => (!where || isThere(row, where)) && words.every((word) => text(row).includes(word)));
+  }, [rows, search, where]);
+  const pages = rows.filter((row) => row.residency === "device").reduce((sum, row) => sum + (row.pages ?? 0), 0);
+  const tabs = [{ value: "", label: `All ${count(rows.length)}` }, ...Object.entries(PLACES).map(([value, label]) => ({ value, label: `${label} ${count(counts[value])}` }))];
+  return html`<div class="stack"><div class="stats">
+      <${Stat} label="Adapters" value=${count(rows.length)}><div class="quiet">${count(rows.reduce((sum, row) => sum + (row.requests ?? 0), 0))} requests in this time</div><//>
+      <${Stat} label="On the device" value=${count(counts.device)}><div class="quiet">${count(pages)} pages</div><//>
+      <${Stat} label="In host memory" value=${count(counts.host)}><div class="quiet">one copy away</div><//>
+      <${Stat} label="Pinned" value=${count(counts.pinned)}><div class="quiet">never evicted</div><//>
+    </div>
+    <section class="card" aria-label="List of adapters">
+      <div class="list-head">
+        <${Field} label="Search" type="search" name="search" placeholder="Name, description, target, digest" value=${search}
+          onInput=${(event) => setParams({ search: event.target.value }, { replace: true })} />
+        <${Segmented} label="Where they are" value=${where} options=${tabs} onChange=${(value) => setParams({ where: value })} />
+      </div>
+      ${found.length
+        ? html`<${Table} key=${`${search} ${where}`} caption="Adapters" columns=${columnsOf(withTenant)} rows=${found} keyOf=${(row) => row.key} sort=${param("sort", "name")} onSort=${(sort) => setParams({ sort })} />`
+        : html`<${Empty} title="No adapter is like that."><${Button} onClick=${() => setParams({ search: null, where: null })}>Show all<//><//>`}
+    </section></div>`;
+}
+
+function columnsOf(withTenant) {
+  const number = (key, label, format) => ({ key, label, isNumber: true, cell: (row) => (row[key] === null || row[key] === undefined ? "–" : format(row[key])) });
+  const link = (row) => html`<${Link} to=${`/adapters/${encodeURIComponent(row.name)}`} params=${isAdmin() ? { tenant: row.tenant } : {}}>${row.name}<//>`;
+  return [
+    { key: "name", label: "Name", cell: link },
+    ...(withTenant ? [{ key: "tenant", label: "Tenant" }] : []),
+    { key: "residency", label: "Where", cell: (row) => html`<${Residency} of=${row.residency} />`, value: (row) => ["device", "host", "stored"].indexOf(row.residency) },
+    number("pages", "Pages", count),
+    ...(may("usage") ? [number("requests", "Requests", compact), number("tokens", "Tokens", compact), number("hit_rate", "Hit rate", percent), number("ttft", "TTFT p95", seconds)] : []),
+    number("load_p95_s", "Load p95", seconds),
+    number("version", "Version", count),
+    number("rank", "Rank", count),
+    { key: "targets", label: "Targets", cell: (row) => html`<span title=${row.target_modules.join(", ")}>${row.targets}</span>` },
+    { key: "pinned", label: "Pinned", cell: (row) => (row.pinned ? html`<${Badge} tone="info">pinned<//>` : "–"), value: (row) => (row.pinned ? 0 : 1) },
+    { key: "last", label: "Last used", cell: (row) => html`<span title=${time(row.last, zoneShown())}>${ago(row.last)}</span>`, value: (row) => row.last },
+  ];
+}
+
+/** What to do where nothing is yet. */
+function First({ tenant, open }) {
+  const isOwn = !isAdmin();
+  const named = isOwn ? "" : ` --tenant ${tenant ?? "NAME"}`;
+  const form = isOwn ? "" : ` \\\n  -F tenant=${tenant ?? "NAME"}`;
+  const push = `export WEFT_KEY=…   # ${isOwn ? "a key with the scope adapters" : "the admin key"}\nweft adapter push ./my-adapter --name support --url ${location.origin}${named}`;
+  const curl = `curl ${location.origin}/v1/adapters \\\n  -H "Authorization: Bearer $WEFT_KEY"${form} \\\n  -F name=support \\\n  -F config=@my-adapter/adapter_config.json \\\n  -F weights=@my-adapter/adapter_model.safetensors`;
+  return html`<section class="card first" aria-label="The first adapter">
+    <${Empty} title="No adapter is here yet.">
+      <p>Upload what PEFT's <code>save_pretrained</code> or mlx-lm wrote: it can be called in the next request.</p>
+      ${may("adapters") && html`<p><${Button} kind="main" onClick=${open}>Upload an adapter<//> or drop its folder on this page</p>`}
+    <//>
+    <div class="columns">
+      <div><h3>On the command line</h3><${Code} text=${push} label="Upload with weft" /></div>
+      <div><h3>With curl</h3><${Code} text=${curl} label="Upload with curl" /></div>
+    </div>
+  </section>`;
+}

@@ -1,0 +1,257 @@
+"""The adapters: what the list shows is what the API says, and what is changed on the page is changed in the API."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Locator, Page, Route, expect
+
+from browser import Watch, sign_in
+from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, upload_bytes
+
+LIST = "/v1/adapters?limit=1000"
+MOST_SECONDS = 2.5
+"""For 500 adapters on a busy machine; it takes a fifth of that where nothing else runs."""
+
+
+def files_of(name: str) -> tuple[bytes, bytes]:
+    folder = DEMO_ADAPTERS / name
+    return (folder / "adapter_config.json").read_bytes(), (folder / "adapter_model.safetensors").read_bytes()
+
+
+def row(page: Page, key: str) -> Locator:
+    return page.locator(f'tr[data-key="{key}"]')
+
+
+def cell(page: Page, key: str, column: str) -> Locator:
+    return row(page, key).locator(f'td[data-column="{column}"]')
+
+
+def shown(page: Page) -> list[str]:
+    """The names in the table, from top to bottom."""
+    page.locator("tr[data-key]").first.wait_for()
+    return page.locator('tbody td[data-column="name"]').all_inner_texts()
+
+
+@pytest.fixture(scope="module")
+def atelier(server: WeftServer) -> httpx.Client:
+    return server.tenant("atelier")
+
+
+@pytest.fixture
+def many(server: WeftServer) -> Iterator[str]:
+    """An adapter of three versions, each of which was asked."""
+    client = server.tenant("atelier")
+    for version, source in enumerate(("haiku", "french", "pirate"), 1):
+        config, weights = files_of(source)
+        assert upload_bytes(client, "many", config, weights).status_code == 201
+        for _ in range(version):
+            server.ask("atelier", "many", "Where is my order?")
+    yield "many"
+    assert client.delete("/v1/adapters/many").status_code in (204, 404)
+
+
+def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client, server: WeftServer) -> None:
+    sign_in(page, server.tenants["atelier"], "/adapters")
+    expect(cell(page, "atelier/haiku", "requests")).to_have_text("2")
+    usage = {one["adapter"]: one for one in atelier.get("/v1/usage", params={"group_by": "adapter"}).json()["data"]}
+    latency = {
+        one["adapter"]: one for one in atelier.get("/v1/usage/latency", params={"group_by": "adapter"}).json()["data"]
+    }
+    adapters = [one for one in atelier.get(LIST).json()["data"] if one["name"] in usage]
+    assert {"french", "haiku"} <= {one["name"] for one in adapters}
+    for adapter in adapters:
+        name, key = adapter["name"], f"atelier/{adapter['name']}"
+        tokens = usage[name]["prompt_tokens"] + usage[name]["completion_tokens"]
+        hit_rate = f"{latency[name]['hit_rate']:.1%}"
+        whole = {"requests": usage[name]["requests"], "tokens": tokens, "rank": adapter["rank"]}
+        for column, value in {**whole, "version": adapter["version"], "pages": adapter["pages"]}.items():
+            expect(cell(page, key, column)).to_have_text(str(value))
+        expect(cell(page, key, "hit_rate")).to_have_text(hit_rate)
+        expect(cell(page, key, "ttft")).to_have_text(re.compile(r"^\d.* m?s$"))
+        expect(cell(page, key, "residency")).to_have_text(adapter["residency"])
+    rows = page.locator("tr[data-key]")
+    expect(page.locator('[data-stat="Adapters"] .stat-value')).to_have_text(str(rows.count()))
+    owners = set(rows.evaluate_all("rows => rows.map((row) => row.dataset.key.split('/')[0])"))
+    assert owners == {"atelier"}
+
+
+def test_search_filter_and_sort_stand_in_the_address(page: Page, server: WeftServer) -> None:
+    sign_in(page, ADMIN_KEY, "/adapters")
+    adapters = server.admin.get(f"{LIST}&tenant=*").json()["data"]
+    assert set(shown(page)) == {one["name"] for one in adapters} >= {"haiku", "french", "shout", "pirate", "json"}
+    page.get_by_role("button", name="Rank").click()
+    expect(page).to_have_url(re.compile("sort=-rank"))
+    ranks = {one["name"]: one["rank"] for one in adapters}
+    in_order = [ranks[name] for name in shown(page)]
+    assert in_order == sorted(ranks.values(), reverse=True)
+    page.get_by_role("button", name="Rank").click()
+    page.get_by_label("Search").fill("harbour j")
+    expect(page.locator("tr[data-key]")).to_have_count(1)
+    page.reload()
+    assert shown(page) == ["json"]
+    expect(page.get_by_label("Search")).to_have_value("harbour j")
+    page.get_by_label("Search").fill("nothing is called so")
+    page.get_by_role("button", name="Show all").click()
+    assert ranks[shown(page)[0]] == min(ranks.values())
+    page.get_by_role("button", name=re.compile(r"^Pinned \d")).click()
+    expect(page).to_have_url(re.compile("where=pinned"))
+    expect(page.get_by_text("No adapter is like that.")).to_be_visible()
+    page.go_back()
+    expect(page.locator("tr[data-key]")).to_have_count(len(adapters))
+    page.get_by_label("Tenant").select_option("harbour")
+    expect(page.locator("tr[data-key]")).to_have_count(sum(one["tenant"] == "harbour" for one in adapters))
+    page.get_by_role("link", name="shout").click()
+    expect(page).to_have_url(re.compile(r"/adapters/shout\?tenant=harbour"))
+    expect(page.get_by_role("heading", level=1)).to_contain_text("shout")
+
+
+def test_a_tenant_does_not_see_the_others_adapter(watched: tuple[Page, Watch], server: WeftServer) -> None:
+    page, watch = watched
+    watch.allowed.add(404)
+    sign_in(page, server.tenants["atelier"], "/adapters/shout")
+    expect(page.get_by_text("There is no adapter shout here.")).to_be_visible()
+
+
+def test_a_key_that_may_only_call_looks_and_does_not_change(page: Page, server: WeftServer) -> None:
+    sign_in(page, server.new_key("atelier", scopes=["infer"]), "/adapters")
+    assert {"french", "haiku"} <= set(shown(page))
+    expect(page.get_by_text("it lacks the scope adapters")).to_be_visible()
+    expect(page.get_by_role("button", name="Upload adapter")).to_have_count(0)
+    expect(page.get_by_role("columnheader", name="Requests")).to_have_count(0)
+    page.get_by_role("link", name="haiku").click()
+    expect(page.get_by_role("heading", name=re.compile("^Versions"))).to_be_visible()
+    for name in ("Pin", "Delete", "Make current", "Add", "Grant", "Describe it"):
+        expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
+    expect(page.get_by_role("link", name="Try it")).to_be_visible()
+
+
+def test_versions_their_traffic_and_the_way_back(page: Page, many: str, server: WeftServer) -> None:
+    client = server.tenant("atelier")
+    sign_in(page, server.tenants["atelier"], f"/adapters/{many}?range=1h")
+    for version in (1, 2, 3):
+        expect(cell(page, str(version), "requests")).to_have_text(str(version))
+        expect(cell(page, str(version), "ttft")).to_have_text(re.compile(r"^\d.* m?s$"))
+        bars = page.locator(f'svg.chart rect[data-series="v{version}"]')
+        expect(bars.first).to_be_attached()
+        values = bars.evaluate_all("bars => bars.map((bar) => Number(bar.dataset.value))")
+        assert sum(values) == version
+    expect(cell(page, "3", "names")).to_have_text("many")
+    page.get_by_role("button", name="Roll back to version 2").click()
+    expect(cell(page, "2", "names")).to_have_text("many")
+    assert client.get("/v1/adapters/many").json()["aliases"] == {"default": 2}
+    row(page, "1").get_by_role("button", name="Make current").click()
+    expect(page.locator('[data-fact="Current version"]')).to_have_text("1")
+    assert client.get("/v1/adapters/many").json()["version"] == 1
+
+
+def test_a_canary_takes_its_part_and_is_rolled_back(page: Page, many: str, server: WeftServer) -> None:
+    client = server.tenant("atelier")
+    client.patch("/v1/adapters/many", json={"aliases": {"default": 1}})
+    sign_in(page, server.tenants["atelier"], f"/adapters/{many}")
+    page.get_by_label("Divide with").select_option("Version 3")
+    page.get_by_role("button", name="Apply: 95% / 5%").click()
+    expect(page.locator("[data-split]")).to_have_text("95% / 5%")
+    expect(cell(page, "3", "names")).to_have_text("many 5%")
+    assert client.get("/v1/adapters/many").json()["aliases"]["default"] == {"1": 95, "3": 5}
+    page.get_by_label("Slide from version 1 to version 3").fill("40")
+    page.get_by_label("Weight of version 1").fill("1.5")
+    expect(page.get_by_text("Weights are whole numbers")).to_be_visible()
+    page.get_by_label("Weight of version 1").fill("160")
+    page.get_by_role("button", name="Apply: 80% / 20%").click()
+    expect(cell(page, "3", "names")).to_have_text("many 20%")
+    assert client.get("/v1/adapters/many").json()["aliases"]["default"] == {"1": 160, "3": 40}
+    page.get_by_role("button", name="Roll back to version 1 alone").click()
+    expect(page.locator("[data-split]")).to_have_text("100%")
+    assert client.get("/v1/adapters/many").json()["aliases"]["default"] == 1
+
+
+def test_aliases_are_added_moved_and_removed(page: Page, many: str, server: WeftServer) -> None:
+    client = server.tenant("atelier")
+
+    def aliases() -> dict[str, Any]:
+        return dict(client.get("/v1/adapters/many").json()["aliases"])
+
+    sign_in(page, server.tenants["atelier"], f"/adapters/{many}")
+    card = page.get_by_role("region", name=re.compile("^Aliases names"))
+    card.get_by_label("New alias").fill("7")
+    expect(card.get_by_role("button", name="Add")).to_be_disabled()
+    card.get_by_label("New alias").fill("prod")
+    card.get_by_label("Means").select_option("Version 2")
+    card.get_by_role("button", name="Add").click()
+    expect(card.locator('[data-alias="prod"]')).to_be_visible()
+    assert aliases()["prod"] == 2
+    card.get_by_label("What prod means").select_option("Version 1")
+    expect(cell(page, "1", "names")).to_have_text("@prod")
+    assert aliases()["prod"] == 1
+    card.get_by_role("button", name="Remove the alias prod").click()
+    page.get_by_role("button", name="Remove it").click()
+    expect(card.locator('[data-alias="prod"]')).to_have_count(0)
+    assert "prod" not in aliases()
+
+
+def test_description_pin_grant_and_deletion(watched: tuple[Page, Watch], many: str, server: WeftServer) -> None:
+    page, watch = watched
+    watch.allowed.add(404)
+    client = server.tenant("atelier")
+    sign_in(page, server.tenants["atelier"], f"/adapters/{many}")
+    page.get_by_role("button", name="Describe it").click()
+    page.get_by_label("Description").fill("Speaks in <b>many</b> tongues")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_text("Speaks in <b>many</b> tongues")).to_be_visible()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    expect(page.get_by_role("button", name="Unpin")).to_be_visible()
+    page.get_by_label("Other tenant").fill("harbour")
+    page.get_by_role("button", name="Grant", exact=True).click()
+    expect(page.get_by_role("alert")).to_contain_text("ten_")
+    page.get_by_label("Other tenant").fill(server.tenant("harbour").get("/v1/me").json()["tenant"]["id"])
+    page.get_by_role("button", name="Grant", exact=True).click()
+    expect(page.locator('[data-grantee="harbour"]')).to_contain_text("atelier/many")
+    adapter = client.get("/v1/adapters/many").json()
+    assert (adapter["description"], adapter["pinned"]) == ("Speaks in <b>many</b> tongues", True)
+    server.ask("harbour", "atelier/many", "Where is my order?")
+    page.get_by_role("button", name="Take the grant of harbour back").click()
+    page.get_by_role("button", name="Take it back").click()
+    expect(page.get_by_text("Nobody else.")).to_be_visible()
+    row(page, "2").get_by_role("button", name="Delete version 2").click()
+    page.get_by_role("button", name="Delete it").click()
+    expect(row(page, "2")).to_have_count(0)
+    assert [one["version"] for one in client.get("/v1/adapters/many/versions").json()["data"]] == [3, 1]
+    page.get_by_role("button", name="Delete", exact=True).first.click()
+    page.get_by_role("button", name="Delete it").click()
+    expect(page).to_have_url(re.compile("/adapters$"))
+    assert client.get("/v1/adapters/many").status_code == 404
+
+
+def test_an_admin_without_a_tenant_is_asked_whose_it_is(page: Page) -> None:
+    sign_in(page, ADMIN_KEY, "/adapters/shout")
+    page.get_by_role("link", name="harbour/shout").click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("shout")
+
+
+def test_five_hundred_adapters_are_there_at_once(page: Page, atelier: httpx.Client, server: WeftServer) -> None:
+    answer = atelier.get(LIST).json()
+    like = answer["data"][0]
+    answer["data"] = [{**like, "id": f"ada_{at}", "name": f"adapter-{at}", "rank": at % 64 + 1} for at in range(500)]
+
+    def list_many(route: Route) -> None:
+        route.fulfill(status=200, content_type="application/json", body=json.dumps(answer))
+
+    page.route(re.compile(r"/v1/adapters\?"), list_many)
+    sign_in(page, server.tenants["atelier"], "/audit")
+    began = time.monotonic()
+    page.goto("/adapters")
+    expect(page.locator("tr[data-key]")).to_have_count(50)
+    expect(page.get_by_text("50 of 500 shown")).to_be_visible()
+    page.get_by_label("Search").fill("adapter-499")
+    expect(page.locator("tr[data-key]")).to_have_count(1)
+    assert time.monotonic() - began < MOST_SECONDS
+    page.get_by_label("Search").fill("")
+    page.get_by_role("button", name="Show more").click()
+    expect(page.locator("tr[data-key]")).to_have_count(250)

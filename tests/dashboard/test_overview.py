@@ -1,0 +1,255 @@
+"""The overview shows the figures of the API, of whoever looks, and what to do where there are none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from browser import PHONE, Watch, sign_in, watched_page
+from usage_history import NORTH, PLACE, SOUTH, History
+from weft_server import ADMIN_KEY, WeftServer
+
+MINUS = "\N{MINUS SIGN}"
+BARS = """bars => bars.map((bar) =>
+  [bar.dataset.start, [...bar.querySelectorAll("[data-series]")].map((part) => Number(part.dataset.value))])"""
+REFUSAL = {"message": "The database does not answer.", "code": "unavailable", "type": "server_error", "param": None}
+THERE = f"/?{urlencode(PLACE)}"
+
+
+@pytest.fixture(scope="module")
+def signed_in(browser: Browser, server: WeftServer, history: History) -> Iterator[Page]:
+    """The admin's view of both tenants' usage."""
+    with watched_page(browser, server.url) as (page, _):
+        sign_in(page, ADMIN_KEY, THERE)
+        wait_for_figures(page)
+        yield page
+
+
+def wait_for_figures(page: Page) -> None:
+    page.locator("[data-stat=Requests] [data-exact]").wait_for()
+    page.wait_for_load_state("networkidle")
+
+
+def usage(client: httpx.Client, **params: Any) -> dict[str, Any]:
+    answer = client.get("/v1/usage", params=params)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def stat(page: Page, label: str) -> Locator:
+    return page.locator(f'[data-stat="{label}"]')
+
+
+def exact(page: Page, label: str) -> float:
+    return float(stat(page, label).locator("[data-exact]").get_attribute("data-exact") or "nan")
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.{2 if share < 0.0995 else 1}f}%"
+
+
+def change(now: float, before: float) -> str:
+    """What a tile says, by its own arithmetic."""
+    share = (now - before) / before
+    return f"{'+' if share > 0 else MINUS}{abs(share) * 100:.{1 if abs(share) < 0.1 else 0}f}%"
+
+
+def test_tiles_show_the_sums_of_the_events(page: Page, server: WeftServer, history: History) -> None:
+    client = server.tenant(NORTH)
+    sign_in(page, server.tenants[NORTH], THERE)
+    wait_for_figures(page)
+    events = client.get("/v1/usage/events", params={**history.span, "limit": 10_000}).json()["data"]
+    before = usage(client, **history.before)["totals"]
+    assert len(events) > 100
+    assert exact(page, "Requests") == len(events)
+    for label, name in {
+        "Tokens in": "prompt_tokens",
+        "Cached tokens": "cached_tokens",
+        "Tokens out": "completion_tokens",
+    }.items():
+        total = sum(event[name] for event in events)
+        assert exact(page, label) == total
+        expect(stat(page, label).locator(".stat-change")).to_contain_text(change(total, before[name]))
+    failed = sum(event["status"] in ("error", "interrupted") for event in events)
+    aborted = sum(event["status"] == "aborted" for event in events)
+    expect(stat(page, "Errors")).to_contain_text(f"{failed} of {len(events)}; {aborted} aborted by their clients")
+    expect(stat(page, "Errors").locator(".stat-value")).to_have_text(percent(failed / len(events)))
+    in_use = len({event["adapter"] for event in events if event["adapter"]})
+    expect(stat(page, "Adapters in use").locator(".stat-value")).to_have_text(str(in_use))
+    share = sum(event["cached_tokens"] for event in events) / sum(event["prompt_tokens"] for event in events)
+    expect(stat(page, "Cached tokens")).to_contain_text(f"{percent(share)} of the tokens in")
+    expect(stat(page, "Cost").locator(".stat-value")).to_have_attribute(
+        "title", f"{usage(client, **history.span)['totals']['cost']} EUR"
+    )
+
+
+def test_times_to_the_first_token_are_those_of_the_api(page: Page, server: WeftServer, history: History) -> None:
+    sign_in(page, server.tenants[NORTH], THERE)
+    wait_for_figures(page)
+    answer = server.tenant(NORTH).get("/v1/usage/latency", params={**history.span, "bucket": "1d"}).json()
+    for name in ("p50", "p95"):
+        assert exact(page, f"Time to first token, {name}") == answer["totals"]["ttft_s"][name]
+        drawn = page.locator(f"[data-series={name}] circle").evaluate_all(
+            "all => all.map((one) => Number(one.dataset.value))"
+        )
+        assert drawn == [row["ttft_s"][name] for row in answer["data"] if row["ttft_s"]]
+
+
+def test_more_errors_are_bad_and_more_requests_are_good(signed_in: Page, server: WeftServer, history: History) -> None:
+    now, before = (usage(server.admin, **span, group_by="status") for span in (history.span, history.before))
+    tone = stat(signed_in, "Requests").locator(".stat-change")
+    expect(tone).to_have_class(
+        re.compile("good" if now["totals"]["requests"] > before["totals"]["requests"] else "bad")
+    )
+
+    def errors(answer: dict[str, Any]) -> float:
+        failed = sum(row["requests"] for row in answer["data"] if row["status"] in ("error", "interrupted"))
+        return float(failed / answer["totals"]["requests"])
+
+    expected = "bad" if errors(now) > errors(before) else "good"
+    expect(stat(signed_in, "Errors").locator(".stat-change")).to_have_class(re.compile(expected))
+    expect(stat(signed_in, "Cost").locator(".stat-change")).not_to_have_class(re.compile("good|bad"))
+
+
+def test_bars_are_the_rows_of_the_api_and_days_without_usage_are_there(
+    signed_in: Page, server: WeftServer, history: History
+) -> None:
+    question = {"bucket": "1d", "tz": PLACE["tz"], "group_by": "tenant,adapter", "top": 6}
+    answer = usage(server.admin, **history.span, **question)
+    chart = signed_in.get_by_role("region", name="Tokens by adapter")
+    bars = chart.locator(".bar").evaluate_all(BARS)
+    assert [start[:19] for start, _ in bars] == [
+        f"2025-{month:02}-{day:02}T{hour:02}:00:00"
+        for month, day, hour in [(10, day, 4) for day in range(27, 32)]
+        + [(11, 1, 4), (11, 2, 4), (11, 3, 5), (11, 4, 5), (11, 5, 5)]
+    ]
+    drawn = {start[:19]: sorted(values) for start, values in bars if values}
+    told: dict[str, list[int]] = {}
+    for row in answer["data"]:
+        told.setdefault(row["start"][:19], []).append(row["prompt_tokens"] + row["completion_tokens"])
+    assert drawn == {start: sorted(values) for start, values in told.items()}
+    assert len(drawn) == len(bars) - 1, "one day had no usage"
+    assert sum(map(sum, drawn.values())) == answer["totals"]["prompt_tokens"] + answer["totals"]["completion_tokens"]
+    labels = chart.locator(".legend li").all_inner_texts()
+    assert len(labels) == 7
+    assert labels[-1].startswith(f"Other ({answer['groups'] - 6} more)")
+
+
+def test_arrow_keys_tell_what_a_bar_is_made_of(signed_in: Page) -> None:
+    chart = signed_in.get_by_role("group", name="Tokens by adapter, by arrow keys")
+    signed_in.mouse.move(0, 0)
+    chart.focus()
+    signed_in.keyboard.press("ArrowRight")
+    signed_in.keyboard.press("ArrowRight")
+    bar = chart.locator(".bar").nth(1)
+    total = f"{int(bar.get_attribute('data-sum') or 0):,}"
+    expect(chart.get_by_role("status")).to_contain_text("Tue, 28 Oct 2025")
+    expect(chart.get_by_role("status").get_by_role("row").last).to_have_text(f"Total{total}")
+    signed_in.keyboard.press("Escape")
+    expect(chart.get_by_role("status")).to_have_count(0)
+
+
+def test_top_tables_and_their_links(signed_in: Page, server: WeftServer, history: History) -> None:
+    tenants = usage(server.admin, **history.span, group_by="tenant", top=10)["data"]
+    table = signed_in.get_by_role("table", name="Top tenants")
+    assert [row.split("\t")[:2] for row in table.locator("tbody tr").all_inner_texts()] == [
+        [row["tenant"], f"{row['requests']:,}"] for row in tenants
+    ]
+    top = usage(server.admin, **history.span, group_by="tenant,adapter", top=10)["data"]
+    rows = signed_in.get_by_role("table", name="Top adapters").locator("tbody tr")
+    shown = [[cell.strip() for cell in row.split("\t")[1:4]] for row in rows.all_inner_texts()]
+    assert shown == [[f"{row[name]:,}" for name in ("requests", "prompt_tokens", "completion_tokens")] for row in top]
+    first = next(row for row in top if row["adapter"])
+    link = rows.filter(has_text=first["tenant"]).get_by_role("link", name=first["adapter"], exact=True)
+    kept = {**PLACE, "tenant": first["tenant"]}
+    assert link.get_attribute("href") == f"/adapters/{first['adapter']}?{urlencode(kept)}"
+
+
+def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: WeftServer) -> None:
+    pages = signed_in.get_by_role("region", name="Device pages")
+    shown = dict(
+        pages.locator(".legend li").evaluate_all(
+            "all => all.map((one) => [one.dataset.part, Number(one.dataset.value)])"
+        )
+    )
+    engine = server.engine()
+    assert sum(shown.values()) == engine["ready"]["memory"]["num_pages"]
+    assert shown["adapter"] == engine["pages"]["adapter"]
+
+
+def test_one_tenant_is_shown_where_the_admin_chooses_it(signed_in: Page, server: WeftServer, history: History) -> None:
+    signed_in.get_by_role("combobox", name=re.compile("^Tenant")).select_option(SOUTH)
+    total = usage(server.admin, **history.span, tenant=SOUTH)["totals"]["requests"]
+    expect(stat(signed_in, "Requests").locator(f'[data-exact="{total}"]')).to_be_visible()
+    expect(signed_in.get_by_role("table", name="Top tenants")).to_have_count(0)
+    signed_in.go_back()
+    expect(signed_in.get_by_role("table", name="Top tenants")).to_be_visible()
+
+
+def test_a_tenant_sees_itself_only(page: Page, server: WeftServer, history: History) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    sign_in(page, server.tenants[SOUTH], THERE)
+    wait_for_figures(page)
+    assert exact(page, "Requests") == usage(server.tenant(SOUTH), **history.span)["totals"]["requests"]
+    main = page.get_by_role("main")
+    expect(main).not_to_contain_text(NORTH)
+    expect(main.get_by_role("heading", name="Device pages")).to_have_count(0)
+    assert not any("/v1/engine" in url or "/v1/tenants" in url for url in asked)
+
+
+def test_a_request_shows_itself_soon(page: Page, server: WeftServer) -> None:
+    page.clock.install()
+    sign_in(page, server.tenants["harbour"])
+    wait_for_figures(page)
+    before = exact(page, "Requests")
+    server.ask("harbour", "pirate", "Where is my order?")
+    page.clock.fast_forward("00:16")
+    expect(stat(page, "Requests").locator(f'[data-exact="{before + 1:.0f}"]')).to_be_visible()
+
+
+def test_a_new_tenant_is_told_how_to_begin(page: Page, server: WeftServer) -> None:
+    server.tenant("ledger-new")
+    sign_in(page, server.tenants["ledger-new"])
+    main = page.get_by_role("main")
+    expect(main).to_contain_text("No requests in this time.")
+    expect(main).to_contain_text("weft adapter push ./my-adapter")
+    expect(main.get_by_role("link", name="Adapters")).to_have_attribute("href", "/adapters")
+    expect(stat(page, "Requests")).to_contain_text("nothing to compare with")
+
+
+def test_a_key_without_the_scope_is_told_so(page: Page, server: WeftServer) -> None:
+    sign_in(page, server.new_key(NORTH, scopes=["infer"]))
+    expect(page.get_by_role("main")).to_contain_text("It lacks the scope usage.")
+
+
+def test_a_problem_is_told_once_and_goes_away(
+    watched: tuple[Page, Watch], server: WeftServer, history: History
+) -> None:
+    page, watch = watched
+    watch.allowed = {503}
+    page.route("**/v1/usage**", lambda route: route.fulfill(status=503, json={"error": REFUSAL}))
+    sign_in(page, server.tenants[NORTH], THERE)
+    expect(page.get_by_role("alert")).to_have_count(1)
+    expect(page.get_by_role("alert")).to_contain_text("The database does not answer.")
+    page.unroute("**/v1/usage**")
+    page.get_by_role("button", name="Try again").click()
+    wait_for_figures(page)
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_accessible_and_fits_a_phone(browser: Browser, server: WeftServer, history: History, scheme: str) -> None:
+    with watched_page(browser, server.url, size=PHONE, scheme=scheme) as (page, _):
+        sign_in(page, ADMIN_KEY, THERE)
+        wait_for_figures(page)
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE[0]
+        found = Axe().run(page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []

@@ -1,0 +1,110 @@
+"""Usage of two tenants about the day in 2025 on which New York's clocks went back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from registry_samples import usage_event
+from weft.registry.database import Database
+from weft.registry.records import UsageEvent
+from weft.registry.usage import insert_events
+from weft_server import WeftServer
+
+ZONE = "America/New_York"
+FIRST, LAST = date(2025, 10, 27), date(2025, 11, 5)
+"""Days of New York, among them the second of November, which had 25 hours."""
+NORTH, SOUTH = "ledger-north", "ledger-south"
+ADAPTERS = ("support", "triage", "legal", "notes", "tone", "sql", "memo", "draft")
+EVENTS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Where the usage lies, and whose it is."""
+
+    keys: dict[str, tuple[str, str]]
+    """Two ids of keys by tenant."""
+    start: datetime
+    end: datetime
+
+    @property
+    def span(self) -> dict[str, str]:
+        """What the API takes for it."""
+        return {"start": self.start.isoformat(), "end": self.end.isoformat()}
+
+    @property
+    def before(self) -> dict[str, str]:
+        """The time of the same length before."""
+        return {"start": (self.start - (self.end - self.start)).isoformat(), "end": self.start.isoformat()}
+
+
+PLACE = {"start": FIRST.isoformat(), "end": LAST.isoformat(), "tz": ZONE}
+"""What an address of the dashboard says to show it."""
+
+
+def write_history(server: WeftServer) -> History:
+    """Make the tenants, and write the events into the server's database as its ledger does."""
+    keys: dict[str, tuple[str, str]] = {}
+    tenants: dict[str, str] = {}
+    for name in (NORTH, SOUTH):
+        server.tenant(name)
+        server.new_key(name, name=f"{name} batch")
+        found = server.admin.get(f"/v1/tenants/{name}/keys").json()["data"]
+        keys[name] = (found[0]["id"], found[1]["id"])
+        tenants[name] = server.admin.get(f"/v1/tenants/{name}").json()["id"]
+    start = datetime.combine(FIRST, time(), ZoneInfo(ZONE)).astimezone(UTC)
+    end = datetime.combine(LAST + timedelta(days=1), time(), ZoneInfo(ZONE)).astimezone(UTC)
+    events = list(_events(start - timedelta(days=8), end, tenants, keys))
+    with ThreadPoolExecutor(1) as thread:  # a browser's loop may be running in this one
+        thread.submit(asyncio.run, _insert(server, events)).result()
+    return History(keys=keys, start=start, end=end)
+
+
+async def _insert(server: WeftServer, events: list[UsageEvent]) -> None:
+    database = await Database.open(None, server.data_dir)
+    try:
+        async with database.write() as session:
+            await insert_events(session, events)
+    finally:
+        await database.close()
+
+
+def _events(
+    start: datetime, end: datetime, tenants: dict[str, str], keys: dict[str, tuple[str, str]]
+) -> Iterator[UsageEvent]:
+    rng = random.Random(25)
+    seconds = round((end - start).total_seconds())
+    for number in range(EVENTS):
+        tenant = NORTH if number % 3 else SOUTH
+        prompt = rng.randrange(10, 3000)
+        fields: dict[str, Any] = {"adapter_id": None, "adapter": None, "adapter_version": None, "adapter_state": None}
+        if number % 10:
+            adapter = rng.choices(ADAPTERS, weights=range(len(ADAPTERS), 0, -1))[0]
+            fields = {
+                "adapter_id": f"adp_{tenant}_{adapter}",
+                "adapter": adapter,
+                "adapter_version": rng.choice((1, 1, 2)),
+            }
+            fields["adapter_state"] = "device"
+        moment = start + timedelta(seconds=rng.randrange(seconds))
+        is_quiet_day = (moment.astimezone(ZoneInfo(ZONE)).date() - FIRST).days == 4
+        yield usage_event(
+            f"use_history_{number}",
+            at=moment + timedelta(days=1) if is_quiet_day else moment,
+            tenant_id=tenants[tenant],
+            tenant=tenant,
+            key_id=keys[tenant][number % 2],
+            status=rng.choices(("stop", "length", "error", "aborted", "interrupted"), weights=(70, 15, 6, 6, 3))[0],
+            prompt_tokens=prompt,
+            cached_tokens=prompt // rng.randrange(2, 6),
+            completion_tokens=rng.randrange(1, 500),
+            ttft_s=rng.lognormvariate(-2, 0.5),
+            **fields,
+        )

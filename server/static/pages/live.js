@@ -1,6 +1,6 @@
 // The engine as it works: what runs, and how adapters and KV cache share one memory.
 import { html } from "../lib.js";
-import { seconds, time } from "../format.js";
+import { time } from "../format.js";
 import { Link } from "../place.js";
 import { zoneShown } from "../range.js";
 import { Badge, Button, Problem } from "../ui.js";
@@ -45,6 +45,6 @@ function Notices({ feed, snapshot }) {
     ${feed.problem.value && html`<${Problem} error=${feed.problem.value} />`}
     ${feed.restartedAt.value && html`<div class="notice warn" role="status"><p><strong>The engine was restarted</strong> before ${clock(feed.restartedAt.value)}. Its memory began empty; adapters come back as they are asked for.</p>
       <${Button} kind="small" onClick=${() => (feed.restartedAt.value = null)}>Good<//></div>`}
-    ${isIdle && html`<div class="notice" data-notice="idle"><p><strong>The engine is idle.</strong> ${snapshot.num_steps ? `Its last step ended ${seconds(Math.round(snapshot.last_step_age_s))} before this.` : "It was not asked anything yet."}
+    ${isIdle && html`<div class="notice" data-notice="idle"><p><strong>The engine is idle.</strong> ${snapshot.num_steps ? `Its last step ended at ${clock(heard - 1000 * snapshot.last_step_age_s)}.` : "It was not asked anything yet."}${" "}
       Ask it in the <${Link} to="/playground">Playground<//>, or see it at work with <code>weft demo</code>.</p></div>`}`;
 }

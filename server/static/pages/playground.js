@@ -28,12 +28,15 @@ function Asking() {
   const next = (index) => requestOf(fields(models[index]), talks[index].exchanges.value);
   const isBusy = talks.some((talk) => talk.isBusy.value);
   const canSend = prompt.trim() !== "" && models.length > 0;
+  const [isWanted, setWanted] = useState(false);
   const sendAll = () => {
+    setWanted(prompt.trim() !== "" && !models.length && found.isLoading); // then it is sent as soon as it is known to whom
     if (!canSend) return;
     chooseModels(models, { replace: true });
     choose("prompt", prompt);
     talks.forEach((talk, index) => void talk.ask(prompt, next(index)));
   };
+  useEffect(() => void (isWanted && models.length && sendAll()), [isWanted, models.length]);
   const onKey = (event) => {
     if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
     event.preventDefault();

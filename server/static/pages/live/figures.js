@@ -95,8 +95,8 @@ export function Since({ snapshot }) {
       <dt>Steps</dt><dd data-count="steps">${count(snapshot.num_steps)}</dd>
       <dt>Adapters loaded</dt><dd>${loads.length ? loads.map((one) => html`<div key=${one.path} data-load=${one.path}>${one.label}: ${count(one.number)}${one.p95 !== undefined && html` <span class="quiet">p95 ${seconds(one.p95)}</span>`}</div>`) : "none"}</dd>
       <dt>Made room</dt><dd data-count="evictions">${count(evictions.adapter ?? 0)} adapters and ${count(evictions.prefix ?? 0)} blocks of prefix cache left the device</dd>
-      <dt>Preempted</dt><dd data-count="preemptions">${count((preemptions.swap ?? 0) + (preemptions.recompute ?? 0))} <span class="quiet">${count(preemptions.swap ?? 0)} swapped to the host, ${count(preemptions.recompute ?? 0)} to compute again</span></dd>
-      <dt>Host memory</dt><dd data-count="host">${count(allHost - (host.free ?? 0))} of ${count(allHost)} pages <span class="quiet">${count(host.adapter ?? 0)} of adapters, ${count(host.kv ?? 0)} of KV</span></dd>
+      <dt>Preempted</dt><dd data-count="preemptions">${count((preemptions.swap ?? 0) + (preemptions.recompute ?? 0))} <span class="quiet">· ${count(preemptions.swap ?? 0)} swapped to the host, ${count(preemptions.recompute ?? 0)} to compute again</span></dd>
+      <dt>Host memory</dt><dd data-count="host">${count(allHost - (host.free ?? 0))} of ${count(allHost)} pages <span class="quiet">· ${count(host.adapter ?? 0)} of adapters, ${count(host.kv ?? 0)} of KV</span></dd>
       <dt>HTTP requests now</dt><dd>${count(snapshot.http_requests)}</dd>
     </dl>
   <//>`;

@@ -37,6 +37,10 @@ class Base(DeclarativeBase):
     )
 
 
+BY_KEY = {"sqlite_with_rowid": False}
+"""Rows lie in the order of their primary key, so that a range of hours is read in one go."""
+
+
 class TenantRow(Base):
     """A tenant."""
 
@@ -206,11 +210,12 @@ class UsageRollupRow(Base):
     """Sums of one hour; written in the transaction that inserts the events."""
 
     __tablename__ = "usage_rollups"
+    __table_args__ = BY_KEY
 
     at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     """The hour's first microsecond."""
     tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True, index=True)
+    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     status: Mapped[str] = mapped_column(String(64), primary_key=True, server_default="")
@@ -228,6 +233,7 @@ class UsageLatencyRow(Base):
     """Requests of one hour by their time to the first token; written in the transaction that inserts the events."""
 
     __tablename__ = "usage_latency"
+    __table_args__ = BY_KEY
 
     at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     """The hour's first microsecond."""
@@ -247,6 +253,7 @@ class UsageAdapterRow(Base):
     """Sums of all hours of an adapter and a key; written in the transaction that inserts the events."""
 
     __tablename__ = "usage_adapters"
+    __table_args__ = BY_KEY
 
     adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     key_id: Mapped[str] = mapped_column(String(64), primary_key=True)

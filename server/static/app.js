@@ -30,6 +30,7 @@ function pageAt(path) {
 
 function App() {
   useEffect(() => {
+    pageAt(place.value.path)?.page.load().catch(() => {}); // comes while we find out who is there; `Shown` asks again
     findOut();
     return watchSession();
   }, []);

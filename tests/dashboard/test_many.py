@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import pytest
@@ -34,7 +35,8 @@ PATHS = (
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     folder = tmp_path_factory.mktemp("many")
-    asyncio.run(fill(folder / "data", ADMIN_KEY, datetime.now(UTC)))
+    with ThreadPoolExecutor(1) as own_loop:  # the browser's driver holds this thread's
+        own_loop.submit(asyncio.run, fill(folder / "data", ADMIN_KEY, datetime.now(UTC))).result()
     with weft_server(folder, "--served-model-name", "weft-demo", WEFT_MEMORY__POISON="false") as running:
         yield running
 

@@ -137,3 +137,18 @@ async def test_what_is_no_page_stays_closed(api: Api) -> None:
 def test_every_page_of_the_router_is_served() -> None:
     routed = re.findall(r'path: "([^"]+)"', (dashboard.STATIC / "app.js").read_text())
     assert sorted(path.replace(":name", "{name}") for path in routed) == sorted(dashboard.PAGES)
+
+
+def test_the_frame_is_fetched_in_one_go() -> None:
+    page = (dashboard.STATIC / "index.html").read_text()
+    assert set(re.findall(r'rel="modulepreload" href="/static/([^"]+)"', page)) == imported("app.js")
+
+
+def imported(module: str) -> set[str]:
+    """All that a module needs before it runs, and what that needs."""
+    source = (dashboard.STATIC / module).read_text()
+    names = {
+        str((dashboard.STATIC / module).parent.joinpath(name).resolve().relative_to(dashboard.STATIC))
+        for name in re.findall(r'\bfrom\s*"(\.[^"]+)"', source)
+    }
+    return names.union(*(imported(name) for name in names))

@@ -12,11 +12,15 @@ depends_on = None
 
 _HOUR_US = 3_600_000_000
 _BOUNDS_S = tuple(round(0.001 * 10 ** (number / 20), 9) for number in range(121))
+_BY_KEY = {"sqlite_with_rowid": False}
 _SHARED = ("tenant_id", "adapter_id", "adapter_version", "key_id", "adapter_state")
 
 
 def upgrade() -> None:
-    """Make the tables and fill them."""
+    """Make the tables and fill them; let SQLite keep sums in the order of their keys."""
+    op.drop_index(op.f("ix_usage_rollups_adapter_id"), "usage_rollups")
+    with op.batch_alter_table("usage_rollups", table_kwargs=_BY_KEY) as rollups:
+        rollups.alter_column("requests", existing_type=sa.BigInteger(), existing_nullable=False)  # makes it anew
     _make_latency()
     _make_adapters()
 
@@ -29,6 +33,7 @@ def _make_adapters() -> None:
         sa.Column("key_id", sa.String(length=64), nullable=False),
         *(sa.Column(name, sa.BigInteger(), nullable=False) for name in sums),
         sa.PrimaryKeyConstraint("adapter_id", "key_id", name=op.f("pk_usage_adapters")),
+        **_BY_KEY,
     )
     op.execute(
         "INSERT INTO usage_adapters "
@@ -53,6 +58,7 @@ def _make_latency() -> None:
         sa.Column("adapter", sa.String(length=127), nullable=False),
         sa.Column("requests", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("at", *_SHARED, "bin", name=op.f("pk_usage_latency")),
+        **_BY_KEY,
     )
     op.execute(counts.insert().from_select(["at", *_SHARED, "bin", "tenant", "adapter", "requests"], _counted()))
 

@@ -10,7 +10,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-BUDGET = 27_000
+BUDGET = 32_000
 LOOK_AGAIN = 400
 PARTS = ("weft", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
@@ -20,7 +20,7 @@ def code_lines(path: Path) -> int:
     """Lines of a file that hold anything other than a comment or a docstring."""
     if path.suffix != ".py":
         stripped = (line.strip() for line in path.read_text().splitlines())
-        return sum(bool(line) and not line.startswith("//") for line in stripped)
+        return sum(bool(line) and not line.startswith(("//", "/*", "* ", "*/")) for line in stripped)
     lines: set[int] = set()
     statement_start = True
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
@@ -40,8 +40,8 @@ def main() -> int:
     total = 0
     for part in PARTS:
         top = root / part
-        found = sorted(path for pattern in ("*.py", "*.cpp", "*.h") for path in top.rglob(pattern))
-        files = [p for p in found if not (top / p.relative_to(top).parts[0]).is_symlink()]
+        found = sorted(path for pattern in ("*.py", "*.cpp", "*.h", "*.js") for path in top.rglob(pattern))
+        files = [p for p in found if not (top / p.relative_to(top).parts[0]).is_symlink() and "vendor" not in p.parts]
         counts = {path: code_lines(path) for path in files}
         total += sum(counts.values())
         print(f"{part:12} {sum(counts.values()):6}")

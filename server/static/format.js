@@ -54,10 +54,10 @@ export function exactMoney(text, digits = 2) {
 /** How many digits an exact decimal text has behind its point. */
 export const digitsOf = (text) => (text.split(".")[1] ?? "").length;
 
-/** How much more than before: (120, 100) -> +20.0%; null where there is nothing to compare with. */
+/** How much more than before: (120, 100) -> 0.2; null where there is nothing to compare with, undefined until both are known. */
 export function change(now, before) {
-  if (now === null || before === null || now === undefined || before === undefined || before === 0) return null;
-  return (now - before) / before;
+  if (now === undefined || before === undefined) return undefined;
+  return now === null || !before ? null : (now - before) / before;
 }
 
 /** sha256:0123456789abcdef… -> sha256:0123456789ab */

@@ -90,15 +90,15 @@ function useAnswers(range) {
 
 const totalTokens = METRICS.total_tokens.of;
 const sumOf = (answer, statuses) => answer.data.filter((row) => statuses.includes(row.status)).reduce((sum, row) => sum + row.requests, 0);
-const errorShare = (answer) => (answer?.totals.requests ? sumOf(answer, ERRORS) / answer.totals.requests : null);
+const errorShare = (answer) => answer && (answer.totals.requests ? sumOf(answer, ERRORS) / answer.totals.requests : null);
 /** Groups of adapters, without the base of this or of each tenant. */
-const activeOf = (adapters, base) => (adapters && base ? adapters.groups - (base.groups ?? (base.totals.requests ? 1 : 0)) : null);
+const activeOf = (adapters, base) => (adapters && base ? adapters.groups - (base.groups ?? (base.totals.requests ? 1 : 0)) : undefined);
 
 function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefore, latency, latencyBefore }) {
   const [now, before] = [byStatus.data?.totals, byStatusBefore.data?.totals];
   const tile = (name) => ({ value: now ? html`<span data-exact=${now[name]}>${compact(now[name])}</span>` : "–", hint: now && count(now[name]), change: change(now?.[name], before?.[name]) });
   const aborted = byStatus.data && sumOf(byStatus.data, ["aborted"]);
-  const [ttft, ttftBefore] = [latency.data?.totals.ttft_s, latencyBefore.data?.totals.ttft_s];
+  const ttftOf = ({ data }, name) => data && (data.totals.ttft_s?.[name] ?? null);
   const errors = errorShare(byStatus.data);
   const inUse = activeOf(chart.data, base.data);
   const currency = byStatus.data?.currency;
@@ -114,10 +114,10 @@ function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefo
       <${Stat} label="Errors" isGood=${false} value=${percent(errors)} change=${change(errors, errorShare(byStatusBefore.data))}
         hint="Requests that ended with error or interrupted, of all">
         <p class="stat-note">${byStatus.data ? `${count(sumOf(byStatus.data, ERRORS))} of ${count(now.requests)}; ${count(aborted)} aborted by their clients` : "–"}</p><//>
-      ${["p50", "p95"].map((name) => html`<${Stat} key=${name} label=${`Time to first token, ${name}`} isGood=${false} change=${change(ttft?.[name], ttftBefore?.[name])}
-        value=${html`<span data-exact=${ttft?.[name]}>${seconds(ttft?.[name])}</span>`} hint=${`${name.slice(1)} of 100 requests had their first token within this time`} />`)}
-      <${Stat} label="Adapters in use" isGood=${true} value=${inUse === null ? "–" : count(inUse)} change=${change(inUse, activeOf(adaptersBefore.data, baseBefore.data))} hint=${`Adapters with a request in this time${isAll() ? "; one that several tenants call counts for each" : ""}`} />
-      ${currency && html`<${Stat} label="Cost" value=${money(now.cost, currency)} hint=${`${now.cost} ${currency}`} change=${change(Number(now.cost), before && Number(before.cost))} />`}
+      ${["p50", "p95"].map((name) => html`<${Stat} key=${name} label=${`Time to first token, ${name}`} isGood=${false} change=${change(ttftOf(latency, name), ttftOf(latencyBefore, name))}
+        value=${html`<span data-exact=${ttftOf(latency, name)}>${seconds(ttftOf(latency, name))}</span>`} hint=${`${name.slice(1)} of 100 requests had their first token within this time`} />`)}
+      <${Stat} label="Adapters in use" isGood=${true} value=${inUse === undefined ? "–" : count(inUse)} change=${change(inUse, activeOf(adaptersBefore.data, baseBefore.data))} hint=${`Adapters with a request in this time${isAll() ? "; one that several tenants call counts for each" : ""}`} />
+      ${currency && html`<${Stat} label="Cost" value=${money(now.cost, currency)} hint=${`${now.cost} ${currency}`} change=${change(Number(now.cost), before && Number(before.cost ?? 0))} />`}
     </div>
   </section>`;
 }

@@ -149,7 +149,7 @@ def test_the_shown_calls_run_and_answer_the_same(page: Page, server: WeftServer,
         assert '"seed": 3' in curl
         answer = run(["bash", "-c", f'curl() {{ command curl -sS --fail-with-body "$@"; }}; {curl}'], server, key)
         assert _content(answer).strip() == text.strip()
-        script = tmp_path / f"{model}.py"
+        script = tmp_path / f"call_{model}.py"  # not json.py, which the script would import
         script.write_text(code(page, model, "Python (openai)"))
         assert run([sys.executable, str(script)], server, key).strip() == text.strip()
 

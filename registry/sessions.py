@@ -62,6 +62,12 @@ async def find_session(session: AsyncSession, digest: str) -> tuple[Credential, 
     return (Credential(row.key_prefix, row.key_digest), row.expires_at) if row else None
 
 
+async def is_link(session: AsyncSession, digest: str) -> bool:
+    """Whether there is such a link, be it too old."""
+    row = await session.get(SessionRow, digest)
+    return row is not None and row.kind == "link"
+
+
 async def take_link(session: AsyncSession, digest: str, now: datetime) -> Credential | None:
     """What a link stands for, which works no more from now on; None if it never did, or does no more."""
     taken = delete(SessionRow).where(SessionRow.digest == digest, SessionRow.kind == "link").returning(SessionRow)

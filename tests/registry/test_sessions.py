@@ -43,6 +43,16 @@ async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry) -
     assert await registry.authenticate_session(other) == holder
 
 
+async def test_a_guessed_link_waits_for_no_writer(registry: Registry) -> None:
+    _, holder = await key_of(registry)
+    session, _ = await registry.begin_session(credential(holder))
+    async with registry._database.write():
+        for token in ("weft_link_guessed", session):
+            with pytest.raises(AuthenticationError) as raised:
+                await asyncio.wait_for(registry.follow_link(token), 1)
+            assert raised.value.code == "session.link_used"
+
+
 async def test_endless_sign_ins_do_not_fill_the_database(registry: Registry, clock: StandingClock) -> None:
     _, holder = await key_of(registry)
     await registry.create_tenant("other")

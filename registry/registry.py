@@ -165,8 +165,12 @@ class Registry:
         Raises:
             AuthenticationError: Nobody, it has been used, or is too old; code session.link_used.
         """
-        async with self._change() as session:
-            credential = await sessions.take_link(session, self._key_ring.digest(token), self._clock())
+        digest, credential = self._key_ring.digest(token), None
+        async with self._database.read() as session:
+            is_link = await sessions.is_link(session, digest)
+        if is_link:  # who only guesses keeps no writer waiting
+            async with self._change() as session:
+                credential = await sessions.take_link(session, digest, self._clock())
         if credential is None:
             raise AuthenticationError(
                 "This link has been used, or is too old: ask for another with `weft dashboard`, or sign in with a key.",

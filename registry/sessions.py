@@ -18,6 +18,8 @@ from weft.registry.records import Credential
 
 SESSION_S = 12 * 3600
 LINK_S = 600
+MAX_PER_SECRET = 100
+"""Sessions, and as many links, that one secret may have; the oldest makes room."""
 LINK_PREFIX = "weft_link_"
 Kind = Literal["session", "link"]
 _LIFE_S: dict[Kind, int] = {"session": SESSION_S, "link": LINK_S}
@@ -32,13 +34,16 @@ def new_token(kind: Kind) -> str:
 async def add_session(
     session: AsyncSession, kind: Kind, digest: str, credential: Credential, now: datetime
 ) -> datetime:
-    """Keep a token's digest, and forget all that have ended.
+    """Keep a token's digest, and forget all that have ended, and those of this secret that are too many.
 
     Returns:
         When it ends.
     """
     ends = now + timedelta(seconds=_LIFE_S[kind])
     await session.execute(delete(SessionRow).where(SessionRow.expires_at <= to_micros(now)))
+    alike = (SessionRow.key_digest == credential.digest, SessionRow.kind == kind)
+    kept = select(SessionRow.digest).where(*alike).order_by(SessionRow.expires_at.desc()).limit(MAX_PER_SECRET - 1)
+    await session.execute(delete(SessionRow).where(*alike, SessionRow.digest.not_in(kept)))
     session.add(
         SessionRow(
             digest=digest,
@@ -55,6 +60,12 @@ async def find_session(session: AsyncSession, digest: str) -> tuple[Credential, 
     """What a session stands for, and its end in microseconds; None if there is none."""
     row = await session.scalar(select(SessionRow).where(SessionRow.digest == digest, SessionRow.kind == "session"))
     return (Credential(row.key_prefix, row.key_digest), row.expires_at) if row else None
+
+
+async def is_link(session: AsyncSession, digest: str) -> bool:
+    """Whether there is such a link, be it too old."""
+    row = await session.get(SessionRow, digest)
+    return row is not None and row.kind == "link"
 
 
 async def take_link(session: AsyncSession, digest: str, now: datetime) -> Credential | None:

@@ -6,6 +6,7 @@ Knows keys and browsers' sessions only through the registry. What a caller may d
 from __future__ import annotations
 
 import ipaddress
+from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -23,6 +24,8 @@ from weft.server.errors import error_response
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
 """Answered without a key, to GET and HEAD."""
 SIGN_IN = "/v1/session"
+BEGINNINGS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
+"""A POST here takes a key or a link, never a session: one that could begin another would outlive its time."""
 MAX_KEY_LENGTH = 512
 LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
 """Everybody, where authentication is off."""
@@ -47,6 +50,8 @@ class KeyStore(Protocol):
 class AuthMiddleware:
     """Puts the caller's `Identity` into `scope["state"]["identity"]`, or answers 401.
 
+    What takes long can ask again who it is, with `scope["state"]["identify"]`.
+
     Args:
         app: What lies behind.
         keys: Where keys are looked up; None lets everybody on this machine in as admin.
@@ -63,12 +68,13 @@ class AuthMiddleware:
                 await self._app(scope, receive, send)
             return
         if not is_public(scope):
+            identify = partial(self._identify, scope, Headers(scope=scope))
             try:
-                identity = await self._identify(scope, Headers(scope=scope))
+                identity = await identify()
             except WeftError as error:
                 await error_response(error)(scope, receive, send)
                 return
-            scope["state"] = {**scope.get("state", {}), "identity": identity}
+            scope["state"] = {**scope.get("state", {}), "identity": identity, "identify": identify}
         await self._app(scope, receive, send)
 
     async def _identify(self, scope: Scope, headers: Headers) -> Identity:
@@ -76,7 +82,8 @@ class AuthMiddleware:
             _check_local_browser(headers)
             return LOCAL_ADMIN
         token = session_token(headers)
-        if token is not None and "authorization" not in headers:
+        begins = scope["method"] == "POST" and scope["path"] in BEGINNINGS
+        if token is not None and not begins and "authorization" not in headers:
             check_own_page(scope, headers)
             return await self._keys.authenticate_session(token[:MAX_KEY_LENGTH])
         secret = _bearer(headers)

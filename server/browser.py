@@ -46,7 +46,7 @@ def check_own_page(scope: Scope, headers: Headers) -> None:
         is_own = site in OWN_SITES
     else:  # browsers say so over TLS and to this machine; elsewhere they tell the origin of every change
         origin = headers.get("origin")
-        is_own = scope["method"] in SAFE_METHODS if origin is None else _host_of(origin) == headers.get("host")
+        is_own = scope["method"] in SAFE_METHODS if origin is None else _host_of(origin) == headers.get("host", "")
     if not is_own:
         raise ForbiddenError("A session serves Weft's own pages only: send an API key.", code="session.foreign_page")
 

@@ -76,8 +76,8 @@ class EngineFeed:
     def _listening(
         self, ask: Callable[[], Awaitable[Snapshot]], is_over: Callable[[], bool]
     ) -> Iterator[asyncio.Task[None]]:
-        """The poller, which the first listener starts and the last one ends."""
-        if self._poller is None:
+        """The poller, which the first listener starts, or the first after it failed, and the last one ends."""
+        if self._poller is None or self._poller.done():
             self._newest = None
             self._poller = asyncio.create_task(self._poll(ask, is_over))
             self._poller.add_done_callback(lambda _: self._wake())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import asdict, fields
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from weft.engine.status import EngineStatus
+from weft.errors import AuthenticationError, CapacityError
+from weft.registry.records import Identity
 from weft.server import sse
 from weft.server.access import Admin
 from weft.server.services import Services, Wired
@@ -43,10 +45,24 @@ class _EventsResponse(StreamingResponse):
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
-async def stream_engine(services: Wired, _: Admin) -> StreamingResponse:
+async def stream_engine(request: Request, services: Wired, _: Admin) -> StreamingResponse:
     """Send a snapshot whenever the engine has moved on, at most twice a second; `engine_error` while it is away."""
     events = services.engine_feed.events(lambda: _snapshot(services), lambda: services.drain.is_draining)
-    return _EventsResponse(events, headers=sse.HEADERS)
+    return _EventsResponse(_while_known(events, request.state.identify), headers=sse.HEADERS)
+
+
+async def _while_known(
+    events: AsyncGenerator[bytes, None], identify: Callable[[], Awaitable[Identity]]
+) -> AsyncGenerator[bytes, None]:
+    """The events, until who listens would not be let in any more: a stream has no other end."""
+    async with aclosing(events):
+        async for event in events:
+            with suppress(CapacityError):  # without a database nobody is turned away who was here before
+                try:
+                    await identify()
+                except AuthenticationError:
+                    return
+            yield event
 
 
 async def _snapshot(services: Services) -> dict[str, Any]:

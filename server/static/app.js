@@ -23,9 +23,18 @@ const PAGES = [
 function pageAt(path) {
   for (const page of PAGES) {
     const found = path.match(new RegExp(`^${page.path.replace(":name", "([^/]+)")}$`));
-    if (found) return { page, name: found[1] === undefined ? undefined : decodeURIComponent(found[1]) };
+    if (found) return { page, name: found[1] === undefined ? undefined : decoded(found[1]) };
   }
   return null;
+}
+
+/** A part of the path as it was meant; one that is badly written stays as it is, and names nothing. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }
 
 function App() {

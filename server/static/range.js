@@ -15,6 +15,8 @@ export const RANGES = {
 };
 const BUCKETS = { "1m": "Minutes", "1h": "Hours", "1d": "Days" };
 const MAX_BUCKETS = 500;
+const MAX_DAYS = 3 * 366; // who types a year passes through 0002 and 0020 on the way
+const DATE = /^\d{4}-\d{2}-\d{2}$/;
 
 /** The zone that the address names, or the browser's. */
 export const zoneShown = () => (isZone(param("tz") ?? "") ? param("tz") : ownZone());
@@ -22,15 +24,15 @@ export const zoneShown = () => (isZone(param("tz") ?? "") ? param("tz") : ownZon
 /**
  * The time that the address asks for: a range that ends now, a month, or two days, the last of them included.
  * @returns {{start: number, end: number, bucket: "1m"|"1h"|"1d", zone: string, name: string, widths: string[],
- *   isNow: boolean, previous: {start: number, end: number}}} `widths` are those that `bucket` can be; `isNow` tells
- *   whether more will come.
+ *   isNow: boolean, isCut: boolean, previous: {start: number, end: number}}} `widths` are those that `bucket` can be;
+ *   `isNow` tells whether more will come, `isCut` that the first days asked for are too long ago to be shown with the last.
  */
 export function rangeShown(otherwise = "24h", now = Date.now()) {
   const zone = zoneShown();
   // A range that ends now changes once a minute, not with every look at it.
   const minute = Math.ceil(now / WIDTHS["1m"]) * WIDTHS["1m"];
   const days = customDays(zone);
-  const name = days ? "custom" : RANGES[param("range")] ? param("range") : otherwise;
+  const name = days ? "custom" : Object.hasOwn(RANGES, param("range")) ? param("range") : otherwise;
   const { ms, months } = RANGES[name] ?? {};
   const whole = days ?? (ms ? { start: minute - ms, end: minute } : monthOf(zone, minute, months));
   const widths = widthsFor(whole.end - whole.start);
@@ -39,16 +41,17 @@ export function rangeShown(otherwise = "24h", now = Date.now()) {
   // The last 24 hours begin with a whole hour, so that no bar shows a part of one.
   const start = !ms || first === whole.start ? whole.start : bucketAfter(zone, first, bucket);
   const end = whole.end;
-  return { start, end, bucket, zone, name, widths, isNow: end >= minute, previous: { start: start - (end - start), end: start } };
+  return { start, end, bucket, zone, name, widths, isNow: end >= minute, isCut: whole.isCut ?? false, previous: { start: start - (end - start), end: start } };
 }
 
 /** What the API takes for a range. */
 export const spanOf = ({ start, end }) => ({ start: new Date(start).toISOString(), end: new Date(end).toISOString() });
 
 function customDays(zone) {
-  const [first, last] = [param("start"), param("end")].map((text) => Date.parse(`${text ?? ""}T00:00:00Z`));
-  if (!(first <= last)) return null;
-  return { start: momentOf(zone, first), end: momentOf(zone, last + DAY) };
+  const [first, last] = [param("start"), param("end")].map((text) => (DATE.test(text ?? "") ? Date.parse(`${text}T00:00:00Z`) : NaN));
+  if (!(first <= last && last > 0)) return null;
+  const shown = Math.max(first, last - (MAX_DAYS - 1) * DAY, 0);
+  return { start: momentOf(zone, shown), end: momentOf(zone, last + DAY), isCut: shown > first };
 }
 
 function monthOf(zone, now, months) {
@@ -80,7 +83,8 @@ export function RangePicker({ otherwise = "24h", withBucket = false }) {
     html`<input type="date" aria-label="First day" value=${param("start")} max=${param("end")}
         onChange=${(event) => event.target.value && setParams({ start: event.target.value })} />
       <input type="date" aria-label="Last day" value=${param("end")} min=${param("start")}
-        onChange=${(event) => event.target.value && setParams({ end: event.target.value })} />`}
+        onChange=${(event) => event.target.value && setParams({ end: event.target.value })} />
+      ${range.isCut && html`<span class="quiet" role="status">Shown from ${dayOf(range.zone, range.start)} on: at most three years.</span>`}`}
     ${withBucket &&
     html`<${Select} label="By" value=${range.bucket} onChange=${(bucket) => setParams({ bucket })}
       options=${range.widths.map((value) => ({ value, label: BUCKETS[value] }))} />`}

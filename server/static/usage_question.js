@@ -19,14 +19,14 @@ export function filtersShown() {
 
 /** The whole question, but for its range. */
 export function questionShown() {
-  const canGroup = (name) => name in DIMENSIONS && (name !== "tenant" || isAdmin());
+  const canGroup = (name) => Object.hasOwn(DIMENSIONS, name) && (name !== "tenant" || isAdmin());
   const wanted = param("group", isAdmin() && !param("tenant") ? "tenant" : "adapter");
   const group = canGroup(wanted) ? wanted : null;
   const subgroup = group && canGroup(param("subgroup")) && param("subgroup") !== group ? param("subgroup") : null;
   // Adapters of several tenants may have one name.
   const isShared = isAdmin() && !param("tenant") && [group, subgroup].some((name) => name === "adapter" || name === "version");
   return {
-    metric: param("metric") in METRICS ? param("metric") : "total_tokens",
+    metric: Object.hasOwn(METRICS, param("metric")) ? param("metric") : "total_tokens",
     group,
     subgroup,
     groups: [...new Set([isShared ? "tenant" : null, group, subgroup])].filter(Boolean),

@@ -9,7 +9,7 @@ from registry_samples import StandingClock
 from weft.errors import AuthenticationError
 from weft.registry.records import Credential, Identity
 from weft.registry.registry import Registry
-from weft.registry.sessions import LINK_S, SESSION_S
+from weft.registry.sessions import LINK_S, MAX_PER_SECRET, SESSION_S
 
 pytestmark = pytest.mark.anyio
 
@@ -41,6 +41,34 @@ async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry) -
     await registry.end_session(token)
     assert await refusal(registry, token) == "session.ended"
     assert await registry.authenticate_session(other) == holder
+
+
+async def test_a_guessed_link_waits_for_no_writer(registry: Registry) -> None:
+    _, holder = await key_of(registry)
+    session, _ = await registry.begin_session(credential(holder))
+    async with registry._database.write():
+        for token in ("weft_link_guessed", session):
+            with pytest.raises(AuthenticationError) as raised:
+                await asyncio.wait_for(registry.follow_link(token), 1)
+            assert raised.value.code == "session.link_used"
+
+
+async def test_endless_sign_ins_do_not_fill_the_database(registry: Registry, clock: StandingClock) -> None:
+    _, holder = await key_of(registry)
+    await registry.create_tenant("other")
+    _, secret = await registry.create_key("other")
+    bystander, _ = await registry.begin_session(credential(await registry.authenticate(secret)))
+    link, _ = await registry.begin_session(credential(holder), "link")
+    tokens = []
+    for _ in range(MAX_PER_SECRET + 2):
+        clock.now += timedelta(seconds=1)
+        tokens.append((await registry.begin_session(credential(holder)))[0])
+    for token in tokens[:2]:
+        assert await refusal(registry, token) == "session.ended"
+    for token in (tokens[2], tokens[-1]):
+        assert await registry.authenticate_session(token) == holder
+    assert (await registry.authenticate_session(bystander)).tenant == "other"
+    assert await registry.follow_link(link) == holder
 
 
 async def test_a_session_ends_after_its_time(registry: Registry, clock: StandingClock) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,6 +186,48 @@ async def test_what_nobody_expected_ends_the_streams_and_not_those_that_come_lat
                 await watcher.next()
     async with watching(url) as watcher:
         assert (await watcher.snapshot())["object"] == "engine"
+
+
+async def test_a_client_that_reads_nothing_keeps_no_failure_alive() -> None:
+    """The one that hangs is still listening when the others are told of the failure and come again."""
+    feed, asked = engine_feed.EngineFeed(), 0
+
+    async def ask() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise RuntimeError("nobody expected this")
+        return {"boot_id": "boot-1"}
+
+    def listen() -> AsyncGenerator[bytes, None]:
+        return feed.events(ask, lambda: False)
+
+    async with aclosing(listen()) as hangs, aclosing(listen()) as fails, aclosing(listen()) as later:
+        assert await anext(hangs) == await anext(fails) == engine_feed.RETRY
+        with pytest.raises(RuntimeError, match="nobody expected"):
+            await anext(fails)
+        assert await anext(later) == engine_feed.RETRY
+        assert b"boot-1" in await anext(later)
+        with pytest.raises(RuntimeError, match="nobody expected"):
+            await anext(hangs)
+        assert feed._poller is not None
+    assert feed._poller is None
+
+
+async def test_a_stream_ends_with_the_session_that_it_began_in(api: Api, url: str) -> None:
+    async with new_client(ADMIN_KEY, url) as client:
+        cookie = (await client.post("/v1/session")).headers["set-cookie"].partition(";")[0]
+    sent = {"cookie": cookie, "sec-fetch-site": "same-origin"}
+    async with new_client(None, url) as client, client.stream("GET", "/v1/engine/events", headers=sent) as answer:
+        watcher = Watcher(answer.headers["content-type"], aiter(answer.aiter_lines()))
+        await watcher.snapshot()
+        api.engine.waiting_by_tenant = {"": 1}
+        await watcher.snapshot()
+        assert (await client.delete("/v1/session", headers=sent)).status_code == 204
+        api.engine.waiting_by_tenant = {"": 2}
+        with pytest.raises(EOFError):
+            await asyncio.wait_for(watcher.next(), 5)
+    await eventually(lambda: poller(api) is None)
 
 
 async def test_draining_ends_the_streams(api: Api, url: str) -> None:

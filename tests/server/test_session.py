@@ -4,10 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from starlette.datastructures import Headers
 
 from api_server import ADMIN_KEY, Api
 from api_server import api as open_api
+from weft.errors import ForbiddenError
 from weft.server import dashboard
+from weft.server.browser import check_own_page
 
 pytestmark = pytest.mark.anyio
 OWN = {"sec-fetch-site": "same-origin"}
@@ -58,21 +61,40 @@ async def test_pages_of_others_cannot_use_a_session(api: Api) -> None:
         ("GET", {"sec-fetch-site": "same-site"}, 403),
         ("GET", {"sec-fetch-site": "cross-site"}, 403),
         ("GET", {}, 200),
-        ("POST", {"sec-fetch-site": "same-origin"}, 201),
+        ("POST", {"sec-fetch-site": "same-origin"}, 200),
         ("POST", {"sec-fetch-site": "same-site", "origin": "http://test"}, 403),
         ("POST", {}, 403),
-        ("POST", {"origin": "http://test"}, 201),
+        ("POST", {"origin": "http://test"}, 200),
         ("POST", {"origin": "http://test:3000"}, 403),
         ("POST", {"origin": "null"}, 403),
         ("POST", {"origin": "http://["}, 403),
     ]
     async with api.client() as client:
         for method, headers, status in cases:
-            path = "/v1/me" if method == "GET" else "/v1/session/links"
-            answer = await client.request(method, path, headers={"cookie": cookie, "host": "test", **headers})
+            path, body = ("/v1/me", None) if method == "GET" else ("/tokenize", {"prompt": "x"})
+            sent = {"cookie": cookie, "host": "test", **headers}
+            answer = await client.request(method, path, headers=sent, json=body)
             assert answer.status_code == status, (method, headers, answer.text)
             if status == 403:
                 assert answer.json()["error"]["code"] == "session.foreign_page"
+
+
+async def test_no_origin_is_not_that_of_a_request_without_host(api: Api) -> None:
+    """HTTP/1.0 needs no Host, and `null` is what sandboxed pages say."""
+    cookie, _ = await cookie_of(api, ADMIN_KEY)
+    name, _, token = cookie.partition("=")
+    sent = [(b"cookie", f"{name}={token}".encode()), (b"origin", b"null")]
+    with pytest.raises(ForbiddenError, match="own pages"):
+        check_own_page({"type": "http", "method": "POST", "headers": sent}, Headers(raw=sent))
+
+
+async def test_a_session_begins_no_other_and_makes_no_link(api: Api) -> None:
+    cookie, _ = await cookie_of(api, ADMIN_KEY)
+    async with api.client() as client:
+        for path in ("/v1/session", "/v1/session/links"):
+            answer = await client.post(path, headers={"cookie": cookie, **OWN})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "auth.missing"), path
+        assert (await client.get("/v1/me", headers={"cookie": cookie, **OWN})).status_code == 200
 
 
 async def test_a_key_goes_before_a_session(api: Api) -> None:

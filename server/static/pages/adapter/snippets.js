@@ -23,7 +23,7 @@ print(answer.choices[0].message.content)`,
 };
 
 export function Snippets({ it }) {
-  const shown = SNIPPETS[param("code")] ? param("code") : "curl";
+  const shown = Object.hasOwn(SNIPPETS, param("code")) ? param("code") : "curl";
   const options = [{ value: "curl", label: "curl" }, { value: "python", label: "Python" }];
   return html`<${Card} title="Call it" actions=${html`<${Segmented} label="Language" value=${shown} options=${options} onChange=${(code) => setParams({ code })} />`}>
     <p class="quiet">With a key of ${it.tenant} that has the scope <code>infer</code>, in <code>WEFT_KEY</code>. <code>${it.name}@${it.version}</code> stays with this version.</p>

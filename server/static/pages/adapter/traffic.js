@@ -16,7 +16,7 @@ export function Traffic({ name, tenant, newest }) {
   const range = rangeShown();
   const zone = range.zone === "UTC" ? undefined : range.zone;
   const usage = useApi("/v1/usage", { ...spanOf(range), tz: zone, tenant, adapter: name, bucket: range.bucket, group_by: "version", limit: 10_000 }, { all: true, everyS: 15 });
-  const measure = MEASURES[param("measure")] ? param("measure") : "requests";
+  const measure = Object.hasOwn(MEASURES, param("measure")) ? param("measure") : "requests";
   const chart = useMemo(() => chartOf(usage.data?.data ?? [], range, MEASURES[measure], newest), [usage.data, newest, range.start, range.end, range.bucket, range.zone, measure]);
   const options = [{ value: "requests", label: "Requests" }, { value: "tokens", label: "Tokens" }];
   return html`<${Card} title="Usage" note="by version" actions=${html`<${Segmented} label="Measure" value=${measure} options=${options} onChange=${(value) => setParams({ measure: value })} />`}>

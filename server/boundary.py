@@ -22,6 +22,8 @@ from weft.server.metrics import Metrics
 
 log = structlog.get_logger("weft.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
+_DEFAULTS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+"""A browser asks with its session: what it is told is for nobody after it, neither in its cache nor in a proxy's."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -77,6 +79,8 @@ class _Sender:
             self._metrics.answered(message["status"])
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self._request_id
+            for name, value in _DEFAULTS.items():
+                headers.setdefault(name, value)
             if self._drain.is_draining:
                 headers["connection"] = "close"
             headers.update(self._lease.headers())

@@ -4,7 +4,7 @@ import { bytes, compact, count } from "./format.js";
 import { Empty, Field } from "./ui.js";
 
 /** Each limit with what people call it; `key` says that single keys can be held to it too. */
-export const LIMITS = {
+const LIMITS = {
   requests_per_minute: { label: "Requests per minute", key: true },
   tokens_per_minute: { label: "Tokens per minute", hint: "prompt and generated", key: true },
   concurrent_requests: { label: "Requests at a time", key: true },

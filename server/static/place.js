@@ -17,7 +17,7 @@ export const param = (name, otherwise = null) => place.value.params.get(name) ??
 export const paramAll = (name) => place.value.params.getAll(name);
 
 /** The address of a page: range, zone and tenant go along, and `changes` on top of them. */
-export function addressOf(path, changes = {}) {
+function addressOf(path, changes = {}) {
   const kept = new URLSearchParams();
   for (const name of KEPT) if (place.value.params.has(name)) kept.set(name, place.value.params.get(name));
   return withParams(path, kept, changes);

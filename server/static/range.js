@@ -4,7 +4,7 @@ import { param, setParams } from "./place.js";
 import { DAY, HOUR, WIDTHS, bucketAfter, bucketStart, dayOf, isZone, momentOf, ownZone } from "./zone.js";
 import { Select } from "./ui.js";
 
-export const RANGES = {
+const RANGES = {
   "1h": { label: "Last hour", ms: HOUR },
   "24h": { label: "Last 24 hours", ms: DAY },
   "7d": { label: "Last 7 days", ms: 7 * DAY },

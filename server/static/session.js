@@ -34,7 +34,7 @@ export async function findOut() {
 }
 
 /** Begin a session with a key or a link. */
-export async function signIn(secret) {
+async function signIn(secret) {
   await send("POST", "/v1/session", { headers: { authorization: `Bearer ${secret}` } });
   meProblem.value = null;
   me.value = await call("GET", "/v1/me");

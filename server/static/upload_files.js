@@ -64,7 +64,7 @@ function unread(files) {
 }
 
 /** "My Adapter" -> my-adapter; "" where nothing is left. */
-export const suggestedName = (text) =>
+const suggestedName = (text) =>
   text.toLowerCase().replace(/[^a-z0-9._-]+/g, "-").replace(/\.{2,}/g, ".").slice(0, 63).replace(/^[^a-z0-9]+|[^a-z0-9]+$/g, "");
 
 export const isName = (text) => /^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$/.test(text) && !text.includes("..");

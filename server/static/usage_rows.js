@@ -40,7 +40,7 @@ export function keyName(id, keys) {
 }
 
 /** What a row's group is called: "haiku · stop"; `groups` in the order of the names, `others` what Other stands for. */
-export function groupName(row, groups, { keys, others } = {}) {
+function groupName(row, groups, { keys, others } = {}) {
   if (row.other) return others ? `Other (${count(others)} more)` : "Other";
   return groups.map((group) => nameOf(row, group, keys)).join(" · ") || "All";
 }

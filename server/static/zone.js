@@ -26,7 +26,7 @@ const clockOf = (zone) => {
 };
 
 /** What the zone's clocks are ahead of UTC at a moment, in milliseconds. */
-export function offsetAt(zone, at) {
+function offsetAt(zone, at) {
   const parts = Object.fromEntries(clockOf(zone).formatToParts(at).map(({ type, value }) => [type, Number(value)]));
   const shown = Date.UTC(parts.year, parts.month - 1, parts.day, parts.hour, parts.minute, parts.second);
   return shown - Math.floor(at / 1000) * 1000;

@@ -147,6 +147,17 @@ async def test_the_page_is_open_and_keeps_to_this_server(api: Api) -> None:
         assert (await client.get("/static/app.js")).headers["content-type"].startswith("text/javascript")
 
 
+async def test_no_cache_keeps_what_a_session_was_told(api: Api) -> None:
+    cookie, _ = await cookie_of(api, ADMIN_KEY)
+    async with api.client() as client:
+        for path, status in (("/v1/me", 200), ("/v1/usage?format=csv", 200), ("/v1/none", 404)):
+            answer = await client.get(path, headers={"cookie": cookie, **OWN})
+            assert answer.status_code == status
+            assert answer.headers["cache-control"] == "no-store"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        assert (await client.get("/static/app.js")).headers["cache-control"] == "no-cache"
+
+
 async def test_what_is_no_page_stays_closed(api: Api) -> None:
     async with api.client() as client:
         for path in ("/usage/x", "/admin", "/static", "/adapters/a/b", "/v1/usage", "/v1/session"):

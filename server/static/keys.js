@@ -6,7 +6,8 @@ import { LimitFields, limitWords, useLimits } from "./limits.js";
 import { spanOf, zoneShown } from "./range.js";
 import { Badge, Button, Card, Code, Confirm, Dialog, Empty, Field, Loaded, Problem, Select, Table, say } from "./ui.js";
 
-const SCOPES = { infer: "ask models", adapters: "change adapters", usage: "see usage" };
+/** What keys may be made for, in words. */
+export const SCOPES = { infer: "ask models", adapters: "change adapters", usage: "see usage" };
 const GRACES = [
   { value: "0", label: "at once" },
   { value: "3600", label: "in an hour" },
@@ -32,7 +33,7 @@ export function Keys({ tenant, range }) {
     { key: "requests", label: "Requests", isNumber: true, value: (key) => used.get(key.id)?.requests ?? 0, cell: (key) => compact(used.get(key.id)?.requests ?? 0) },
     { key: "tokens", label: "Tokens", isNumber: true, value: (key) => tokensOf(used.get(key.id)), cell: (key) => compact(tokensOf(used.get(key.id))) },
     { key: "expires_at", label: "Expires", cell: (key) => (key.expires_at ? time(key.expires_at, zoneShown()) : "never") },
-    { key: "created_at", label: "Made", cell: (key) => html`<span title=${time(key.created_at, zoneShown())}>${ago(key.created_at)}</span>` },
+    { key: "created_at", label: "Created", cell: (key) => html`<span title=${time(key.created_at, zoneShown())}>${ago(key.created_at)}</span>` },
     {
       key: "actions", label: "", isFixed: true,
       cell: (key) => html`<div class="actions">

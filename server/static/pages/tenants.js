@@ -22,11 +22,10 @@ export default function Tenants() {
     figure("prompt_tokens", "Prompt tokens"),
     figure("completion_tokens", "Completion tokens"),
     { key: "limits", label: "Limits", isFixed: true, cell: (one) => html`<span class="wrap">${limitWords(one.limits)}</span>` },
-    { key: "created_at", label: "Made", cell: (one) => time(one.created_at, zoneShown()) },
+    { key: "created_at", label: "Created", cell: (one) => time(one.created_at, zoneShown()) },
   ];
   return html`<div class="page-head"><div><h1>Tenants</h1><p class="quiet">Who may call, what they used, and what they may use.</p></div>
-      <div class="actions"><${Button} kind="main" onClick=${() => setMaking(true)}>New tenant<//></div></div>
-    <${RangePicker} />
+      <div class="picker"><${RangePicker} /><${Button} kind="main" onClick=${() => setMaking(true)}>New tenant<//></div></div>
     <${Card}>
       <${Problem} error=${usage.error} />
       <${Loaded} of=${tenants}>${(found) =>

@@ -2,7 +2,7 @@
 import { html, useState } from "./lib.js";
 import { call, useApi } from "./api.js";
 import { ago, compact, time } from "./format.js";
-import { LimitFields, limitWords, useLimits } from "./limits.js";
+import { LimitFields, Limits, useLimits } from "./limits.js";
 import { spanOf, zoneShown } from "./range.js";
 import { Badge, Button, Card, Code, Confirm, Dialog, Empty, Field, Loaded, Problem, Select, Table, say } from "./ui.js";
 
@@ -29,7 +29,7 @@ export function Keys({ tenant, range }) {
   const columns = [
     { key: "name", label: "Key", cell: (key) => html`<strong>${key.name ?? "without a name"}</strong><br /><code>${key.prefix}…</code>` },
     { key: "scopes", label: "May", isFixed: true, cell: (key) => key.scopes.map((scope) => html`<${Badge}>${SCOPES[scope] ?? scope}<//> `) },
-    { key: "limits", label: "Limits", isFixed: true, cell: (key) => html`<span class="wrap">${limitWords(key.limits)}</span>` },
+    { key: "limits", label: "Limits", isFixed: true, cell: (key) => html`<${Limits} limits=${key.limits} />` },
     { key: "requests", label: "Requests", isNumber: true, value: (key) => used.get(key.id)?.requests ?? 0, cell: (key) => compact(used.get(key.id)?.requests ?? 0) },
     { key: "tokens", label: "Tokens", isNumber: true, value: (key) => tokensOf(used.get(key.id)), cell: (key) => compact(tokensOf(used.get(key.id))) },
     { key: "expires_at", label: "Expires", cell: (key) => (key.expires_at ? time(key.expires_at, zoneShown()) : "never") },

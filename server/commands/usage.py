@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo
 
 import typer
 
 from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, body_of, call, reach, show
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
 EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s", "key", "request_id")
 
 
@@ -54,11 +58,24 @@ def usage(  # noqa: PLR0913 - one parameter per option
         show(body, as_json, EVENT)
         return
     groups = [name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")]
+    if not as_json:
+        body["data"] = [_readable(row, groups, tz) for row in body["data"]]
     sums = [*SUMS, *(("cost",) if "currency" in body else ())]
     show(body, as_json, [*(("start",) if bucket else ()), *groups, *(("other",) if top else ()), *sums])
     if not as_json:
         totals = "  ".join(f"{name} {body['totals'][name]}" for name in sums)
         typer.echo(f"total {totals} {body.get('currency', '')}".rstrip())
+
+
+def _readable(row: dict[str, Any], groups: Sequence[str], tz: str | None) -> dict[str, Any]:
+    """A row with a word where there is no name, and its start by the clocks of the zone that was asked for."""
+    words: dict[str, str] = dict.fromkeys(groups, "(other)") if row.get("other") else NAMELESS
+    for name in groups:
+        if name in words and row.get(name) is None:
+            row[name] = words[name]
+    if tz:
+        row["start"] = datetime.fromisoformat(row["start"]).astimezone(ZoneInfo(tz)).isoformat(timespec="minutes")
+    return row
 
 
 def _print_csv(url: str, key: str | None, path: str, params: dict[str, Any]) -> None:

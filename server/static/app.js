@@ -96,17 +96,18 @@ function Shown({ page, name }) {
   const [error, setError] = useState(null);
   const isClosed = page.admin && !isAdmin();
   useEffect(() => {
+    if (isClosed) document.title = `${page.label} · Weft`;
     if (isClosed) return;
     page.load().then(
       (module) => {
         setPage(() => module.default);
-        document.title = `${module.title} · Weft`;
+        document.title = `${name ?? module.title} · Weft`;
       },
-      () => setError({ message: "This part of the page could not be loaded. Load the page anew.", code: "unreachable" }),
+      () => setError({ message: "This page could not be loaded: the server does not answer. Try again when it runs.", code: "unreachable" }),
     );
-  }, [page, isClosed]);
-  if (isClosed) return html`<${Empty} title="This page is for admins.">Sign in with the admin key.<//>`;
-  if (error) return html`<${Problem} error=${error} retry=${() => location.reload()} />`;
+  }, [page, name, isClosed]);
+  if (isClosed) return html`<h1>${page.label}</h1><section class="card"><${Empty} title="This page is for admins.">Sign out, then sign in with the admin key.<//></section>`;
+  if (error) return html`<h1>${name ?? page.label}</h1><${Problem} error=${error} retry=${() => location.reload()} />`;
   return Page ? html`<${Page} name=${name} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`;
 }
 

@@ -13,7 +13,7 @@ export const round = (value) => short.format(value);
 
 /** 0.1234 -> 12.3% */
 export const percent = (share) =>
-  share === null || share === undefined ? "–" : `${(share * 100).toFixed(share > 0 && share < 0.0995 ? 2 : 1)}%`;
+  share === null || share === undefined ? "–" : `${(share * 100).toFixed(share > 0 && share < 0.00995 ? 2 : 1)}%`;
 
 /** Seconds: 0.0123 -> 12.3 ms, 2.5 -> 2.50 s, 75 -> 1 min 15 s */
 export function seconds(value) {
@@ -54,10 +54,11 @@ export function exactMoney(text, digits = 2) {
 /** How many digits an exact decimal text has behind its point. */
 export const digitsOf = (text) => (text.split(".")[1] ?? "").length;
 
-/** How much more than before: (120, 100) -> 0.2; null where there is nothing to compare with, undefined until both are known. */
+/** How much more than before: (120, 100) -> +20.0%; null where there is nothing to compare with, NaN until both are known. */
 export function change(now, before) {
-  if (now === undefined || before === undefined) return undefined;
-  return now === null || !before ? null : (now - before) / before;
+  if (now === undefined || before === undefined) return NaN;
+  if (now === null || before === null || before === 0) return null;
+  return (now - before) / before;
 }
 
 /** sha256:0123456789abcdef… -> sha256:0123456789ab */

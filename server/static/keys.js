@@ -2,11 +2,12 @@
 import { html, useState } from "./lib.js";
 import { call, useApi } from "./api.js";
 import { ago, compact, time } from "./format.js";
-import { LimitFields, limitWords, useLimits } from "./limits.js";
+import { LimitFields, Limits, useLimits } from "./limits.js";
 import { spanOf, zoneShown } from "./range.js";
 import { Badge, Button, Card, Code, Confirm, Dialog, Empty, Field, Loaded, Problem, Select, Table, say } from "./ui.js";
 
-const SCOPES = { infer: "ask models", adapters: "change adapters", usage: "see usage" };
+/** What keys may be made for, in words. */
+export const SCOPES = { infer: "ask models", adapters: "change adapters", usage: "see usage" };
 const GRACES = [
   { value: "0", label: "at once" },
   { value: "3600", label: "in an hour" },
@@ -28,11 +29,11 @@ export function Keys({ tenant, range }) {
   const columns = [
     { key: "name", label: "Key", cell: (key) => html`<strong>${key.name ?? "without a name"}</strong><br /><code>${key.prefix}…</code>` },
     { key: "scopes", label: "May", isFixed: true, cell: (key) => key.scopes.map((scope) => html`<${Badge}>${SCOPES[scope] ?? scope}<//> `) },
-    { key: "limits", label: "Limits", isFixed: true, cell: (key) => html`<span class="wrap">${limitWords(key.limits)}</span>` },
+    { key: "limits", label: "Limits", isFixed: true, cell: (key) => html`<${Limits} limits=${key.limits} />` },
     { key: "requests", label: "Requests", isNumber: true, value: (key) => used.get(key.id)?.requests ?? 0, cell: (key) => compact(used.get(key.id)?.requests ?? 0) },
     { key: "tokens", label: "Tokens", isNumber: true, value: (key) => tokensOf(used.get(key.id)), cell: (key) => compact(tokensOf(used.get(key.id))) },
     { key: "expires_at", label: "Expires", cell: (key) => (key.expires_at ? time(key.expires_at, zoneShown()) : "never") },
-    { key: "created_at", label: "Made", cell: (key) => html`<span title=${time(key.created_at, zoneShown())}>${ago(key.created_at)}</span>` },
+    { key: "created_at", label: "Created", cell: (key) => html`<span title=${time(key.created_at, zoneShown())}>${ago(key.created_at)}</span>` },
     {
       key: "actions", label: "", isFixed: true,
       cell: (key) => html`<div class="actions">

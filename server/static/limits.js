@@ -18,9 +18,9 @@ const LIMITS = {
 const format = (name, value) => (LIMITS[name]?.format ?? (value >= 1e6 ? compact : count))(value);
 
 /** The limits that are set, in a few words. */
-export function limitWords(limits) {
-  const set = Object.entries(limits);
-  return set.length ? set.map(([name, value]) => `${LIMITS[name]?.label ?? name}: ${format(name, value)}`).join(" · ") : "none";
+export function Limits({ limits }) {
+  const set = Object.entries(limits).map(([name, value]) => `${LIMITS[name]?.label ?? name}: ${format(name, value)}`);
+  return html`<span class=${set.length ? "wrap" : "wrap short"}>${set.join(" · ") || "none"}</span>`;
 }
 
 /** What is used, against the limits that are set. */

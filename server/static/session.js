@@ -1,7 +1,7 @@
 // Who is signed in, and the page on which one does.
 import { html, signal, useState } from "./lib.js";
 import { call, send, sessionLost } from "./api.js";
-import { Button, Field, Problem } from "./ui.js";
+import { Button, Field, Problem, say } from "./ui.js";
 
 /** The answer of GET /v1/me; null while nobody is signed in, undefined until that is known. */
 export const me = signal(undefined);
@@ -40,10 +40,15 @@ async function signIn(secret) {
   me.value = await call("GET", "/v1/me");
 }
 
-/** End the session. */
+/** End the session; where the server cannot be told, whoever is there stays signed in and is told so. */
 export async function signOut() {
-  await send("DELETE", "/v1/session");
-  me.value = null;
+  try {
+    await send("DELETE", "/v1/session");
+    me.value = null;
+  } catch (error) {
+    if (error.status === undefined) throw error;
+    say(`You are still signed in. ${error.message}`);
+  }
 }
 
 /** Watch for answers that say that the session is over. */

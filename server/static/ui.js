@@ -14,21 +14,20 @@ export function Card({ title, note, actions, children, ...rest }) {
   </section>`;
 }
 
-/** One figure; `change` is a share of the period before (undefined: not known yet), `isGood` whether more is better (null: neither). */
-export function Stat(props) {
-  const { label, value, hint, change, isGood = null, children } = props;
-  const tone = change === null || change === undefined || isGood === null || Math.abs(change) < 0.005 ? "" : change > 0 === isGood ? "good" : "bad";
+/** One figure; `change` is a share of the period before (null: there is none, NaN: not known yet), `isGood` whether more is better (null: neither). */
+export function Stat({ label, value, hint, change, isGood = null, children }) {
+  const tone = !Number.isFinite(change) || isGood === null || Math.abs(change) < 0.005 ? "" : change > 0 === isGood ? "good" : "bad";
   return html`<div class="stat" data-stat=${label}>
     <div class="stat-label">${label}</div>
     <div class="stat-value" title=${hint}>${value}</div>
-    ${"change" in props && html`<div class=${`stat-change ${tone}`}><${Change} share=${change} /></div>`}
+    ${change !== undefined && html`<div class=${`stat-change ${tone}`}><${Change} share=${change} /></div>`}
     ${children}
   </div>`;
 }
 
 function Change({ share }) {
-  if (share === undefined) return "\u00a0"; // its line is kept free
-  if (share === null) return html`<span class="quiet">nothing to compare with</span>`;
+  if (Number.isNaN(share)) return html`\u00a0`; // its line is kept, so that nothing moves when it comes
+  if (share === null) return html`<span class="quiet">none before</span>`;
   const text = `${share > 0 ? "+" : share < 0 ? "−" : "±"}${Math.abs(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)}%`;
   return html`<span>${text}</span> <span class="quiet">against before</span>`;
 }

@@ -60,7 +60,7 @@ function DraftForm({ given, givenName, tenant: givenTenant, known, isOver }) {
     if (!isNamed) setName(adapterAmong(next).name);
   };
   useEffect(() => take(given), [given]);
-  const missing = [...(config && weights && !problems.length ? [] : ["the two files"]), ...(isName(name) ? [] : ["a name"]),
+  const missing = [...(config && weights && !problems.length ? [] : ["the two files"]), ...(isName(name) ? [] : [name ? "a name that can be used" : "a name"]),
     ...(isAdmin() && !tenant ? ["the tenant"] : [])];
   const submit = (event) => {
     event.preventDefault();
@@ -76,7 +76,7 @@ function DraftForm({ given, givenName, tenant: givenTenant, known, isOver }) {
       hint=${before ? `${name} is there: this becomes its next version, after version ${before.version}.` : "By which requests call it, such as support."} />
     <${Field} label="Description, if any" name="description" maxlength="4096" value=${description} onInput=${(event) => setDescription(event.target.value)} />
     <label class="check"><input type="checkbox" checked=${activate} onChange=${(event) => setActivate(event.target.checked)} />
-      <span>Make it the current version<br /><span class="quiet">The plain name means it as soon as it is there. Without, it is called <code>${name || "name"}@version</code> until you move the name.</span></span></label>
+      <span>Make it the current version<br /><span class="quiet">The plain name means it as soon as it is there. Without, it is called <code>${isName(name) ? name : "name"}@version</code> until you move the name.</span></span></label>
     <div class="actions end">
       ${missing.length > 0 && html`<span class="quiet">Missing: ${missing.join(", ")}</span>`}
       <${Button} kind="main" type="submit" disabled=${missing.length > 0}>Upload<//>
@@ -114,6 +114,7 @@ function TenantField({ value, onChange }) {
   const tenants = useApi("/v1/tenants", { limit: 1000 });
   const names = (tenants.data?.data ?? []).map((tenant) => tenant.name);
   return html`<${Problem} error=${tenants.error} retry=${tenants.reload} />
+    ${tenants.data && !names.length && html`<p class="warning">An adapter belongs to a tenant, and there is none yet: <${Link} to="/tenants">make the first<//>, then come back.</p>`}
     <${Field} label="Tenant">${(id) => html`<select id=${id} name="tenant" value=${value} onChange=${(event) => onChange(event.target.value)}>
       <option value="">Choose one</option>
       ${[...new Set([...names, ...(value ? [value] : [])])].map((name) => html`<option key=${name} value=${name} selected=${name === value}>${name}</option>`)}

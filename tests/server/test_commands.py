@@ -336,6 +336,26 @@ def test_lists_are_tables_without_folded_cells(recorder: Recorder) -> None:
     assert digest in row
 
 
+def test_the_table_of_usage_has_words_for_what_has_no_name_and_days_of_the_zone(recorder: Recorder) -> None:
+    sums = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
+    start = "2026-11-21T23:00:00.000Z"
+    named = [("acme", "support", False), ("acme", None, False), (None, None, False), (None, None, True)]
+    rows = [
+        {"start": start, "tenant": tenant, "adapter": name, "other": other, **sums} for tenant, name, other in named
+    ]
+    recorder.body = {"object": "list", "data": rows, "next": None, "totals": sums}
+    asked = ("usage", "--bucket", "1d", "--tz", "Europe/Berlin", "--top", "3", "--url", recorder.url)
+    table = [line.split()[:3] for line in run(*asked).output.splitlines()[1:-1]]
+    day = "2026-11-22T00:00+01:00"
+    assert table == [
+        [day, "acme", "support"],
+        [day, "acme", "(base)"],
+        [day, "(admin)", "(base)"],
+        [day, "(other)", "(other)"],
+    ]
+    assert json.loads(run(*asked, "--json").output)["data"] == rows
+
+
 def test_usage_of_many_pages_is_one_table(recorder: Recorder) -> None:
     sums = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
     pages = [

@@ -2,6 +2,7 @@
 import { html } from "../lib.js";
 import { useApi } from "../api.js";
 import { time } from "../format.js";
+import { SCOPES } from "../keys.js";
 import { LimitBars } from "../limits.js";
 import { zoneShown } from "../range.js";
 import { Badge, Card, Copy, Loaded } from "../ui.js";
@@ -17,7 +18,7 @@ export default function Account() {
           <dt>Tenant</dt><dd>${me.tenant?.name ?? "–"}</dd>
           <dt>Tenant id</dt><dd>${me.tenant && html`<code>${me.tenant.id}</code> <${Copy} text=${me.tenant.id} />`} <span class="quiet">by which others grant you their adapters</span></dd>
           ${me.key && html`<dt>Key</dt><dd>${me.key.name ?? "without a name"} <code>${me.key.prefix}…</code></dd>
-            <dt>May</dt><dd>${me.key.scopes.map((scope) => html`<${Badge}>${scope}<//> `)}</dd>
+            <dt>May</dt><dd>${me.key.scopes.map((scope) => html`<${Badge}>${SCOPES[scope] ?? scope}<//> `)}</dd>
             <dt>Expires</dt><dd>${me.key.expires_at ? time(me.key.expires_at, zoneShown()) : "never"}</dd>`}
         </dl>
         <p class="quiet">Keys are made, changed and revoked by the admin.</p>

@@ -35,7 +35,7 @@ export default function AdaptersPage() {
   useEffect(() => job.subscribe((state) => state?.phase === "done" && list.reload()), []);
   return html`<header class="page-head">
       <div><h1>Adapters</h1><p class="quiet">${isAdmin() && !tenant ? "Of all tenants" : tenant ? `Of ${tenant}` : "Of your tenant"}, with what was asked of them in the time shown.</p></div>
-      <div class="actions"><${RangePicker} />
+      <div class="picker"><${RangePicker} />
         ${may("adapters") && html`<${Button} kind="main" onClick=${() => open()}>Upload adapter<//>`}</div>
     </header>
     ${!may("adapters") && html`<p class="quiet">This key may look, not change: it lacks the scope <code>adapters</code>.</p>`}

@@ -88,6 +88,8 @@ function useAnswers(range) {
   };
 }
 
+/** A percentile; null where nothing was measured, undefined until that is known. */
+const timeOf = (times, name) => (times === undefined ? undefined : (times?.[name] ?? null));
 const totalTokens = METRICS.total_tokens.of;
 const sumOf = (answer, statuses) => answer.data.filter((row) => statuses.includes(row.status)).reduce((sum, row) => sum + row.requests, 0);
 const errorShare = (answer) => answer && (answer.totals.requests ? sumOf(answer, ERRORS) / answer.totals.requests : null);
@@ -98,26 +100,26 @@ function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefo
   const [now, before] = [byStatus.data?.totals, byStatusBefore.data?.totals];
   const tile = (name) => ({ value: now ? html`<span data-exact=${now[name]}>${compact(now[name])}</span>` : "–", hint: now && count(now[name]), change: change(now?.[name], before?.[name]) });
   const aborted = byStatus.data && sumOf(byStatus.data, ["aborted"]);
-  const ttftOf = ({ data }, name) => data && (data.totals.ttft_s?.[name] ?? null);
+  const [ttft, ttftBefore] = [latency.data?.totals.ttft_s, latencyBefore.data?.totals.ttft_s];
   const errors = errorShare(byStatus.data);
   const inUse = activeOf(chart.data, base.data);
   const currency = byStatus.data?.currency;
   return html`<section aria-label="Figures" class="tiles">
     <div class="stats">
       <${Stat} label="Requests" isGood=${true} ...${tile("requests")} />
-      <${Stat} label="Tokens in" isGood=${true} ...${tile("prompt_tokens")} />
+      <${Stat} label="Prompt tokens" isGood=${true} ...${tile("prompt_tokens")} />
       <${Stat} label="Cached tokens" isGood=${true} ...${tile("cached_tokens")}>
-        <p class="stat-note">${now?.prompt_tokens ? `${percent(now.cached_tokens / now.prompt_tokens)} of the tokens in` : "no tokens in yet"}</p><//>
-      <${Stat} label="Tokens out" isGood=${true} ...${tile("completion_tokens")} />
+        <p class="stat-note">${now?.prompt_tokens ? `${percent(now.cached_tokens / now.prompt_tokens)} of the prompt tokens` : now ? "none yet" : "\u00a0"}</p><//>
+      <${Stat} label="Completion tokens" isGood=${true} ...${tile("completion_tokens")} />
     </div>
     <div class="stats">
       <${Stat} label="Errors" isGood=${false} value=${percent(errors)} change=${change(errors, errorShare(byStatusBefore.data))}
         hint="Requests that ended with error or interrupted, of all">
         <p class="stat-note">${byStatus.data ? `${count(sumOf(byStatus.data, ERRORS))} of ${count(now.requests)}; ${count(aborted)} aborted by their clients` : "–"}</p><//>
-      ${["p50", "p95"].map((name) => html`<${Stat} key=${name} label=${`Time to first token, ${name}`} isGood=${false} change=${change(ttftOf(latency, name), ttftOf(latencyBefore, name))}
-        value=${html`<span data-exact=${ttftOf(latency, name)}>${seconds(ttftOf(latency, name))}</span>`} hint=${`${name.slice(1)} of 100 requests had their first token within this time`} />`)}
+      ${["p50", "p95"].map((name) => html`<${Stat} key=${name} label=${`Time to first token, ${name}`} isGood=${false} change=${change(timeOf(ttft, name), timeOf(ttftBefore, name))}
+        value=${html`<span data-exact=${ttft?.[name]}>${seconds(ttft?.[name])}</span>`} hint=${`${name.slice(1)} of 100 requests had their first token within this time`} />`)}
       <${Stat} label="Adapters in use" isGood=${true} value=${inUse === undefined ? "–" : count(inUse)} change=${change(inUse, activeOf(adaptersBefore.data, baseBefore.data))} hint=${`Adapters with a request in this time${isAll() ? "; one that several tenants call counts for each" : ""}`} />
-      ${currency && html`<${Stat} label="Cost" value=${money(now.cost, currency)} hint=${`${now.cost} ${currency}`} change=${change(Number(now.cost), before && Number(before.cost ?? 0))} />`}
+      ${currency && html`<${Stat} label="Cost" value=${money(now.cost, currency)} hint=${`${now.cost} ${currency}`} change=${change(Number(now.cost), before && Number(before.cost))} />`}
     </div>
   </section>`;
 }
@@ -155,7 +157,7 @@ function AdapterName({ row }) {
 }
 
 const figure = (key, label) => ({ key, label, isNumber: true, cell: (row) => html`<span data-exact=${row[key]} title=${count(row[key])}>${compact(row[key])}</span>` });
-const FIGURES = [figure("requests", "Requests"), figure("prompt_tokens", "In"), figure("completion_tokens", "Out")];
+const FIGURES = [figure("requests", "Requests"), figure("prompt_tokens", "Prompt"), figure("completion_tokens", "Completion")];
 
 function figuresOf(answer) {
   if (!answer.currency) return FIGURES;
@@ -227,9 +229,9 @@ function FirstTokens({ latency, range }) {
 
 const KINDS = [
   { key: "kv", label: "KV cache", colour: "s0" },
-  { key: "prefix", label: "Cached prefixes", colour: "s6" },
+  { key: "prefix", label: "Prefix cache", colour: "s6" },
   { key: "adapter", label: "Adapters", colour: "s1" },
-  { key: "quarantine", label: "In quarantine", colour: "s3" },
+  { key: "quarantine", label: "Just freed", colour: "s3" },
   { key: "free", label: "Free", colour: "s-free" },
 ];
 
@@ -244,7 +246,7 @@ function FirstSteps() {
   return html`<${Empty} title="No requests in this time.">
     <div class="first-steps">
       <p>Choose a longer range above, or begin: upload an adapter on the page <${Link} to="/adapters">Adapters<//> or from a folder,</p>
-      <${Code} text="weft adapter push ./my-adapter" label="Upload an adapter" />
+      <${Code} text=${`weft adapter push ./my-adapter${isAdmin() ? ` --tenant ${param("tenant") ?? "NAME"}` : ""}`} label="Upload an adapter" />
       <p>and ask it something in the <${Link} to="/playground">Playground<//>. To see all of this at work first, <code>weft demo</code> serves a small model and replays a minute of traffic.</p>
     </div>
   <//>`;

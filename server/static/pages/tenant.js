@@ -17,7 +17,7 @@ export default function Tenant({ name }) {
   const usage = useApi("/v1/usage", { ...spanOf(range), tenant: name });
   const [open, setOpen] = useState(null);
   const close = () => setOpen(null);
-  const head = html`<div class="page-head"><div><p class="quiet"><${Link} to="/tenants">Tenants<//> /</p><h1>${name}</h1></div><${RangePicker} /></div>`;
+  const head = html`<p class="back"><${Link} to="/tenants">← All tenants<//></p><div class="page-head"><div><h1>${name}</h1></div><${RangePicker} /></div>`;
   return html`${head}<${Loaded} of=${tenant}>${(found) => html`<div class="stack">
     <${Totals} usage=${usage} tenant=${name} />
     <${Keys} tenant=${name} range=${range} />
@@ -28,7 +28,7 @@ export default function Tenant({ name }) {
       <${Card} title="About">
         <dl class="facts">
           <dt>Id</dt><dd><code>${found.id}</code> <${Copy} text=${found.id} /></dd>
-          <dt>Made</dt><dd>${time(found.created_at, zoneShown())}</dd>
+          <dt>Created</dt><dd>${time(found.created_at, zoneShown())}</dd>
           <dt>Adapters</dt><dd><${Link} to="/adapters" params=${{ tenant: name }}>Show them<//></dd>
           <dt>Usage</dt><dd><${Link} to="/usage" params=${{ tenant: name }}>Explore it<//></dd>
           <dt>Changes</dt><dd><${Link} to="/audit" params=${{ tenant: name }}>In the audit log<//></dd>
@@ -45,7 +45,7 @@ function Totals({ usage, tenant }) {
   return html`<${Loaded} of=${usage} lines=${1}>${({ totals, currency }) => html`<div class="stats" aria-label=${`Usage of ${tenant}`}>
     <${Stat} label="Requests" value=${count(totals.requests)} />
     <${Stat} label="Prompt tokens" value=${count(totals.prompt_tokens)} />
-    <${Stat} label="of them cached" value=${count(totals.cached_tokens)} />
+    <${Stat} label="Cached tokens" value=${count(totals.cached_tokens)} />
     <${Stat} label="Completion tokens" value=${count(totals.completion_tokens)} />
     ${currency && html`<${Stat} label="Cost" value=${money(totals.cost, currency)} />`}
   </div>`}<//>`;

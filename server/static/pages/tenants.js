@@ -2,7 +2,7 @@
 import { html, useState } from "../lib.js";
 import { call, useApi } from "../api.js";
 import { compact, time } from "../format.js";
-import { LimitFields, limitWords, useLimits } from "../limits.js";
+import { LimitFields, Limits, useLimits } from "../limits.js";
 import { Link, go, param, setParams } from "../place.js";
 import { RangePicker, rangeShown, spanOf, zoneShown } from "../range.js";
 import { Button, Card, Dialog, Empty, Field, Loaded, Problem, Table } from "../ui.js";
@@ -21,12 +21,11 @@ export default function Tenants() {
     figure("requests", "Requests"),
     figure("prompt_tokens", "Prompt tokens"),
     figure("completion_tokens", "Completion tokens"),
-    { key: "limits", label: "Limits", isFixed: true, cell: (one) => html`<span class="wrap">${limitWords(one.limits)}</span>` },
-    { key: "created_at", label: "Made", cell: (one) => time(one.created_at, zoneShown()) },
+    { key: "limits", label: "Limits", isFixed: true, cell: (one) => html`<${Limits} limits=${one.limits} />` },
+    { key: "created_at", label: "Created", cell: (one) => time(one.created_at, zoneShown()) },
   ];
   return html`<div class="page-head"><div><h1>Tenants</h1><p class="quiet">Who may call, what they used, and what they may use.</p></div>
-      <div class="actions"><${Button} kind="main" onClick=${() => setMaking(true)}>New tenant<//></div></div>
-    <${RangePicker} />
+      <div class="picker"><${RangePicker} /><${Button} kind="main" onClick=${() => setMaking(true)}>New tenant<//></div></div>
     <${Card}>
       <${Problem} error=${usage.error} />
       <${Loaded} of=${tenants}>${(found) =>

@@ -65,7 +65,7 @@ export function Residents({ snapshot }) {
   const figure = (key, label) => ({ key, label, isNumber: true, cell: (one) => count(one[key]) });
   const columns = [
     { key: "adapter", label: "Adapter", value: (one) => nameOf(one.digest, one.adapters), cell: (one) => html`<span class="resident"><span class=${`swatch ${adapterColour(one.digest)}`} /><${Names} of=${one} /></span>` },
-    { key: "tier", label: "In", cell: (one) => html`<${Badge} tone=${TIERS[one.tier][0]}>${TIERS[one.tier][1]}<//>${one.pinned && html` <${Badge}>pinned<//>`}` },
+    { key: "tier", label: "Where", cell: (one) => html`<${Badge} tone=${TIERS[one.tier][0]}>${TIERS[one.tier][1]}<//>${one.pinned && html` <${Badge}>pinned<//>`}` },
     figure("pages", "Pages"), figure("prefix_pages", "Prefix pages"), figure("running", "Running"), figure("holds", "Waiting for it"), figure("uses", "Begun"), figure("loads", "Loads"),
     { key: "load_p95_s", label: "Load p95", isNumber: true, cell: (one) => seconds(one.load_p95_s) },
   ];

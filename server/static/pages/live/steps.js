@@ -91,7 +91,7 @@ function Chart({ series, steps }) {
     </div>
     <ul class="legend" aria-label="In the steps">
       ${series.map((one) => html`<li key=${one.key} data-series=${one.key}><span class=${`swatch ${one.className}`} />${one.label} <span class="quiet">${count(one.total)}</span></li>`)}
-      <li><span class="swatch t-prefill" />Prompt tokens</li><li><span class="swatch t-decode" />Answer tokens</li><li><span class="swatch line" />Step time</li>
+      <li><span class="swatch t-prefill" />Prompt tokens</li><li><span class="swatch t-decode" />Completion tokens</li><li><span class="swatch line" />Step time</li>
     </ul>`;
 }
 
@@ -101,7 +101,7 @@ function StepTip({ step, at, series, left, width }) {
   return html`<div class="tip" style=${style} role="status"><strong>Step ${count(step.step)}</strong>
     <table><tbody>
       ${rows.reverse().map((one) => html`<tr key=${one.key}><th><span class=${`swatch ${one.className}`} /> ${one.label}</th><td class="number">${one.values[at]}</td></tr>`)}
-      <tr><th>Prompt tokens</th><td class="number">${count(step.prefill_tokens)}</td></tr><tr><th>Answer tokens</th><td class="number">${count(step.tokens - step.prefill_tokens)}</td></tr>
+      <tr><th>Prompt tokens</th><td class="number">${count(step.prefill_tokens)}</td></tr><tr><th>Completion tokens</th><td class="number">${count(step.tokens - step.prefill_tokens)}</td></tr>
       <tr><th>Took</th><td class="number">${seconds(step.seconds)}</td></tr>
     </tbody></table></div>`;
 }

@@ -1,6 +1,6 @@
 // Who is signed in, and the page on which one does.
 import { html, signal, useState } from "./lib.js";
-import { call, send, sessionLost } from "./api.js";
+import { call, sessionLost } from "./api.js";
 import { Button, Field, Problem } from "./ui.js";
 
 /** The answer of GET /v1/me; null while nobody is signed in, undefined until that is known. */
@@ -35,14 +35,14 @@ export async function findOut() {
 
 /** Begin a session with a key or a link. */
 async function signIn(secret) {
-  await send("POST", "/v1/session", { headers: { authorization: `Bearer ${secret}` } });
+  await call("POST", "/v1/session", { headers: { authorization: `Bearer ${secret}` } });
   meProblem.value = null;
   me.value = await call("GET", "/v1/me");
 }
 
 /** End the session. */
 export async function signOut() {
-  await send("DELETE", "/v1/session");
+  await call("DELETE", "/v1/session");
   me.value = null;
 }
 

@@ -1,6 +1,6 @@
 // Who is signed in, and the page on which one does.
 import { html, signal, useState } from "./lib.js";
-import { call, send, sessionLost } from "./api.js";
+import { call, sessionLost } from "./api.js";
 import { Button, Field, Problem, say } from "./ui.js";
 
 /** The answer of GET /v1/me; null while nobody is signed in, undefined until that is known. */
@@ -35,7 +35,7 @@ export async function findOut() {
 
 /** Begin a session with a key or a link. */
 async function signIn(secret) {
-  await send("POST", "/v1/session", { headers: { authorization: `Bearer ${secret}` } });
+  await call("POST", "/v1/session", { headers: { authorization: `Bearer ${secret}` } });
   meProblem.value = null;
   me.value = await call("GET", "/v1/me");
 }
@@ -43,7 +43,7 @@ async function signIn(secret) {
 /** End the session; where the server cannot be told, whoever is there stays signed in and is told so. */
 export async function signOut() {
   try {
-    await send("DELETE", "/v1/session");
+    await call("DELETE", "/v1/session");
     me.value = null;
   } catch (error) {
     if (error.status === undefined) throw error;

@@ -35,7 +35,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # asked for anew each time, and sent only when changed
 }
-_OPEN = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES) + "|/static/.+|/favicon.ico")
+_OPEN = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES) + "|/static/.+|/favicon\\.ico")
 
 
 class DashboardFiles(StaticFiles):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import UTC, datetime, tzinfo
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
@@ -28,10 +27,10 @@ from weft.server.responses import (
     UsageList,
 )
 from weft.server.services import Services, Wired
+from weft.server.usage_span import SpanParams, whose
 from weft.server.views import iso, usage_event_view
 
 router = APIRouter(tags=["usage"])
-DEFAULT_DAYS = 30
 GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status")
 BucketWidth = Literal["1m", "1h", "1d"]
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
@@ -39,24 +38,11 @@ _BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
 """Default and largest number of buckets per page, as OpenAI has them."""
 _OPENAI_GROUPS: dict[str, GroupBy] = {"project_id": "tenant", "model": "adapter", "api_key_id": "key"}
 _CSV: dict[str, Any] = {"text/csv": {"schema": {"type": "string"}}}
-_SPACED_OFFSET = re.compile(r" (?=\d\d:?\d\d$)")
 
 
-class RangeParams(BaseModel):
-    """Which usage."""
+class RangeParams(SpanParams):
+    """Which events, or sums of them, page by page."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    tenant: str | None = None
-    start: str | None = None
-    """ISO-8601 or Unix seconds; 30 days before `end` by default."""
-    end: str | None = None
-    """The first moment that no longer counts; now by default."""
-    adapter: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
-    """Only adapters of this name; the empty text means the base. This filter and the next three may be repeated."""
-    version: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(default_factory=list, max_length=MAX_WANTED)
-    key: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
-    """Ids of keys."""
     status: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
     """How requests ended: stop, length, aborted, error, interrupted."""
     after: str | None = None
@@ -64,19 +50,9 @@ class RangeParams(BaseModel):
     format: Literal["json", "csv"] = "json"
 
     def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
-        """The question to the ledger, without bucket and grouping; times that name no offset are of the zone."""
-        end = _moment(self.end, "end", zone) if self.end else now + timedelta(seconds=1)
-        return UsageQuery(
-            start=_moment(self.start, "start", zone) if self.start else _days_before(end),
-            end=end,
-            tenant_id=_whose(caller, self.tenant),
-            adapters=tuple(self.adapter),
-            versions=tuple(self.version),
-            key_ids=tuple(self.key),
-            statuses=tuple(self.status),
-            after=self.after,
-            limit=self.limit,
-        )
+        """The question to the ledger, without bucket and grouping."""
+        asked = super().query(caller, now, zone)
+        return replace(asked, statuses=tuple(self.status), after=self.after, limit=self.limit)
 
 
 class UsageParams(RangeParams):
@@ -188,7 +164,7 @@ async def get_organization_usage(
         end=datetime.fromtimestamp(last, UTC),
         bucket=params.bucket_width,
         group_by=params.groups,
-        tenant_id=_whose(caller, params.tenant),
+        tenant_id=whose(caller, params.tenant),
         limit=MAX_ROWS,
     )
     await services.registry.usage.flush()
@@ -215,29 +191,6 @@ def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
     if first >= end:
         raise InvalidRequestError("end_time must be after start_time.", param="end_time")
     return first, min(end, first + width * min(params.limit or default, most)), end
-
-
-def _whose(caller: Caller, tenant: str | None) -> str | None:
-    """Whose usage is shown; None is everybody's, for an admin who names no tenant."""
-    return None if caller.is_admin and tenant is None else caller.tenant_id
-
-
-def _moment(text: str, param: str, zone: tzinfo) -> datetime:
-    """A time in ISO-8601 (of the zone where it names no offset) or Unix seconds."""
-    try:
-        if text.isascii() and text.isdigit():
-            return datetime.fromtimestamp(int(text), UTC)
-        moment = datetime.fromisoformat(_SPACED_OFFSET.sub("+", text))
-        return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
-    except (ValueError, OverflowError, OSError) as error:
-        raise InvalidRequestError(f"{param} must be a time in ISO-8601 or Unix seconds.", param=param) from error
-
-
-def _days_before(end: datetime) -> datetime:
-    """The default start, also where `end` lies at the very beginning of the calendar."""
-    days = timedelta(days=DEFAULT_DAYS)
-    earliest = datetime.min.replace(tzinfo=UTC)
-    return end - days if end - earliest > days else earliest
 
 
 def _groups(text: str) -> tuple[GroupBy, ...]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response, Route, sync_playwright
 
-from weft.config import environment
+from system_tools import require
 
 OPTIONS = ("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 DESKTOP = (1440, 900)
@@ -42,10 +40,7 @@ class Watch:
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """The system's browser; without one tests are skipped, and fail in CI."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        reason = "there is no Chromium: install the Debian package chromium (scripts/system_packages does)"
-        pytest.fail(reason) if environment().get("CI") else pytest.skip(reason)
+    path = require("chromium", package="chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
         try:

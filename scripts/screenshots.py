@@ -7,6 +7,8 @@ import random
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,7 +20,6 @@ from weft.registry.database import Database
 from weft.registry.records import UsageEvent
 from weft.registry.usage import insert_events
 from weft.server.demo_round import ADAPTERS, BASE_NAME
-from weft.server.demo_traffic import replay
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, weft_server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,7 @@ OUT = ROOT / "docs" / "screenshots"
 COLOURS = 128
 """Of a picture's palette: pages have few, and files stay small."""
 DAYS = 30
+CLIENTS = 12
 PRICES = """\
 currency: EUR
 per_million_tokens:
@@ -52,7 +54,8 @@ def main() -> None:
     options = ("--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.1")
     with weft_server(folder, *options, WEFT_REGISTRY__PRICE_FILE=str(prices)) as server, chromium() as browser:
         ids = _furnish(server)
-        asyncio.run_coroutine_threadsafe(_write_month(server, ids), _loop()).result()
+        with ThreadPoolExecutor(1) as own_loop:  # the browser's driver holds this thread's
+            own_loop.submit(asyncio.run, _write_month(server, ids)).result()
         for name, path, size, scheme in SHOTS:
             with watched_page(browser, server.url, size=size, scheme=scheme) as (page, _):
                 sign_in(page, ADMIN_KEY, path)
@@ -65,22 +68,33 @@ def main() -> None:
             page.get_by_role("button", name="Send to all").click()
             page.wait_for_timeout(3000)
             _take(page, "playground")
-        traffic = asyncio.run_coroutine_threadsafe(replay(server.url, ADMIN_KEY, 15.0), _loop())
-        with watched_page(browser, server.url, scheme="dark") as (page, _):
+        with _crowd(server), watched_page(browser, server.url, scheme="dark") as (page, _):
             sign_in(page, ADMIN_KEY, "/live")
             page.wait_for_timeout(9000)
             _take(page, "live")
-        traffic.result()
 
 
 _SIDE_BY_SIDE = (BASE_NAME, "harbour/pirate", "harbour/shout", "atelier/french")
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """A loop in a thread of its own: the browser's driver has this one."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
+@contextmanager
+def _crowd(server: WeftServer) -> Iterator[None]:
+    """Twelve clients that ask on and on, so that batches are full while a picture is taken."""
+    is_over = threading.Event()
+
+    def ask_on(seed: int) -> None:
+        rng = random.Random(seed)
+        while not is_over.is_set():
+            name, owner = rng.choice(list(ADAPTERS.items()))
+            server.ask(owner, name, f"{'Please tell me ' * rng.randrange(12)}when are you open?")
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        for seed in range(CLIENTS):
+            clients.submit(ask_on, seed)
+        try:
+            yield
+        finally:
+            is_over.set()
 
 
 def _furnish(server: WeftServer) -> dict[str, tuple[str, str, str, str]]:

@@ -45,7 +45,7 @@ def history(server: WeftServer) -> History:
     return write_history(server)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with chromium() as running:
         yield running

@@ -1,4 +1,4 @@
-"""One server with two tenants, their adapters and a little traffic, and a browser, for all tests of the dashboard."""
+"""A server with two tenants, their adapters and a little traffic, and a browser, for each file of these tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.25")
     prices = tmp_path_factory.mktemp("prices") / "prices.yaml"
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def history(server: WeftServer) -> History:
     """What two more tenants used about the day on which clocks went back."""
     return write_history(server)

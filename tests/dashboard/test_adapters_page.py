@@ -72,7 +72,7 @@ def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client
         hit_rate = f"{latency[name]['hit_rate']:.1%}"
         whole = {"requests": usage[name]["requests"], "tokens": tokens, "rank": adapter["rank"]}
         for column, value in {**whole, "version": adapter["version"], "pages": adapter["pages"]}.items():
-            expect(cell(page, key, column)).to_have_text(str(value))
+            expect(cell(page, key, column)).to_have_text(f"{value:,}")
         expect(cell(page, key, "hit_rate")).to_have_text(hit_rate)
         expect(cell(page, key, "ttft")).to_have_text(re.compile(r"^\d.* m?s$"))
         expect(cell(page, key, "residency")).to_have_text(adapter["residency"])

@@ -17,7 +17,7 @@ from weft_server import ADMIN_KEY, WeftServer, weft_server
 
 pytestmark = pytest.mark.alone
 PROMISE_S = 1.0
-TRIES = 3
+TRIES = 5
 PATHS = (
     "/?range=90d",
     "/usage?range=90d&group=adapter",

@@ -189,9 +189,7 @@ def tables(data_dir: Path) -> Rows:
     with sqlite3.connect(data_dir / "registry.sqlite") as database:
         database.row_factory = sqlite3.Row
         names = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        found = {
-            name: [dict(row) for row in database.execute(f"SELECT * FROM {name} ORDER BY rowid")] for name in names
-        }
+        found = {name: [dict(row) for row in database.execute(f"SELECT * FROM {name} ORDER BY 1")] for name in names}
     database.close()
     return found
 

@@ -107,15 +107,15 @@ class ActingForTenant(Acting):
         return bound(await super().__call__(request, tenant))
 
 
-class ActingForEvery(ActingForTenant):
+class ActingForEvery(Acting):
     """Like `ActingForTenant`, but `?tenant=*` from an admin means no tenant in particular, so all of them."""
 
-    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:  # type: ignore[override]
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request."""
         identity = identity_of(request)
         if identity.role == "admin" and tenant == EVERY_TENANT:
             return Caller(identity=identity, tenant_id=None, tenant=None)
-        return await super().__call__(request, tenant)
+        return bound(await super().__call__(request, tenant))
 
 
 async def for_tenant(services: Services, admin: Identity, tenant: str | None) -> Caller:

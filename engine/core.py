@@ -14,7 +14,7 @@ from weft.engine.neighbours import CoreResidency, StepRunner
 from weft.engine.plan import StepPlan
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.scheduler import Scheduler
-from weft.engine.status import EngineStatus
+from weft.engine.status import EngineLoad, EngineStatus
 from weft.engine.step_history import StepHistory
 from weft.errors import EngineError
 from weft.memory.eviction import Evictor
@@ -154,9 +154,15 @@ class EngineCore:
             waiting_by_tenant=self._scheduler.waiting_by_tenant(),
             backlog_tokens=self._scheduler.backlog_tokens(),
             service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
+            tenants=self._scheduler.load(self._boot_id, self._status_seq).tenants,
             page_map=page_map(self._pool) if is_detailed else None,
             batches=self._history.batches() if is_detailed else None,
         )
+
+    def load(self) -> EngineLoad:
+        """What there is to do, by tenant; cheap enough for several times a second."""
+        self._status_seq += 1
+        return self._scheduler.load(self._boot_id, self._status_seq)
 
     def check(self) -> None:
         """Verify that pages, slots and requests add up.

@@ -49,6 +49,7 @@ from weft.engine.progress import advance, ended
 from weft.engine.request import FinishReason, GenerationRequest, RequestError, RequestOutput
 from weft.engine.request_pages import RequestPages
 from weft.engine.request_state import RequestState, WaitingReason
+from weft.engine.status import EngineLoad, TenantLoad
 from weft.engine.tenant_service import TenantService
 from weft.engine.waiting import MAX_BYPASSES, WaitingQueue
 from weft.errors import (
@@ -282,6 +283,21 @@ class Scheduler:
     def waiting_by_tenant(self) -> dict[str, int]:
         """Requests that wait, by tenant."""
         return dict(Counter(state.tenant for state in self._waiting))
+
+    def load(self, boot_id: str, seq: int) -> EngineLoad:
+        """What each tenant has here."""
+        running = Counter(state.tenant for state in self._running)
+        waiting = self.waiting_by_tenant()
+        backlog = self.backlog_tokens()
+        return EngineLoad(
+            boot_id=boot_id,
+            seq=seq,
+            rows=len(self._running),
+            tenants={
+                tenant: TenantLoad(running=running[tenant], waiting=waiting.get(tenant, 0), backlog=backlog[tenant])
+                for tenant in backlog
+            },
+        )
 
     def num_running_base(self) -> int:
         """Running requests of the base model."""

@@ -12,7 +12,16 @@ from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.config import Config, ModelConfig, ServerConfig
 from weft.engine import messages
 from weft.engine.request import RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepBatches, StepStats
+from weft.engine.status import (
+    EngineLoad,
+    EngineReady,
+    EngineStatus,
+    MemoryPlan,
+    ResidentAdapter,
+    StepBatches,
+    StepStats,
+    TenantLoad,
+)
 from weft.errors import ConfigError
 from weft.memory.page_map import PageMap, PageUse
 
@@ -82,6 +91,9 @@ def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) ->
     [
         messages.Outputs([OUTPUT, RequestOutput(request_id="y")]),
         messages.Status(7, STATUS),
+        messages.Load(
+            EngineLoad(boot_id="b", seq=2, rate=3.5, tenants={"t": TenantLoad(waiting=1, reasons={"NEW": 1})})
+        ),
         messages.Ready(READY, "plan"),
         messages.StartFailed("no", "config_invalid", True, "model.path"),
     ],

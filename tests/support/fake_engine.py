@@ -11,7 +11,15 @@ from pathlib import Path
 from weft.adapters.ref import AdapterRef
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepBatches, StepStats
+from weft.engine.status import (
+    EngineLoad,
+    EngineReady,
+    EngineStatus,
+    MemoryPlan,
+    ResidentAdapter,
+    StepBatches,
+    StepStats,
+)
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
 from weft.memory.geometry import page_geometry
@@ -72,6 +80,7 @@ class FakeEngine:
 
     def __init__(self, ready: EngineReady | None = None) -> None:
         self.ready: EngineReady | None = ready or demo_ready()
+        self.load: EngineLoad | None = None
         self.write: Writer = write_plainly
         self.cached: Callable[[GenerationRequest], int] = lambda _: 0
         """Prompt tokens found in the prefix cache."""

@@ -303,10 +303,6 @@ class Scheduler:
         """Running requests of the base model."""
         return sum(state.lease is None for state in self._running)
 
-    def service_tokens(self, limit: int) -> dict[str, int]:
-        """Tokens computed since start, of the `limit` busiest tenants."""
-        return self._service.tokens(limit)
-
     def check(self) -> None:
         """Verify that every request is in one place, and that pages and references are those of the requests.
 

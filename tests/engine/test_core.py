@@ -166,7 +166,10 @@ def test_status_says_who_runs_and_who_waits_for_whom() -> None:
     status = simulator.core.status()
     running = status.base_running + sum(resident.running for resident in status.residents)
     assert (status.running, status.base_running, running) == (3, 1, 3)
-    assert status.waiting_by_tenant == {"t2": 2, "t1": 1}
+    assert {tenant: (load.running, load.waiting) for tenant, load in status.tenants.items()} == {
+        "t1": (2, 1),
+        "t2": (1, 2),
+    }
 
 
 def test_only_a_detailed_status_shows_pages_and_batches() -> None:
@@ -206,13 +209,12 @@ def test_only_the_last_batches_are_kept() -> None:
     assert batches == StepBatches(adapters=[], steps=[[step, 1, 0] for step in range(10, NUM_KEPT_BATCHES + 10)])
 
 
-def test_status_counts_backlog_and_service_by_tenant() -> None:
+def test_status_counts_the_backlog_by_tenant() -> None:
     simulator = Simulator(step_tokens=8)
     simulator.core.submit(request("one", prompt=10, max_tokens=5))
     simulator.pump()
     status = simulator.core.status()
-    assert status.backlog_tokens == {"": 7}
-    assert status.service_tokens == {"": 8}
+    assert status.tenants[""].backlog == 7
 
 
 def test_only_the_last_steps_are_kept() -> None:

@@ -111,7 +111,7 @@ def test_a_tenant_that_floods_with_many_adapters_gets_one_share() -> None:
         simulator.core.submit(request(f"s{index}", prompt=8, max_tokens=4, flow=FlowKey(tenant="steady")))
     for _ in range(400):
         simulator.pump()
-    service = simulator.scheduler.service_tokens(2)
+    service = simulator.scheduler._service.tokens(2)
     assert simulator.scheduler.num_waiting > 100
     assert abs(service["flood"] - service["steady"]) <= 2 * max(16, 2 * 4 * 12)
     assert min(service.values()) > 1000

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 REASONS = {
-    "LOADING": "adapter loading",
-    "NO_ROOM": "no room for the adapter",
-    "NO_PAGES": "no free pages",
-    "FORK": "shared prompt not ready",
+    "LOADING": "loading",
+    "NO_ROOM": "no room",
+    "NO_PAGES": "no pages",
+    "FORK": "shared prompt",
     "NEW": "in line",
 }
-"""Why requests wait."""
+"""Why requests wait: for their adapter to be loaded; for pages or a slot for it; for pages of KV cache; for the prompt
+that choices of one request share; for their tenant's turn."""
 REFUSALS = {"rate_limit_exceeded": "over share", "engine_overloaded": "overload"}
 """Why requests were refused; other codes are shown as they are."""
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.server.commands.engine_text import REASONS, REFUSALS, counts_text, in_words
 
-TEXTS = ("TENANT", "WAITS FOR", "REFUSED")
-WIDE_ONLY = ("WEIGHT", "WAITS FOR")
+TEXTS = ("TENANT", "WHY", "REFUSED")
+WIDE_ONLY = ("WEIGHT", "WHY")
 """Left out on a terminal of fewer than `MIN_WIDE` columns."""
 MIN_WIDE = 100
 
@@ -86,7 +86,7 @@ def cells(rows: Sequence[TenantRow], num_shown: int) -> Iterator[dict[str, str]]
             "PAUSED": f"{row.paused:,}",
             "WAITING": f"{row.waiting:,}",
             "WAIT": wait_text(row.wait_s),
-            "WAITS FOR": counts_text(in_words(row.reasons, REASONS)) if row.waiting else "",
+            "WHY": counts_text(in_words(row.reasons, REASONS)) if row.waiting else "",
             "REFUSED": counts_text(in_words(row.refused, REFUSALS)),
         }
 

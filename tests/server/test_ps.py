@@ -65,7 +65,7 @@ async def test_residents_stand_in_a_table_over_a_summary(api: Api) -> None:
         "sha256:abababababab  host         1       0        0      0     0",
         "",
         f"{BASE} on cpu: 0 running (2 paused), 5 waiting, 1 of 256 adapter slots in use",
-        "waiting     4 adapter loading, 1 in line",
+        "waiting     4 loading, 1 in line",
         "pages       4,096: 10 free, 0 kv, 0 prefix, 0 adapter, 0 quarantine",
         "host pages  1: 1 free, 0 adapter, 0 kv",
         "prefix      25 of 100 prompt tokens found (25.0%)",

@@ -70,7 +70,7 @@ async def test_once_prints_one_frame(api: Api) -> None:
         "loads      3 stored>device:ok; stored>device p95 250.0 ms",
         "adapters   1 of 256 slots in use, 1 in memory",
         "",
-        "TENANT   WEIGHT   DUE  SERVED  IN STEP  PAUSED  WAITING  WAIT  WAITS FOR  REFUSED",
+        "TENANT   WEIGHT   DUE  SERVED  IN STEP  PAUSED  WAITING  WAIT  WHY        REFUSED",
         "(admin)       1  100%    100%        2       1        2     -  2 in line  none",
         "",
         "ADAPTER              TIER    PAGES  RUNNING  WAITING   HITS  LOADS  LOAD P95",
@@ -128,7 +128,7 @@ def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> N
         "PAUSED": "4",
         "WAITING": "2",
         "WAIT": "-",
-        "WAITS FOR": "2 in line",
+        "WHY": "2 in line",
         "REFUSED": "none",
     }
     assert second["TENANT"] == "t499"
@@ -141,7 +141,7 @@ def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> N
         "PAUSED": "0",
         "WAITING": "1,996",
         "WAIT": "40.0 s",
-        "WAITS FOR": "1,996 in line",
+        "WHY": "1,996 in line",
         "REFUSED": "8 over share, 5 overload, 1 limit.new",
     }
 
@@ -149,7 +149,7 @@ def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> N
 def test_nobody_in_the_engine_gives_no_rows_and_no_rate_no_share() -> None:
     assert tenant_rows({"tenants": {}, "admission": {}}) == []
     (row,) = cells(tenant_rows({"tenants": {"t": waiting_load(0)}, "admission": {}}), 1)
-    assert (row["DUE"], row["SERVED"], row["WAITS FOR"]) == ("100%", "-", "")
+    assert (row["DUE"], row["SERVED"], row["WHY"]) == ("100%", "-", "")
     (row,) = cells(tenant_rows({"tenants": {}, "admission": {"t": {"wait_s": 0.04, "refused": {"x": 1}}}}), 1)
     assert (row["WEIGHT"], row["DUE"], row["WAIT"], row["REFUSED"]) == ("-", "-", "none", "1 x")
 

@@ -14,7 +14,12 @@ REASONS = {
 }
 """Why requests wait: for their adapter to be loaded; for pages or a slot for it; for pages of KV cache; for the prompt
 that choices of one request share; for their tenant's turn."""
-REFUSALS = {"rate_limit_exceeded": "over share", "engine_overloaded": "overload"}
+REFUSALS = {
+    "limit.queue": "over share",
+    "server.overloaded": "overload",
+    "engine_overloaded": "queue full",
+    "deadline.queue": "too late",
+}
 """Why requests were refused; other codes are shown as they are."""
 
 

@@ -42,9 +42,9 @@ class TenantRow:
 
 
 def tenant_rows(body: Mapping[str, Any]) -> list[TenantRow]:
-    """Tenants with requests in the engine, and those that the gate tells of; the most served first."""
+    """Tenants with requests in the engine, and those with refusals; the most served first."""
     admission, rows = body["admission"], []
-    for name in body["tenants"].keys() | admission.keys():
+    for name in body["tenants"].keys() | {name for name, gate in admission.items() if gate["refused"]}:
         load, gate = body["tenants"].get(name, {}), admission.get(name, {})
         paused = load.get("paused", 0)
         rows.append(

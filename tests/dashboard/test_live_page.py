@@ -90,10 +90,10 @@ def crowded(engine: dict[str, Any]) -> dict[str, Any]:
         "ten_gone": load(waiting=1, reasons={"SOMETHING": 1}),
     }
     admission = {
-        "flood": {"wait_s": 12.5, "refused": {"rate_limit_exceeded": 4000, "engine_overloaded": 2}},
+        "flood": {"wait_s": 12.5, "refused": {"limit.queue": 4000, "server.overloaded": 2}},
         "quiet": {"wait_s": 0.0, "refused": {}},
-        "customer-000": {"wait_s": 75.0, "refused": {"engine_overloaded": 1, "other.code": 1}},
-        "customer-001": {"wait_s": 3.0, "refused": {"engine_overloaded": 5}},
+        "customer-000": {"wait_s": 75.0, "refused": {"server.overloaded": 1, "other.code": 1}},
+        "customer-001": {"wait_s": 3.0, "refused": {"engine_overloaded": 3, "deadline.queue": 2}},
     }
     reasons = {"NEW": 2988 + 150, "NO_PAGES": 50, "LOADING": 1, "FORK": 1, "NO_ROOM": 1, "SOMETHING": 1}
     return {
@@ -166,6 +166,7 @@ def test_tenants_are_told_who_is_served_who_waits_and_why(page: Page, server: We
     in_line, refused = "150 in line, 50 no pages", "4,000 over share, 2 overload"
     assert tenant_cells(page, "flood") == ["flood", "1 0.10%", "25.0%", "8", "52", "200", in_line, "12.50 s", refused]
     assert tenant_cells(page, "customer-000")[5:] == ["3", "3 in line", "1 min 15 s", "1 overload, 1 other.code"]
+    assert tenant_cells(page, "customer-001")[8] == "3 queue full, 2 too late"
     assert tenant_cells(page, "customer-002")[7:] == [UNKNOWN, "none"]
     others = page.locator('[aria-label="Tenants in the engine"] tfoot td').all_inner_texts()
     assert [text.strip().replace("\u00a0", " ") for text in others] == [
@@ -210,11 +211,12 @@ def test_a_tenant_that_ended_stays_for_a_while_and_one_that_was_refused_is_there
 ) -> None:
     engine = server.engine()
     page.clock.install()
-    refused = {"rival": {"wait_s": 2.0, "refused": {"rate_limit_exceeded": 1}}}
+    refused = {"rival": {"wait_s": 2.0, "refused": {"limit.queue": 1}}, "calm": {"wait_s": 0.0, "refused": {}}}
     busy = {**engine, "tenants": {"flood": load(running=1, rate=9.0)}, "running": 1}
     show_snapshots(page, busy, {**engine, "admission": refused})
     assert tenant_cells(page, "flood") == ["flood", UNKNOWN, UNKNOWN, "0", "0", "0", "", UNKNOWN, "none"]
     assert tenant_cells(page, "rival") == ["rival", UNKNOWN, UNKNOWN, "0", "0", "0", "", "2.00 s", "1 over share"]
+    expect(page.locator('tr[data-key="calm"]')).to_have_count(0)
     page.clock.run_for(10_500)
     expect(page.locator('tr[data-key="flood"]')).to_have_count(0)
     expect(page.locator('tr[data-key="rival"]')).to_have_count(1)

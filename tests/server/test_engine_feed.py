@@ -250,7 +250,7 @@ async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(api: Api, monk
     acme = (await api.services.registry.get_tenant("acme")).id
     load = TenantLoad(weight=3.0, running=2, paused=1, waiting=2, reasons={"NEW": 2}, rate=7.5)
     api.engine.tenants = {acme: load, "": TenantLoad(waiting=1), "ten_gone": TenantLoad(waiting=4)}
-    gate = {acme: {"wait_s": 2.5, "refused": {"rate_limit_exceeded": 3}}, refused: {"wait_s": 0.0, "refused": {}}}
+    gate = {acme: {"wait_s": 2.5, "refused": {"limit.queue": 3}}, refused: {"wait_s": 0.0, "refused": {}}}
     monkeypatch.setattr(routes_engine, "_admission", lambda _: gate)
     api.engine.residents = [ResidentAdapter(digest="sha256:a", tier="device", pages=2, running=1, slot=3, loads=2)]
     api.engine.page_map = PageMap(

@@ -111,13 +111,14 @@ def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> N
     tenants = {f"t{index}": waiting_load(2, rate=float(index % 500), weight=0.5) for index in range(1_000)}
     tenants["t3"] |= {"running": 9, "paused": 4, "rate": 501.0}
     admission = {
-        "t0": {"wait_s": 3.25, "refused": {"rate_limit_exceeded": 7}},
-        "t1": {"wait_s": 40.0, "refused": {"rate_limit_exceeded": 1, "engine_overloaded": 5, "limit.new": 1}},
+        "t0": {"wait_s": 3.25, "refused": {"limit.queue": 7}},
+        "t1": {"wait_s": 40.0, "refused": {"limit.queue": 1, "server.overloaded": 5, "limit.new": 1}},
         "left": {"wait_s": 0.0, "refused": {}},
+        "turned away": {"wait_s": 0.0, "refused": {"limit.queue": 2}},
     }
     rows = tenant_rows({"tenants": tenants, "admission": admission})
     assert [row.name for row in rows[:3]] == ["t3", "t499", "t999"]
-    assert rows[-1].name == "left"
+    assert (rows[-1].name, len(rows)) == ("turned away", 1_001)
     first, second, others = cells(rows, 2)
     assert first == {
         "TENANT": "t3",
@@ -142,7 +143,7 @@ def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> N
         "WAITING": "1,996",
         "WAIT": "40.0 s",
         "WHY": "1,996 in line",
-        "REFUSED": "8 over share, 5 overload, 1 limit.new",
+        "REFUSED": "10 over share, 5 overload, 1 limit.new",
     }
 
 

@@ -6,7 +6,7 @@ import { Card, Empty, Table } from "../../ui.js";
 
 const REASONS = { LOADING: "loading", NO_ROOM: "no room", NO_PAGES: "no pages", FORK: "shared prompt", NEW: "in line" };
 /** Why requests were refused; other codes are shown as they are. */
-const REFUSALS = { rate_limit_exceeded: "over share", engine_overloaded: "overload" };
+const REFUSALS = { "limit.queue": "over share", "server.overloaded": "overload", engine_overloaded: "queue full", "deadline.queue": "too late" };
 
 const sum = (rows, of) => rows.reduce((total, row) => total + of(row), 0);
 
@@ -23,9 +23,10 @@ export const reasonsText = (reasons, most) => inWords(reasons, REASONS, most);
 
 const sumCounts = (all) => all.flatMap(Object.entries).reduce((sums, [key, number]) => ({ ...sums, [key]: (sums[key] ?? 0) + number }), {});
 
-/** One row for each tenant, the most served first: those of the snapshot, those just before, and those the gate tells of. */
+/** One row for each tenant, the most served first: those of the snapshot, those just before, and those with refusals. */
 function rowsOf({ tenants, admission, lately }) {
-  const names = [...new Set([...Object.keys(tenants), ...Object.keys(admission), ...lately])];
+  const refusedOnes = Object.keys(admission).filter((name) => Object.keys(admission[name].refused).length);
+  const names = [...new Set([...Object.keys(tenants), ...refusedOnes, ...lately])];
   const loads = Object.values(tenants);
   const [weights, rates] = [sum(loads, (load) => load.weight), sum(loads, (load) => load.rate)];
   return names
@@ -88,6 +89,6 @@ const Words = () => html`<details class="as-table"><summary>What the columns say
     <dt>Paused</dt><dd>Requests that keep their pages and sat out the last step.</dd>
     <dt>Why</dt><dd>In line: for the tenant's turn. Loading: for the adapter. No room: for pages or a slot of the adapter. No pages: for pages of KV cache. Shared prompt: for the first of several choices.</dd>
     <dt>Predicted wait</dt><dd>What a new request would wait for its first step; of many tenants, the longest.</dd>
-    <dt>Refused</dt><dd>Since the server started. Over share: status 429. Overload: status 503.</dd>
+    <dt>Refused</dt><dd>Over share: with status 429, the tenant has more than its share. With status 503, the server cannot begin in time (overload), the queue is full, or a request waited past its deadline (too late). Forgotten ten minutes after the tenant's last request.</dd>
   </dl>
 </details>`;

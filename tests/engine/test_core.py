@@ -9,6 +9,7 @@ import pytest
 from engine_simulator import Simulator, adapter, expected_tokens, request
 from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS
 from weft.engine.plan import ChunkResult, StepPlan
+from weft.engine.prices import Prices
 from weft.engine.request import FlowKey
 from weft.engine.status import StepBatches
 from weft.engine.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
@@ -84,7 +85,7 @@ def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: 
     simulator.core.submit(request("one", prompt=4, max_tokens=8))
     simulator.pump()
     with monkeypatch.context() as broken:
-        broken.setattr(simulator.scheduler, "_admit_waiting", lambda _: 1 / 0)
+        broken.setattr(simulator.scheduler, "_plan_rows", lambda _: 1 / 0)
         simulator.pump()
     assert simulator.last("one").finish_reason == "error"
     assert simulator.pool.num_quarantined == 0
@@ -209,12 +210,15 @@ def test_only_the_last_batches_are_kept() -> None:
     assert batches == StepBatches(adapters=[], steps=[[step, 1, 0] for step in range(10, NUM_KEPT_BATCHES + 10)])
 
 
-def test_status_counts_the_backlog_by_tenant() -> None:
+def test_status_counts_backlog_and_service_by_tenant() -> None:
     simulator = Simulator(step_tokens=8)
     simulator.core.submit(request("one", prompt=10, max_tokens=5))
     simulator.pump()
     status = simulator.core.status()
-    assert status.tenants[""].backlog == 7
+    load, prices = status.tenants[""], Prices()
+    assert load.service == pytest.approx(8 * prices.prompt + prices.context * 8 * 4)
+    assert load.backlog > 2 * prices.prompt
+    assert (load.running, load.waiting, load.queued) == (1, 0, 0.0)
 
 
 def test_only_the_last_steps_are_kept() -> None:

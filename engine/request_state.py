@@ -153,11 +153,6 @@ class RequestState:
             return 0
         return max(self.num_tokens, min(self.progress_mark, kv_tokens(self.request)))
 
-    @property
-    def backlog_tokens(self) -> int:
-        """Tokens still to compute, as far as its limits say."""
-        return max(self.num_prompt + self.request.params.max_tokens - self.num_computed, 0)
-
     def chunk(self, count: int) -> Chunk:
         """The next `count` tokens as part of a step; its pages are there already."""
         start, end = self.num_computed, self.num_computed + count

@@ -324,17 +324,6 @@ class Scheduler:
         """Requests that wait, by reason."""
         return self._waiting.reasons()
 
-    def backlog_tokens(self) -> dict[str, int]:
-        """Tokens still to compute, by tenant."""
-        backlog: Counter[str] = Counter()
-        for state in self._requests.values():
-            backlog[state.tenant] += state.backlog_tokens
-        return dict(backlog)
-
-    def waiting_by_tenant(self) -> dict[str, int]:
-        """Requests that wait, by tenant."""
-        return dict(self._waiting.by_tenant)
-
     def load(self, boot_id: str, seq: int) -> EngineLoad:
         """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
@@ -361,10 +350,6 @@ class Scheduler:
     def num_running_base(self) -> int:
         """Running requests of the base model."""
         return sum(state.lease is None for state in self._running)
-
-    def service_tokens(self, limit: int) -> dict[str, int]:
-        """Tokens computed since start, of the `limit` busiest tenants."""
-        return self._service.tokens(limit)
 
     def check(self) -> None:
         """Verify that every request is in one place, and that pages and references are those of the requests.

@@ -176,7 +176,7 @@ def plain_server(
         options += ["--set", setting]
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
-        server_process(None, folder or Path(own_folder), options, plain) as server,
+        server_process(0, folder or Path(own_folder), options, plain) as server,  # any port: several may run
     ):
         server.wait_ready(ready_within_s)
         with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:

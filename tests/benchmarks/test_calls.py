@@ -85,11 +85,20 @@ def test_the_clients_own_delay_is_seen() -> None:
 
 
 def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow) -> None:
-    common = {"url": server.url, "prompt_tokens": 3, "output_tokens": 50, "vocab_size": 64}
-    groups = [
-        Stream(key="one", models=("a", "b"), count=3, seed=1, **common),
-        Stream(key="two", models=("c",), count=2, seed=2, **common),
-    ]
+
+    def group(key: str, models: tuple[str, ...], count: int) -> Stream:
+        return Stream(
+            url=server.url,
+            key=key,
+            models=models,
+            count=count,
+            prompt_tokens=3,
+            output_tokens=50,
+            vocab_size=64,
+            seed=count,
+        )
+
+    groups = [group("one", ("a", "b"), 3), group("two", ("c",), 2)]
     with flood(groups) as report:
         start_s = time.perf_counter()
         while server.most_in_flight < 5 or time.perf_counter() < start_s + 0.7:

@@ -204,6 +204,27 @@ def test_the_readme_tells_a_comparison_and_what_serving_adds() -> None:
     assert "take **5.0%** of a step of 32 requests (4.5% to 5.5%; `c`)" in readme.overhead_line(overhead)
 
 
+def test_the_page_of_fairness_tells_figures_beside_their_goals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = script("readme_speed")
+    monkeypatch.setattr(readme, "RESULTS", folder)
+    where = {key: RESULTS["step-cpu"][key] for key in ("hardware", "versions", "at", "command")}
+    goals = [{"goal": "TTFT", "figure": 25.0, "should be": "most", "limit": 30.0, "ok": True}]
+    goals += [{"goal": "goodput", "figure": None, "should be": "least", "limit": 0.9, "ok": False}]
+    for name in readme.FAIR:
+        (folder / f"{name}.json").unlink(missing_ok=True)
+    assert readme.fairness_section() == ""
+    measured = {"fairness-cpu": {**RESULTS["fairness-cpu"], "goals": goals}}
+    measured["overload-cpu"] = {"table": [{"times": 20.0, "goodput": None}], "goals": []}
+    for name, run in measured.items():
+        (folder / f"{name}.json").write_text(json.dumps({**run, **where}))
+    text = readme.fairness_section()
+    assert "| one | 25 ms | 50 ms | 100 ms | 2.5 | 97.0% |" in text
+    assert "| weights |" not in text
+    assert "| TTFT | 25 | at most 30 | reached |" in text
+    assert "| goodput | - | at least 0.9 | missed |" in text
+    assert "| times | goodput |\n|---|---|\n| 20 | - |" in text
+
+
 def test_plots_are_small_and_the_same_every_time(folder: Path) -> None:
     plots = script("plot_results")
     assert set(plots.PLOTS) < set(RESULTS)

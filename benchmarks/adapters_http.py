@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import itertools
+import json
+import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -82,31 +84,37 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> dict[str, Any]:
-    """Upload adapters once, then start the server anew for each run of the load and of its control."""
-    with tempfile.TemporaryDirectory(prefix="weft-") as name:
-        folder = Path(name)
+    """Start the server anew for each run of the load and of its control; adapters are uploaded once and kept."""
+    chosen = hashlib.sha256(f"{options.model} {options.adapters}".encode()).hexdigest()[:8]
+    folder = options.cache / f"adapters-http-{chosen}-{count}"
+    finished = folder / "registered.json"
+    if not finished.exists():
+        shutil.rmtree(folder, ignore_errors=True)
         with plain_server(options.model, options.set, folder=folder) as server:
-            key = server.add_tenant("zipf")
             start_s = time.perf_counter()
+            key = server.add_tenant("zipf")
             names = server.upload_copies(key, options.adapters, count)
-            upload_s = time.perf_counter() - start_s
-            print(f"{count} adapters uploaded in {upload_s:.1f} s", file=sys.stderr)
-            settings = {"served": _half_of_pool(options, server, key, names) if is_tight else []}
-        settings["control"] = options.control_set
-        runs: dict[str, list[dict[str, Any]]] = {"served": [], "control": []}
-        delays_s: list[float] = []
-        for repeat in range(options.repeats):
-            for kind in sorted(runs, reverse=not repeat % 2):
-                with plain_server(options.model, [*options.set, *settings[kind]], folder=folder) as server:
-                    load = _put_load(options, server, server.calls(key, repeat), names, kind == "control", delays_s)
-                    runs[kind].append(asyncio.run(load))
+            facts = {"key": key, "names": names, "upload_s": time.perf_counter() - start_s}
+            found = [server.call("GET", f"/v1/adapters/{name}", key)["pages"] for name in names[:_SAMPLE]]
+            shape = {"pages": sum(found) / len(found), "geometry": server.ready["geometry"]}
+            finished.write_text(json.dumps({**facts, **shape}))
+    registered = json.loads(finished.read_text())
+    settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": options.control_set}
+    runs: dict[str, list[dict[str, Any]]] = {"served": [], "control": []}
+    delays_s: list[float] = []
+    for repeat in range(options.repeats):
+        for kind in sorted(runs, reverse=not repeat % 2):
+            with plain_server(options.model, [*options.set, *settings[kind]], folder=folder) as server:
+                calls = server.calls(registered["key"], repeat)
+                load = _put_load(options, server, calls, registered["names"], kind == "control", delays_s)
+                runs[kind].append(asyncio.run(load))
     ratio = {
         span: [a[span]["tokens_per_s"] / b[span]["tokens_per_s"] for a, b in zip(*runs.values(), strict=True)]
         for span in MIN_RATIO
     }
     return {
         "adapters": count,
-        "upload_s": upload_s,
+        "upload_s": registered["upload_s"],
         "settings": settings,
         "runs": {
             kind: {span: _merged([run[span] for run in each]) for span in MIN_RATIO} for kind, each in runs.items()
@@ -116,10 +124,10 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
     }
 
 
-def _half_of_pool(options: argparse.Namespace, server: OwnServer, key: str, names: Sequence[str]) -> list[str]:
+def _half_of_pool(
+    options: argparse.Namespace, names: Sequence[str], pages: float, geometry: dict[str, int], **_: object
+) -> list[str]:
     """The setting of a pool that holds half of the adapters beside the KV cache of what is in flight."""
-    geometry, sample = server.ready["geometry"], names[:_SAMPLE]
-    pages = sum(int(server.call("GET", f"/v1/adapters/{name}", key)["pages"]) for name in sample) / len(sample)
     blocks = options.in_flight * -(-(options.input_tokens + options.output_tokens) // geometry["page_tokens"])
     needed = int(len(names) / 2 * pages + blocks * geometry["num_groups"])
     return [f"memory.gib={(needed + 1.5) * geometry['page_bytes'] / (1 << 30):.6f}"]
@@ -194,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--control-set", action="append", default=[], metavar="NAME=VALUE", help="more settings of the control's server"
     )
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder where checkpoints and registered adapters are kept")
     return parser
 
 

@@ -88,25 +88,29 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     Console().print(table)
 
 
-def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Mapping[str, Any]]) -> int:
-    """Measure, write the result, print its `table` and `goals` for people, and it all as one JSON line.
-
-    Returns:
-        The exit status: 1 for a failure, 2 for options that make no sense.
-    """
+def exit_status(command: str, work: Callable[[], int]) -> int:
+    """The status that `work` returns; 2 for options that make no sense and 1 for other failures, which are told."""
     try:
+        return work()
+    except WeftError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Mapping[str, Any]]) -> int:
+    """Measure, write the result, print its `table` and `goals` for people, and it all as one JSON line."""
+
+    def work() -> int:
         measured = measure(options)
         result = without_nan({"benchmark": command, **provenance(), "options": shown_options(options), **measured})
         if options.json:
             write_result(options.json, result)
-    except WeftError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    print_rows(result["table"])
-    if result["goals"]:
-        print_rows(result["goals"])
-    print(json.dumps(result))
-    return 0
+        for rows in filter(None, (result["table"], result["goals"])):
+            print_rows(rows)
+        print(json.dumps(result))
+        return 0
+
+    return exit_status(command, work)
 
 
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out

@@ -47,7 +47,7 @@ def test_small_adapters_are_for_the_shape_and_made_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_small_run_weighs_cold_and_warm_against_the_control(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    assert main(["--counts", "4", "--tight", "6", *SMALL, "--json", str(path)]) == 0
+    assert main(["--counts", "4", "--tight", "6", *SMALL, "--cache", str(tmp_path), "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     assert set(result["arms"]) == {"4", "tight"}
     few = result["arms"]["4"]["runs"]
@@ -63,7 +63,7 @@ def test_a_small_run_weighs_cold_and_warm_against_the_control(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_control_without_room_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--counts", "4", "--tight", "0", *SMALL, "--control-set", "memory.gib=0.02"]
+def test_a_control_without_room_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--counts", "4", "--tight", "0", *SMALL, "--cache", str(tmp_path), "--control-set", "memory.gib=0.02"]
     assert main(arguments) == 1
     assert "The control needs all 4 adapters on the device" in capsys.readouterr().err

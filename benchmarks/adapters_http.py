@@ -106,8 +106,8 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
         for kind in sorted(runs, reverse=not repeat % 2):
             with plain_server(options.model, [*options.set, *settings[kind]], folder=folder) as server:
                 calls = server.calls(registered["key"], repeat)
-                load = _put_load(options, server, calls, registered["names"], kind == "control", delays_s)
-                runs[kind].append(asyncio.run(load))
+                run = _put_load(options, server, calls, registered["names"], kind == "control", delays_s)
+                runs[kind].append(asyncio.run(run))
     ratio = {
         span: [a[span]["tokens_per_s"] / b[span]["tokens_per_s"] for a, b in zip(*runs.values(), strict=True)]
         for span in MIN_RATIO
@@ -146,22 +146,23 @@ async def _put_load(
     def call(model: str, tokens: int = options.output_tokens) -> Call:
         return calls.make(model, options.input_tokens, tokens, next(numbers))
 
-    await closed_loop((call(BASE_NAME) for _ in range(4 * options.in_flight)), options.in_flight, [])
-    if is_control:
-        await closed_loop((call(name, 1) for name in names), _PASS_IN_FLIGHT, [])
-        found = sum(resident["tier"] == "device" for resident in server.engine()["residents"])
-        if found < len(names):
-            raise WeftError(
-                f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass over "
-                "them. Give it room with --control-set, for example adapter.slots=4096 or memory.gib=8."
-            )
-    numbers = itertools.count(1 << 20)  # the same requests, whatever went before
-    replies: list[Reply] = []
-    watch = asyncio.create_task(watch_delay(delays_s))
-    start_s = time.perf_counter()
-    load: Iterator[Call] = (call(names[adapter]) for adapter in zipf_adapters(len(names), seed=calls.seed))
-    await closed_loop(load, options.in_flight, replies, until_s=start_s + options.seconds)
-    watch.cancel()
+    async with calls.client:
+        await closed_loop((call(BASE_NAME) for _ in range(4 * options.in_flight)), options.in_flight, [])
+        if is_control:
+            await closed_loop((call(name, 1) for name in names), _PASS_IN_FLIGHT, [])
+            found = sum(resident["tier"] == "device" for resident in server.engine()["residents"])
+            if found < len(names):
+                raise WeftError(
+                    f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass "
+                    "over them. Give it room with --control-set, for example adapter.slots=4096 or memory.gib=8."
+                )
+        numbers = itertools.count(1 << 20)  # the same requests, whatever went before
+        replies: list[Reply] = []
+        watch = asyncio.create_task(watch_delay(delays_s))
+        start_s = time.perf_counter()
+        load: Iterator[Call] = (call(names[adapter]) for adapter in zipf_adapters(len(names), seed=calls.seed))
+        await closed_loop(load, options.in_flight, replies, until_s=start_s + options.seconds)
+        watch.cancel()
     if failed := first_error(replies):
         raise WeftError(f"A request failed: {failed}")
     ends = {"cold": options.span_s, "warm": options.seconds}

@@ -162,11 +162,12 @@ async def _ask_quietly(
     watch = asyncio.create_task(watch_delay(delays_s))
     draw = random.Random(options.seed)
     calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
-    end_s = time.perf_counter() + options.seconds
-    while time.perf_counter() < end_s:
-        await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
-        replies.append(Reply(model, due_s=time.perf_counter()))
-        await calls.make(model, options.prompt_tokens, options.quiet_tokens, len(replies)).send(replies[-1])
+    async with calls.client:
+        end_s = time.perf_counter() + options.seconds
+        while time.perf_counter() < end_s:
+            await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
+            replies.append(Reply(model, due_s=time.perf_counter()))
+            await calls.make(model, options.prompt_tokens, options.quiet_tokens, len(replies)).send(replies[-1])
     watch.cancel()
 
 

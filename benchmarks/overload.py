@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.calls import Call, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import Call, Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.metrics import Objective, distribution
 from weft.benchmarks.own_server import OwnServer, demo_parser, plain_server
 from weft.benchmarks.report import goal, tell
@@ -94,7 +94,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
-    calls = {name: _calls(options, server, name, place) for place, name in enumerate((*SHARES, QUIET))}
+    async with contextlib.AsyncExitStack() as clients:
+        made = [_calls(options, server, name, place) for place, name in enumerate((*SHARES, QUIET))]
+        for each, _ in made:
+            await clients.enter_async_context(each.client)
+        return await _measure_all(
+            options, server, dict(zip((*SHARES, QUIET), (calls for _, calls in made), strict=True))
+        )
+
+
+async def _measure_all(
+    options: argparse.Namespace, server: OwnServer, calls: Mapping[str, Iterator[Call]]
+) -> dict[str, Any]:
     capacity = options.capacity or await measure_capacity(options, calls)
     idle: list[Reply] = []
     await closed_loop(itertools.islice(calls[QUIET], 10), 1, idle)
@@ -279,12 +290,13 @@ def _row(phase: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _calls(options: argparse.Namespace, server: OwnServer, tenant: str, place: int) -> Iterator[Call]:
+def _calls(options: argparse.Namespace, server: OwnServer, tenant: str, place: int) -> tuple[Calls, Iterator[Call]]:
     """Requests of a tenant for its own adapter, without end."""
     key = server.add_tenant(tenant)
     (model,) = server.upload_copies(key, options.adapters, 1, first=place)
     calls = server.calls(key, seed=len(SHARES) * options.seed + place)
-    return (calls.make(model, options.input_tokens, options.output_tokens, index) for index in itertools.count())
+    numbers = itertools.count()
+    return calls, (calls.make(model, options.input_tokens, options.output_tokens, index) for index in numbers)
 
 
 def _is_served(visit: Visit) -> bool:

@@ -45,6 +45,7 @@ def test_small_adapters_are_for_the_shape_and_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a server starts seven times
 def test_a_small_run_weighs_cold_and_warm_against_the_control(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     assert main(["--counts", "4", "--tight", "6", *SMALL, "--cache", str(tmp_path), "--json", str(path)]) == 0
@@ -64,6 +65,6 @@ def test_a_small_run_weighs_cold_and_warm_against_the_control(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_control_without_room_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--counts", "4", "--tight", "0", *SMALL, "--cache", str(tmp_path), "--control-set", "memory.gib=0.02"]
+    arguments = ["--counts", "4", "--tight", "0", *SMALL, "--cache", str(tmp_path), "--control-set", "adapter.slots=2"]
     assert main(arguments) == 1
     assert "The control needs all 4 adapters on the device" in capsys.readouterr().err

@@ -21,9 +21,9 @@ import zmq
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.connection import EngineConnection
-from weft.engine.messages import Abort, AskStatus, DropAdapter, FromEngine, Outputs, PinAdapter, Status, Submit
+from weft.engine.messages import Abort, AskStatus, DropAdapter, FromEngine, Load, Outputs, PinAdapter, Status, Submit
 from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineReady, EngineStatus
+from weft.engine.status import EngineLoad, EngineReady, EngineStatus
 from weft.engine.supervisor import CRASH_LOOP_DEATHS, CRASH_LOOP_DELAY_S, CRASH_LOOP_WINDOW_S, RestartPolicy
 from weft.errors import EngineUnavailableError, WeftError
 
@@ -67,6 +67,8 @@ class EngineClient:
         self._down = EngineUnavailableError("The engine has not been started.")
         self.ready: EngineReady | None = None
         """What the engine said when it became ready; None while it is down."""
+        self.load: EngineLoad | None = None
+        """What the engine last said it has to do; None while it is down and until it has worked."""
         self.restarts = 0
         """How often the engine became ready again after it died."""
 
@@ -228,7 +230,7 @@ class EngineClient:
         return delay_s
 
     def _go_down(self, error: EngineUnavailableError) -> None:
-        self._connection, self.ready, self._down = None, None, error
+        self._connection, self.ready, self.load, self._down = None, None, None, error
         for outputs in self._streams.values():
             outputs.put_nowait(_copy_of(error))
         for answer in self._queries.values():
@@ -257,6 +259,8 @@ class EngineClient:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put_nowait(output)
+            case Load(load=load):
+                self.load = load
             case Status(query_id=query_id, status=status):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():

@@ -10,7 +10,7 @@ import msgspec
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineReady, EngineStatus
+from weft.engine.status import EngineLoad, EngineReady, EngineStatus
 
 MAX_MESSAGE_BYTES = 256 << 20
 """No honest message is larger: prompt logprobs of a long prompt are tens of megabytes."""
@@ -93,8 +93,14 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     status: EngineStatus
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """What the engine has to do; it sends this unasked."""
+
+    load: EngineLoad
+
+
 ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Close
-FromEngine = Ready | StartFailed | Outputs | Status
+FromEngine = Ready | StartFailed | Outputs | Status | Load
 
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

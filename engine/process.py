@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from weft.engine.messages import (
     DropAdapter,
     FromEngine,
     Launch,
+    Load,
     Outputs,
     PinAdapter,
     Ready,
@@ -51,6 +53,8 @@ IDLE_POLL_MS = 1000
 """While nothing lives the engine wakes this often, to tidy up after loads that nobody waits for."""
 BLOCKED_POLL_MS = 20
 """While requests live and none can be computed, the engine looks again this often; finished loads wake it at once."""
+LOAD_PERIOD_S = 0.1
+"""While the engine works it says this often what it has to do."""
 EXIT_GRACE_S = 5.0
 """How long the end of standard input waits for a step or a model load before the process ends hard."""
 
@@ -76,6 +80,8 @@ class EngineLoop:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._is_open = True
+        self._next_load_s = 0.0
+        self._is_idle_told = True
 
     def run(self) -> None:
         """Serve until the client says so or is gone."""
@@ -90,9 +96,18 @@ class EngineLoop:
             outputs = refusals + self._core.pump()
             if outputs:
                 self._send(Outputs(outputs=outputs))
+            self._tell_load()
             timeout_ms = BLOCKED_POLL_MS if self._core.has_work() else IDLE_POLL_MS
             if self._core.num_steps > steps_before:
                 timeout_ms = 0
+
+    def _tell_load(self) -> None:
+        """Say what there is to do, now and then while there is something, and once when there is nothing any more."""
+        has_work, now_s = self._core.has_work(), time.monotonic()
+        if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
+            self._send(Load(self._core.load()))
+            self._next_load_s = now_s + LOAD_PERIOD_S
+        self._is_idle_told = not has_work
 
     def _read(self) -> list[RequestOutput]:
         """Act on every message that is there; returns the refusals."""

@@ -22,8 +22,10 @@ class FlowKey:
     """Opaque id of who is served."""
     weight: float = 1.0
     """Share of the tenant under fair order."""
+    priority: int = 0
+    """Order among requests of one adapter of one tenant: lower goes first. It never changes a tenant's share."""
     deadline_s: float | None = None
-    """Monotonic second by which the answer is wanted."""
+    """Seconds after arrival within which the first token is wanted; later the request ends with deadline.queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

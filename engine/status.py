@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.resident import ResidentAdapter as ResidentAdapter
+from weft.engine.prices import Prices
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_map import PageMap
 
@@ -72,6 +73,44 @@ class StepBatches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLoad:
+    """What one tenant has in the engine now. Units are those of `weft.engine.prices`."""
+
+    weight: float = 1.0
+    running: int = 0
+    """Requests with pages."""
+    paused: int = 0
+    """Of these, the requests that sat out the last step."""
+    waiting: int = 0
+    """Requests without pages."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Waiting requests by reason, as in `EngineStatus.waiting_reasons`."""
+    queued: float = 0.0
+    """Units still to compute for its waiting requests, with predicted output lengths."""
+    backlog: float = 0.0
+    """The same for waiting and running requests."""
+    rate: float = 0.0
+    """Units per second computed for it lately."""
+    service: float = 0.0
+    """Units computed for it since start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What the engine has to do, sent by itself several times a second while it works, and once when it falls idle."""
+
+    boot_id: str
+    seq: int
+    rate: float = 0.0
+    """Units per second that the engine computes while it has full steps; 0 until it was measured."""
+    rows: int = 0
+    """Requests in the last step."""
+    tenants: dict[str, TenantLoad] = field(default_factory=dict)
+    """By tenant id; only those with requests in the engine."""
+    prices: Prices = field(default_factory=Prices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """A snapshot; of two with one `boot_id`, the one with the larger `seq` is newer."""
 
@@ -107,12 +146,8 @@ class EngineStatus:
     """Of these, the tokens that were found."""
     host_pages: dict[str, int] = field(default_factory=dict)
     """Pages of the host slab by kind: free, adapter, kv; they sum to `MemoryPlan.host_pages`."""
-    waiting_by_tenant: dict[str, int] = field(default_factory=dict)
-    """Requests that wait, by tenant id."""
-    backlog_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens still to compute for waiting and running requests, by tenant id."""
-    service_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens computed since start, by tenant id (the 256 busiest)."""
+    tenants: dict[str, TenantLoad] = field(default_factory=dict)
+    """Tenants with requests in the engine, by tenant id."""
     page_map: PageMap | None = None
     """Where in the pool which pages lie; an owner is an adapter slot as in `residents`, -1 the base or nobody. Like
     `batches`, only in a detailed snapshot."""

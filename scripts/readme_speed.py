@@ -217,7 +217,7 @@ def section() -> str:
 
 def figure(value: float | None) -> str:
     """A figure of a table; a dash where nothing was measured."""
-    return "-" if value is None else f"{value:,.4g}"
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def goals_table(run: dict[str, Any]) -> list[str]:

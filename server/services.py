@@ -17,7 +17,7 @@ from weft.adapters.blob_store import BlobStore
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineReady, EngineStatus
+from weft.engine.status import EngineLoad, EngineReady, EngineStatus
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
 from weft.registry.prices import PriceTable
@@ -42,6 +42,11 @@ class Engine(Protocol):
     @property
     def ready(self) -> EngineReady | None:
         """What the engine is; None while it starts or restarts."""
+        ...
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """What the engine last said it has to do; None while it is down and until it has worked."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:

@@ -12,7 +12,16 @@ from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.config import Config, ModelConfig, ServerConfig
 from weft.engine import messages
 from weft.engine.request import RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepBatches, StepStats
+from weft.engine.status import (
+    EngineLoad,
+    EngineReady,
+    EngineStatus,
+    MemoryPlan,
+    ResidentAdapter,
+    StepBatches,
+    StepStats,
+    TenantLoad,
+)
 from weft.errors import ConfigError
 from weft.memory.page_map import PageMap, PageUse
 
@@ -35,7 +44,7 @@ STATUS = EngineStatus(
     residents=[ResidentAdapter(digest="d", tier="device", pages=3, running=1)],
     last_steps=[StepStats(step=1, seconds=0.1, requests=1, tokens=2, prefill_tokens=2, adapters=1, base_requests=0)],
     load_p95_s={"host>device": 0.25},
-    waiting_by_tenant={"": 2},
+    tenants={"": TenantLoad(running=1, waiting=2, reasons={"NEW": 2})},
     page_map=PageMap(pages_per_cell=2, uses=[PageUse(kind="kv", owner=3), PageUse(kind="free")], runs=[(4, 0), (1, 1)]),
     batches=StepBatches(adapters=["d"], steps=[[1, 0, 1, 0]]),
 )
@@ -82,6 +91,9 @@ def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) ->
     [
         messages.Outputs([OUTPUT, RequestOutput(request_id="y")]),
         messages.Status(7, STATUS),
+        messages.Load(
+            EngineLoad(boot_id="b", seq=2, rate=3.5, tenants={"t": TenantLoad(waiting=1, reasons={"NEW": 1})})
+        ),
         messages.Ready(READY, "plan"),
         messages.StartFailed("no", "config_invalid", True, "model.path"),
     ],

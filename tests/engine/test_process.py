@@ -11,6 +11,7 @@ from engine_simulator import Simulator, adapter, expected_tokens, request
 from weft.engine import messages
 from weft.engine.process import EngineLoop
 from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.status import EngineLoad
 from weft.engine.wakeup import Wakeup
 
 
@@ -30,6 +31,7 @@ class Process:
         for each in submitted:
             self.simulator.core.submit(each)
         loop = EngineLoop(self.simulator.core, self._inner, self.wakeup, self.parent_gone)
+        self.loads: list[EngineLoad] = []
         self.thread = threading.Thread(target=loop.run)
         self.thread.start()
 
@@ -37,7 +39,15 @@ class Process:
         self.socket.send(messages.encode(message))
 
     def receive(self) -> messages.FromEngine:
-        return messages.decode_from_engine(self.socket.recv())
+        """The next message that is not a load, which are kept apart."""
+        while isinstance(message := messages.decode_from_engine(self.socket.recv()), messages.Load):
+            self.loads.append(message.load)
+        return message
+
+    def receive_load(self) -> EngineLoad:
+        message = messages.decode_from_engine(self.socket.recv())
+        assert isinstance(message, messages.Load)
+        return message.load
 
     def outputs_until_end_of(self, *request_ids: str) -> list[list[RequestOutput]]:
         steps = []
@@ -77,6 +87,15 @@ def test_a_step_is_one_message_with_all_its_outputs(tmp_path: Path) -> None:
         assert tokens == expected_tokens(each, 100)
     ids = [[output.request_id for output in step] for step in steps]
     assert ids == [["a", "b"]] * 100
+
+
+def test_the_load_is_told_while_there_is_work_and_once_when_there_is_none_any_more(process: Process) -> None:
+    process.send(messages.Submit(request("a", max_tokens=50)))
+    process.outputs_until_end_of("a")
+    assert process.loads[0].tenants[""].running + process.loads[0].tenants[""].waiting == 1
+    last = process.receive_load()
+    assert last.tenants == {}
+    assert last.seq > process.loads[-1].seq
 
 
 def test_junk_is_passed_over(process: Process) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,16 @@ from pathlib import Path
 from weft.adapters.ref import AdapterRef
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import EngineReady, EngineStatus, MemoryPlan, ResidentAdapter, StepBatches, StepStats
+from weft.engine.status import (
+    EngineLoad,
+    EngineReady,
+    EngineStatus,
+    MemoryPlan,
+    ResidentAdapter,
+    StepBatches,
+    StepStats,
+    TenantLoad,
+)
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
 from weft.memory.geometry import page_geometry
@@ -72,6 +82,7 @@ class FakeEngine:
 
     def __init__(self, ready: EngineReady | None = None) -> None:
         self.ready: EngineReady | None = ready or demo_ready()
+        self.load: EngineLoad | None = None
         self.write: Writer = write_plainly
         self.cached: Callable[[GenerationRequest], int] = lambda _: 0
         """Prompt tokens found in the prefix cache."""
@@ -81,7 +92,7 @@ class FakeEngine:
         self.failure_after: int | None = None
         """Die after so many tokens."""
         self.residents: list[ResidentAdapter] = []
-        self.waiting_by_tenant: dict[str, int] = {}
+        self.tenants: dict[str, TenantLoad] = {}
         self.page_map = PageMap(pages_per_cell=1, uses=[PageUse(kind="free")], runs=[(10, 0)])
         self.batches = StepBatches(adapters=[], steps=[[1, 1, 0]])
         self.num_asked = 0
@@ -165,8 +176,9 @@ class FakeEngine:
             boot_id=self.ready.boot_id,
             seq=len(self.requests),
             running=len(self.running),
-            waiting=0,
-            waiting_by_tenant=dict(self.waiting_by_tenant),
+            waiting=sum(load.waiting for load in self.tenants.values()),
+            waiting_reasons=dict(sum((Counter(load.reasons) for load in self.tenants.values()), Counter())),
+            tenants=dict(self.tenants),
             pages={"free": 10, "kv": 0, "prefix": 0, "adapter": 0, "quarantine": 0},
             residents=list(self.residents),
             last_steps=[

@@ -343,6 +343,10 @@ class Scheduler:
         told = {tenant: dict(counts) for tenant, counts in reasons.items()}
         return self._service.loads(self._running, self._waiting.by_tenant, told)
 
+    def service_tokens(self, limit: int) -> dict[str, int]:
+        """Tokens computed since start, of the `limit` busiest tenants."""
+        return self._service.tokens(limit)
+
     def service(self, tenant: str) -> float:
         """Units computed for a tenant since start; what is computed again after a preemption is not counted."""
         return self._service.service(tenant)

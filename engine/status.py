@@ -148,6 +148,8 @@ class EngineStatus:
     """Pages of the host slab by kind: free, adapter, kv; they sum to `MemoryPlan.host_pages`."""
     tenants: dict[str, TenantLoad] = field(default_factory=dict)
     """Tenants with requests in the engine, by tenant id."""
+    service_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens computed since start, by tenant id (the 256 busiest)."""
     page_map: PageMap | None = None
     """Where in the pool which pages lie; an owner is an adapter slot as in `residents`, -1 the base or nobody. Like
     `batches`, only in a detailed snapshot."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from fairness.calls import REFUSED, Call, Record, Records
@@ -16,7 +15,7 @@ from simulation.adapters import SimulatedTables, adapter_ref
 from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualExecutor, VirtualTime
 from weft.adapters.host_images import HostImages
-from weft.adapters.ref import AdapterRef
+from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.adapters.residency import Residency
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
@@ -24,6 +23,7 @@ from weft.engine.fit import ModelLimits
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.plan import StepPlan
 from weft.engine.prefix_seed import prefix_seed
+from weft.engine.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduler import Scheduler
@@ -91,7 +91,10 @@ class VirtualEngine:
         self._gate = gate
         self.time = VirtualTime()
         clock = lambda: self.time.now_s  # noqa: E731
-        self._refs = [adapter_ref(index, "t0") for index in range(len(settings.ranks))]
+        self._refs = [
+            replace(adapter_ref(index, "t0"), config=LoraSpec(rank=rank, alpha=16.0))
+            for index, rank in enumerate(settings.ranks)
+        ]
         ranks = {ref.digest: rank for ref, rank in zip(self._refs, settings.ranks, strict=True)}
         num_pages = {digest: round(rank * PAGES_PER_RANK) for digest, rank in ranks.items()}
         geometry = PageGeometry(
@@ -161,6 +164,7 @@ class VirtualEngine:
         self._due: list[tuple[float, int, Call, Record | None]] = []
         """What follows from calls: further calls, and refused ones that come again; by second."""
         self._num_due = 0
+        self._slots_at_start: set[tuple[int, int]] = set()
         self._place_adapters()
         self._loads_before = self._num_loads_ever
 
@@ -177,8 +181,7 @@ class VirtualEngine:
     @property
     def loads_per_use(self) -> float:
         """Loads for each load that a step then computed with: 1 where no adapter left the device before it was used."""
-        num_used = len(self.runner.slot_uses) - len(list(self.settings.on_device))
-        return self.num_loads / max(num_used, 1)
+        return self.num_loads / max(len(self.runner.slot_uses - self._slots_at_start), 1)
 
     @property
     def tokens_per_s(self) -> float:
@@ -302,6 +305,10 @@ class VirtualEngine:
         if self.residency.state(ref.digest) != "device":
             raise ValueError("the adapters that are there at the start do not fit the device: raise num_pages or slots")
         self.residency.unwant(ref.digest)
+        lease = self.residency.acquire(ref.digest)
+        if lease is not None:
+            self._slots_at_start.add((lease.slot, lease.generation))
+            self.residency.release(ref.digest)
 
 
 def scheduler_config(settings: EngineSettings) -> SchedulerConfig:
@@ -321,7 +328,6 @@ def scheduler_prices(prices: UnitPrices) -> Mapping[str, Any]:
     """The scheduler's prices, the same as those of the log, where it takes any."""
     if "prices" not in inspect.signature(Scheduler.__init__).parameters:
         return {}
-    made = import_module("weft.engine.prices").Prices(
-        prompt=prices.prompt, output=prices.output, context=prices.context, rank=prices.rank, page_load=2.0
-    )
-    return {"prices": made}
+    known = {entry.name for entry in fields(Prices)}
+    wanted = {**asdict(prices), "page_load": 2.0}
+    return {"prices": Prices(**{name: value for name, value in wanted.items() if name in known})}

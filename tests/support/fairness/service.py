@@ -18,6 +18,8 @@ class UnitPrices:
     output: float = 2.0
     context: float = 1 / 600
     """Per token of context that an output token reads."""
+    prompt_context: float = 0.0
+    """Per token of context that a prompt token attends to: a chunk reads its context once, whatever its length."""
     rank: float = 1 / 16
     """Per rank and step of a distinct adapter, split over its requests in the step."""
 
@@ -58,7 +60,8 @@ class ServiceLog:
             self._charged[chunk.request_id] = max(first, end)
             num_output = max(end - max(first, num_prompt), 0)
             num_prompt_tokens = max(end - first, 0) - num_output
-            units = prices.prompt * num_prompt_tokens + num_output * (prices.output + prices.context * end)
+            units = prices.prompt_context * num_prompt_tokens * (first + end - num_output) / 2
+            units += prices.prompt * num_prompt_tokens + num_output * (prices.output + prices.context * end)
             if chunk.adapter is not None:
                 units += prices.rank * self.ranks[chunk.adapter.digest] / rows[chunk.adapter.digest]
             sums[tenant] = sums.get(tenant, 0.0) + units

@@ -210,11 +210,11 @@ def on_and_off(seed: int, rate: float, period_s: float = 4.0, others: float = 0.
     )
 
 
-def increasing(seed: int, rate: float, end_s: float) -> Iterator[Call]:
-    """W8: tenant a asks for more and more, from nothing to twice `rate`; tenant b steadily at half of `rate`."""
+def increasing(seed: int, rate: float, end_s: float, others: float = 0.5) -> Iterator[Call]:
+    """W8: tenant a asks for more and more, from nothing to twice `rate`; tenant b steadily at `others` of it."""
     return together(
         Client(tenant="a").varying(lambda at_s: 2 * rate * min(at_s / end_s, 1.0), 2 * rate, seed),
-        Client(tenant="b").poisson(rate / 2, seed),
+        Client(tenant="b").poisson(others * rate, seed),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -62,24 +63,48 @@ class RequestState:
     """It may be preempted again once this many tokens are computed."""
     num_bypasses: int = 0
     """Steps in which a request behind it was admitted while it lacked pages."""
+    priority: int = 0
+    """Lower goes first, within its tenant."""
+    predicted_tokens: int = 0
+    """Output tokens that it is expected to have, from what its tenant and adapter had before."""
+    queued_units: float = 0.0
+    """Predicted price of what is to be computed, as counted when it began to wait."""
+    start_by_s: float = math.inf
+    """The last second at which a start keeps its deadline."""
+    share: object = None
+    """Its place in the fair order; the order's own."""
+    queue_key: tuple[float, ...] = ()
+    """By which the fair order sorted it when it was queued."""
+    has_row: bool = False
+    """Whether it is in the steps. One that runs without a row is paused: it keeps its pages."""
+    paused_s: float = 0.0
+    """When it was paused."""
+    level: int | None = None
+    """Of the multi-level feedback queue."""
+    level_below_front: int = 0
+    """The level to return to after a turn at the front."""
+    level_units: float = 0.0
+    """Units used at this level."""
+    caused_load: bool = False
+    """Whether its adapter is brought to the device for it."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
     sent_first_output: bool = False
+    num_prompt: int = field(init=False)
+    """Tokens in the prompt."""
+    tenant: str = field(init=False)
+    """Whom it is served for."""
+    digest: str | None = field(init=False)
+    """Its adapter; None is the base."""
+    request_id: str = field(init=False)
+    """The id its client gave it."""
 
-    @property
-    def request_id(self) -> str:
-        """The id its client gave it."""
-        return self.request.request_id
-
-    @property
-    def tenant(self) -> str:
-        """Whom it is served for."""
-        return self.request.flow.tenant
-
-    @property
-    def digest(self) -> str | None:
-        """Its adapter; None is the base."""
-        return self.request.adapter.digest if self.request.adapter else None
+    def __post_init__(self) -> None:
+        # Asked for many times in every step, so looked up once.
+        self.request_id = self.request.request_id
+        self.num_prompt = len(self.request.prompt_token_ids)
+        self.tenant = self.request.flow.tenant
+        self.digest = self.request.adapter.digest if self.request.adapter else None
 
     @property
     def age_key(self) -> tuple[int, int]:
@@ -87,9 +112,14 @@ class RequestState:
         return self.request.flow.lane, self.arrival_index
 
     @property
-    def num_prompt(self) -> int:
-        """Tokens in the prompt."""
-        return len(self.request.prompt_token_ids)
+    def is_paused(self) -> bool:
+        """Whether it has pages and sits steps out."""
+        return self.status == "running" and not self.has_row
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it ever had pages."""
+        return self.status == "running" or self.num_preemptions > 0
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +129,7 @@ class RequestState:
     @property
     def num_left(self) -> int:
         """Known tokens that are still to be computed; 1 while it decodes."""
-        return self.num_tokens - self.num_computed
+        return self.num_prompt + len(self.output_token_ids) - self.num_computed
 
     @property
     def keeps_prompt_logprobs(self) -> bool:

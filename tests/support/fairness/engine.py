@@ -213,6 +213,10 @@ class VirtualEngine:
         self.core.check()
         return self
 
+    def submit(self, call: Call) -> None:
+        """Ask one thing now, for a caller that drives the scheduler itself."""
+        self._submit(call, None)
+
     def _pump(self, next_s: float | None) -> None:
         steps = self.runner.num_steps
         for output in self.core.pump():

@@ -9,6 +9,7 @@ import pytest
 from engine_simulator import Simulator, adapter, expected_tokens, request
 from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS
 from weft.engine.plan import ChunkResult, StepPlan
+from weft.engine.prices import Prices
 from weft.engine.request import FlowKey
 from weft.engine.status import StepBatches
 from weft.engine.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
@@ -166,7 +167,10 @@ def test_status_says_who_runs_and_who_waits_for_whom() -> None:
     status = simulator.core.status()
     running = status.base_running + sum(resident.running for resident in status.residents)
     assert (status.running, status.base_running, running) == (3, 1, 3)
-    assert status.waiting_by_tenant == {"t2": 2, "t1": 1}
+    assert {tenant: (load.running, load.waiting) for tenant, load in status.tenants.items()} == {
+        "t1": (2, 1),
+        "t2": (1, 2),
+    }
 
 
 def test_only_a_detailed_status_shows_pages_and_batches() -> None:
@@ -211,8 +215,37 @@ def test_status_counts_backlog_and_service_by_tenant() -> None:
     simulator.core.submit(request("one", prompt=10, max_tokens=5))
     simulator.pump()
     status = simulator.core.status()
-    assert status.backlog_tokens == {"": 7}
-    assert status.service_tokens == {"": 8}
+    load, prices = status.tenants[""], Prices()
+    assert load.service == pytest.approx(8 * prices.prompt + prices.context * 8 * 4)
+    assert load.backlog > 2 * prices.prompt
+    assert (load.running, load.waiting, load.queued) == (1, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_pumps", "computed", "outputs"), [(0, 0, 0), (1, 8, 0), (2, 16, 0), (3, 20, 1), (5, 20, 3)]
+)
+def test_the_last_output_of_an_aborted_request_tells_what_was_computed_for_it(
+    num_pumps: int, computed: int, outputs: int
+) -> None:
+    simulator = Simulator(step_tokens=8)
+    simulator.core.submit(request("one", prompt=20, max_tokens=9))
+    for _ in range(num_pumps):
+        simulator.pump()
+    simulator.core.abort("one")
+    simulator.pump()
+    last = simulator.last("one")
+    assert (last.finish_reason, last.token_ids, last.computed_prompt_tokens) == ("abort", [], computed)
+    assert len(simulator.tokens("one")) == outputs
+
+
+@pytest.mark.parametrize("max_tokens", [3, 0])
+def test_the_last_output_of_a_request_that_ends_by_itself_tells_of_its_whole_prompt(max_tokens: int) -> None:
+    simulator = Simulator(step_tokens=8)
+    simulator.core.submit(request("one", prompt=20, max_tokens=max_tokens))
+    simulator.run()
+    outputs = simulator.outputs["one"]
+    assert (outputs[-1].finish_reason, outputs[-1].computed_prompt_tokens) == ("length", 20)
+    assert [output.computed_prompt_tokens for output in outputs[:-1]] == [0] * (len(outputs) - 1)
 
 
 def test_only_the_last_steps_are_kept() -> None:

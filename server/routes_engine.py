@@ -79,7 +79,7 @@ async def _snapshot(services: Services) -> dict[str, Any]:
         "model": services.served_name,
         "ready": services.engine.ready or services.ready,
         "http_requests": services.drain.num_running,
-        "slots": services.config.adapter.slots,
+        "slots": services.ready.memory.slots,
         "usage_lag_s": services.registry.usage.lag_s(),
         **_shallow(status),
         "tenants": _by_name(status.tenants, tenant_names),

@@ -56,6 +56,8 @@ def demo_ready(max_model_len: int = 256, num_pages: int = 4096) -> EngineReady:
         kv_tokens=num_pages * geometry.page_tokens,
         rank16_pages=4,
         rank16_adapters=num_pages // 4,
+        slots=256,
+        table_bytes=1,
         host_pages=1,
     )
     return EngineReady(

@@ -136,7 +136,9 @@ class Simulation:
         tables = SimulatedTables(scenario.slots)
         self.residency = Residency(
             self.loader,
-            SimulatedCopier(self.time, rng, self.device, scenario.faults, self.loader.failed),
+            SimulatedCopier(
+                self.time, rng, self.device, scenario.faults, self.loader.failed, pages_at_once=scenario.pages_at_once
+            ),
             self.pool,
             self.images,
             tables,

@@ -59,6 +59,8 @@ class Scenario:
     unsound: float
     """Share of chunks whose scores are no numbers."""
     faults: LoadFaults
+    pages_at_once: int = 0
+    """Pages of adapters that the engine's own thread may copy between two steps."""
     adapters: dict[str, int] = field(default_factory=dict)
     """Pages by digest."""
     actions: list[Action] = field(default_factory=list)
@@ -109,6 +111,7 @@ def draw(seed: int) -> Scenario:
         faults=faults,
         adapters=sizes,
         actions=sorted(clients.actions, key=lambda action: action.at_s),
+        pages_at_once=rng.choice([0, 0, 2, 8]),
     )
 
 

@@ -121,6 +121,7 @@ def build_engine(
         memory.pool,
         costs,
         lora_bytes_per_rank=plan.rank16_pages * geometry.page_bytes // REFERENCE_RANK,
+        prompt_context=2 * spec.num_layers * spec.num_heads * spec.head_dim / spec.num_parameters,
         max_tokens=longest,
     )
     prefixes = (

@@ -434,6 +434,7 @@ class Scheduler:
             self._waiting.bypass(state)
         if has_room or is_whole_look:
             self._waiting.keep_holds(looked)
+            self._residency.expect([state.digest for state in looked.values() if state.digest and state.is_holding])
 
     def _try_row(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
@@ -503,7 +504,9 @@ class Scheduler:
             if state.status != "running":
                 continue  # it was preempted for one that is more entitled
             count = 1 if is_free else min(state.num_left, draft.budget)
-            if count > 0 and self._grow(state, state.num_computed + count, counts, draft):
+            if count > 0 and not self._grow(state, state.num_computed + count, counts, draft):
+                count = min(count, state.pages.table.num_blocks * page_tokens - state.num_computed)
+            if count > 0:
                 counts[state.request_id] = count
                 draft.budget -= 0 if is_free else count
         self._budget_used = budget - draft.budget
@@ -657,8 +660,11 @@ class Scheduler:
             return True
         before = sum(self.preemptions.values())
         self._make_way(state, self._kv.num_lacking(beginning, num_tokens) + room, draft)
-        # What was swapped out is there only in the next step.
-        return sum(self.preemptions.values()) > before and self._kv.start(state, beginning, num_tokens, room, draft)
+        if sum(self.preemptions.values()) == before or self._waits_for_leader(state):
+            return False
+        # What was swapped out is there only in the next step. What was found before may be gone.
+        beginning = self._kv.beginning(state)
+        return beginning.num_tokens < num_tokens and self._kv.start(state, beginning, num_tokens, room, draft)
 
     def _note_first_start(self, state: RequestState) -> None:
         state.queue_s = self._clock() - state.arrived_s
@@ -678,11 +684,7 @@ class Scheduler:
             first = next((state for state in line if not self._waiting.is_unread(state)), None)
             line.close()
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
-        is_under_way = self._pool.num_quarantined or any(
-            adapter.tier == "loading" and self._residency.state(adapter.digest) != "stored"
-            for adapter in self._residency.residents()
-        )
-        if first is None or is_under_way:
+        if first is None or self._pool.num_quarantined or self._residency.is_copying:
             return
         self._waiting.drop_holds(keep=first.digest)
         self._no_holds_until = 0

@@ -138,6 +138,11 @@ class CostedCopier:
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
         self.page_copy_s = 0.0
+        self.pages_at_once = 0
+
+    def copy_now(self, _sources: Sequence[Any], pages: Sequence[int]) -> None:
+        """Never called: a GPU's copies have a thread of their own."""
+        raise AssertionError(f"{len(pages)} pages were copied on the engine's thread")
 
     def fence(self) -> None:
         """Nothing is launched that a copy would have to wait for."""

@@ -284,7 +284,7 @@ class Simulation:
                 self.lives[action.request_id].is_aborted = True
             self.core.abort(action.request_id)
         elif action.verb == "abort_paused":
-            self._abort_one([state.request_id for state in self.scheduler._paused])
+            self._abort_one(sorted(state.request_id for state in self.scheduler._order.paused))
         elif action.verb == "freeze":
             self.clock.freeze(True)
         elif action.verb == "thaw":

@@ -67,7 +67,7 @@ class FairChecks:
         scheduler = self._scheduler
         running = scheduler._running
         waiting = [state.request_id for state in scheduler._waiting]
-        paused = [state.request_id for state in scheduler._paused]
+        paused = [state.request_id for state in scheduler._order.paused]
         rows = [state.request_id for state in running if state.has_row]
         if sorted(waiting + paused + rows) != sorted(scheduler._requests):
             self._fail(f"waiting {waiting}, paused {paused}, in the step {rows}: not each request once")
@@ -85,7 +85,7 @@ class FairChecks:
     def _check_paused(self) -> None:
         """A request that was paused and sat the step out has what it had, or gave all of it up."""
         before, self._paused = self._paused, {}
-        for state in self._scheduler._paused:
+        for state in self._scheduler._order.paused:
             standing = ([list(pages) for pages in state.pages.table.pages], state.num_computed, state.num_preemptions)
             self._paused[state.request_id] = standing
             held = before.get(state.request_id)

@@ -645,7 +645,8 @@ class Scheduler:
         self._service.stop_waiting(state)
         state.status, state.num_bypasses, state.leader = "running", 0, None
         self._running.append(state)
-        self._prefilling.add(state)
+        if state.num_left > 1:
+            self._prefilling.add(state)
         self._order.start(state)
         draft.prefilling.append((place, state.num_left))
         draft.started.add(state.request_id)

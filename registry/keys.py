@@ -289,6 +289,7 @@ async def _read_known(database: Database, credential: Credential) -> _Known:
         key_id=row.id,
         scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
         tenant_limits=Limits.of(owner.limits),
+        tenant_weight=owner.weight,
         key_limits=Limits.of(row.limits),
         credential=credential,
     )

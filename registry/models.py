@@ -50,6 +50,7 @@ class TenantRow(Base):
     name: Mapped[str] = mapped_column(String(63), unique=True)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[int] = mapped_column(BigInteger)
+    weight: Mapped[float] = mapped_column(Float, server_default="1")
 
 
 class KeyRow(Base):

@@ -47,6 +47,8 @@ class Tenant:
     limits: Mapping[str, int]
     """By name, those that are set."""
     created_at: datetime
+    weight: float = 1.0
+    """Its part of the engine, beside those of the other tenants with requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ class Identity:
     """None for the admin key, which has no row."""
     scopes: tuple[Scope, ...]
     tenant_limits: Limits = UNLIMITED
+    tenant_weight: float = 1.0
     key_limits: Limits = UNLIMITED
     credential: Credential | None = field(default=None, repr=False, compare=False)
     """What it was told by; None where authentication is off."""

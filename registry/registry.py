@@ -183,16 +183,16 @@ class Registry:
         async with self._change(self._key_ring.sessions) as session:
             await sessions.end_session(session, self._key_ring.digest(token))
 
-    async def create_tenant(self, name: str, limits: Mapping[str, object] | None = None) -> Tenant:
+    async def create_tenant(self, name: str, limits: Mapping[str, object] | None = None, weight: float = 1.0) -> Tenant:
         """Make a tenant.
 
         Raises:
             ConflictError: The name is taken.
         """
         async with self._change() as session:
-            tenant = await tenants.create_tenant(session, name, limits or {}, self._clock())
-            given = dict(limits) if limits else None
-            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, limits=given)
+            tenant = await tenants.create_tenant(session, name, limits or {}, weight, self._clock())
+            given = {"limits": dict(tenant.limits) or None, "weight": None if weight == 1 else weight}
+            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, **given)
         return tenant
 
     async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[Tenant]:
@@ -226,15 +226,18 @@ class Registry:
                 "stored_bytes": await quotas.stored_bytes(session, tenant_id, self._clock()),
             }
 
-    async def update_tenant(self, name: str, limits: Mapping[str, object]) -> Tenant:
-        """Replace a tenant's limits.
+    async def update_tenant(
+        self, name: str, limits: Mapping[str, object] | None = None, weight: float | None = None
+    ) -> Tenant:
+        """Replace a tenant's limits, its weight, or both; None leaves what there is.
 
         Raises:
             NotFoundError: There is none of this name.
         """
         async with self._change(self._key_ring, self._tenant_limits) as session:
-            tenant = await tenants.update_tenant(session, name, limits)
-            audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, limits=dict(limits))
+            tenant = await tenants.update_tenant(session, name, limits, weight)
+            given = {"limits": None if limits is None else dict(limits), "weight": weight}
+            audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, **given)
         return tenant
 
     async def delete_tenant(self, name: str) -> Removed:

@@ -14,6 +14,7 @@ from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.text import TextDelta, TextStream
 from weft.errors import EngineError, EngineUnavailableError
 from weft.server.errors import from_engine
+from weft.server.gate import Admission
 from weft.server.prompts import Prompt
 from weft.server.services import Engine
 
@@ -70,12 +71,18 @@ class Generation:
         choices: What to compute.
         may_grow: Asked before a choice goes on: whether the choices together may have this many tokens of output. Where
             they may not, the choice ends with `finish_reason` "length".
+        admission: What the gate let in; None for work that passes around it.
     """
 
     def __init__(
-        self, engine: Engine, choices: Sequence[Choice], may_grow: Callable[[int], bool] = lambda _: True
+        self,
+        engine: Engine,
+        choices: Sequence[Choice],
+        may_grow: Callable[[int], bool] = lambda _: True,
+        admission: Admission | None = None,
     ) -> None:
         self.choices = tuple(choices)
+        self.admission = admission
         self._engine = engine
         self._may_grow = may_grow
         self._computed = {choice.index: Computed(choice=choice) for choice in choices}
@@ -136,21 +143,28 @@ class Generation:
     async def _pump(self, choice: Choice) -> None:
         if self._cut is not None:
             return  # before the engine was asked
+        has_started = False
         async with aclosing(_as_generator(self._engine.generate(choice.request))) as outputs:
             async for output in outputs:
                 self._note(choice, output)
                 if output.error is not None:
-                    raise from_engine(output.error)
+                    error = from_engine(output.error)
+                    raise error if self.admission is None or has_started else self.admission.refused(error)
                 if output.finish_reason == "error":
                     raise EngineError("The engine ended the request without a reason.")
                 if output.finish_reason == "abort":
                     raise EngineUnavailableError("The engine gave the request up; send it again.")
+                if self.admission is not None and not has_started:
+                    self.admission.started(output.queue_s)
+                has_started = True
                 delta = choice.text.push(self._within_limits(output))
                 self._arrived.put_nowait(
                     Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens)
                 )
                 if delta.finish_reason is not None:
                     self._num_wanted -= 1
+                    if self.admission is not None:
+                        self.admission.finished(choice.text.num_tokens)
                     return
         raise EngineUnavailableError("The engine stopped before the request was finished; send it again.")
 

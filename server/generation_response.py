@@ -67,6 +67,8 @@ class GenerationResponse(Response):
                         await asyncio.shield(self._meter.finish_quietly(status))
         finally:
             watcher.cancel()
+            if self._generation.admission is not None:
+                self._generation.admission.end()
 
     async def _whole(self, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]) -> None:
         parts: dict[int, list[Part]] = {}

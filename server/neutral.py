@@ -35,7 +35,6 @@ SHARED: Neutral = {
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "priority": (0,),
     "cache_salt": (),
     "prompt_cache_key": (),
     "safety_identifier": (),

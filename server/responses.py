@@ -49,6 +49,8 @@ class TenantView(View):
     object: Literal["tenant"] = "tenant"
     name: str
     limits: dict[str, int]
+    weight: float
+    """Its part of the engine, beside those of the other tenants with requests."""
     created_at: str
 
 

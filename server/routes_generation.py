@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,11 +14,13 @@ from fastapi import APIRouter, Request
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text import TextStream
+from weft.errors import InvalidRequestError, WeftError
 from weft.server.access import Caller
 from weft.server.admission import GeneratingCaller, lease_of
+from weft.server.gate import Admission, Ask
 from weft.server.generation import Choice, Generation
 from weft.server.generation_response import GenerationResponse, Manner
-from weft.server.json_body import INLINE_BYTES, json_body
+from weft.server.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.lease import Lease
 from weft.server.metering import Meter
 from weft.server.openapi import takes
@@ -25,12 +28,14 @@ from weft.server.prompts import Limits, Prompt, chat_params, chat_prompt, comple
 from weft.server.resolve import ResolvedModel, resolve_model
 from weft.server.responses import ChatView, CompletionView
 from weft.server.schemas import ChatBody, CompletionBody, GenerationBody
-from weft.server.services import Services, Wired
+from weft.server.services import Services, services_of
 from weft.server.shapes import ChatShape, CompletionShape, Shape
 
 router = APIRouter(tags=["generation"])
 SESSION_HEADER = "x-session-id"
 """Where an alias splits its requests, those with one value get one version; the field `user` goes before it."""
+DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
+"""Where a client says within how many milliseconds it wants the first token; the first that is there counts."""
 ResultT = TypeVar("ResultT")
 OPEN_TOKENS = 1024
 """Reserved first for an answer whose length the client leaves open; a whole context would leave nothing to others."""
@@ -43,18 +48,21 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
     responses={200: {"model": CompletionView, "content": _STREAM}},
     openapi_extra=takes(CompletionBody),
 )
-async def complete(request: Request, services: Wired, caller: GeneratingCaller) -> GenerationResponse:
+async def complete(request: Request, caller: GeneratingCaller) -> GenerationResponse:
     """Continue one or many prompts."""
-    body = await json_body(request, CompletionBody, services.config.server.max_body_bytes, services.pace)
+    services = services_of(request)
+    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
+    body = await parsed(CompletionBody, raw)
     model = await _resolve(request, services, caller, body)
-    limits = limits_of(services)
-    params = completion_params(body, limits)
-    prompts = await _off_loop(
-        lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
-    )
-    plan = [(prompt, params) for prompt in prompts]
     call = _Call(request=request, services=services, caller=caller, model=model, body=body)
-    return _respond(call, plan, CompletionShape(body, services.tokenizer))
+    with call.admitted(raw, len(body.prompt), body.max_tokens) as admission:
+        limits = limits_of(services)
+        params = completion_params(body, limits)
+        prompts = await _off_loop(
+            lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
+        )
+        plan = [(prompt, params) for prompt in prompts]
+        return _respond(call, plan, CompletionShape(body, services.tokenizer), admission)
 
 
 @router.post(
@@ -63,17 +71,37 @@ async def complete(request: Request, services: Wired, caller: GeneratingCaller) 
     responses={200: {"model": ChatView, "content": _STREAM}},
     openapi_extra=takes(ChatBody),
 )
-async def chat(request: Request, services: Wired, caller: GeneratingCaller) -> GenerationResponse:
+async def chat(request: Request, caller: GeneratingCaller) -> GenerationResponse:
     """Answer a conversation."""
-    body = await json_body(request, ChatBody, services.config.server.max_body_bytes, services.pace)
+    services = services_of(request)
+    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
+    body = await parsed(ChatBody, raw)
     model = await _resolve(request, services, caller, body)
-    limits = limits_of(services)
-    prompt = await _off_loop(
-        lambda: chat_prompt(body, services.tokenizer, limits), sum(len(message.content) for message in body.messages)
-    )
-    plan = [(prompt, chat_params(body, prompt, limits))]
     call = _Call(request=request, services=services, caller=caller, model=model, body=body)
-    return _respond(call, plan, ChatShape(body, services.tokenizer))
+    with call.admitted(raw, 1, body.token_limit) as admission:
+        limits = limits_of(services)
+        prompt = await _off_loop(
+            lambda: chat_prompt(body, services.tokenizer, limits),
+            sum(len(message.content) for message in body.messages),
+        )
+        plan = [(prompt, chat_params(body, prompt, limits))]
+        return _respond(call, plan, ChatShape(body, services.tokenizer), admission)
+
+
+def deadline_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds within which the client wants the first token; None where it does not say.
+
+    Raises:
+        InvalidRequestError: A header is no whole number of milliseconds.
+    """
+    for name in DEADLINE_HEADERS:
+        value = headers.get(name)
+        if value is None:
+            continue
+        if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value)):
+            raise InvalidRequestError(f"{name} must be a whole number of milliseconds, at least 1.", param=name)
+        return int(value) / 1000
+    return None
 
 
 def limits_of(services: Services) -> Limits:
@@ -111,8 +139,43 @@ class _Call:
     model: ResolvedModel
     body: GenerationBody
 
+    @contextmanager
+    def admitted(self, raw: bytes, num_prompts: int, max_tokens: int | None) -> Iterator[Admission]:
+        """Let the request through the gate; whatever fails before the response begins, it has left again.
 
-def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape) -> GenerationResponse:
+        Raises:
+            InvalidRequestError: The deadline in the headers is no number of milliseconds.
+            RateLimitError: It would wait too long, by its tenant's doing.
+            CapacityError: It would wait too long.
+        """
+        services, ref = self.services, self.model.ref
+        lease = lease_of(self.request)
+        ask = Ask(
+            tenant=self.caller.tenant_id or "",
+            name=self.caller.tenant,
+            weight=self.caller.weight,
+            adapter=ref.digest if ref else None,
+            num_bytes=len(raw),
+            num_choices=self.body.n * num_prompts,
+            max_tokens=services.ready.max_model_len if max_tokens is None else max_tokens,
+            deadline_s=deadline_s(self.request.headers),
+            key=hash((self.caller.tenant_id, self.caller.identity.key_id, raw)),
+        )
+        try:
+            admission = services.gate.admit(ask)
+        except WeftError:
+            lease.withdraw()
+            raise
+        try:
+            yield admission
+        except BaseException:
+            admission.end()
+            raise
+
+
+def _respond(
+    call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape, admission: Admission
+) -> GenerationResponse:
     services, body = call.services, call.body
     request_id = str(call.request.state.request_id)
     lease = lease_of(call.request)
@@ -131,7 +194,7 @@ def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shap
         continuous_usage=body.continuous_usage,
     )
     choices = _choices(call, plan, meter.ledger_id)
-    generation = Generation(services.engine, choices, lambda num_output: lease.grow(num_prompt + num_output))
+    generation = Generation(services.engine, choices, lambda num_output: lease.grow(num_prompt + num_output), admission)
     return GenerationResponse(generation, shape, meter, services.drain, manner)
 
 
@@ -145,6 +208,12 @@ def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, Sampli
 
 
 def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
+    flow = FlowKey(
+        tenant=call.caller.tenant_id or "",
+        weight=call.caller.weight,
+        priority=call.body.priority,
+        deadline_s=deadline_s(call.request.headers),
+    )
     choices = []
     for prompt_index, (prompt, params) in enumerate(plan):
         for choice_index in range(call.body.n):
@@ -155,7 +224,7 @@ def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: 
                 prompt_token_ids=prompt.token_ids,
                 params=params,
                 adapter=call.model.ref,
-                flow=FlowKey(tenant=call.caller.tenant_id or ""),
+                flow=flow,
                 choice_index=choice_index,
                 fork_of=first_id if choice_index else None,
             )

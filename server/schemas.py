@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.config import MAX_RANK_LIMIT
 from weft.errors import InvalidRequestError, UnsupportedParameterError
-from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
+from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
 from weft.registry.names import MAX_DESCRIPTION
 from weft.server import neutral
 
@@ -174,6 +174,7 @@ def _limits_schema(names: Sequence[str]) -> dict[str, Any]:
 
 
 # What they may hold is checked by the registry.
+Weight = Annotated[float, Field(ge=WEIGHTS[0], le=WEIGHTS[1])]
 TenantLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(TENANT_LIMITS))]
 KeyLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(KEY_LIMITS))]
 _CONTENT_SCHEMA = {
@@ -215,6 +216,8 @@ class GenerationBody(Body):
     user: str | None = Field(None, max_length=4096)
     """Whoever asks, in the caller's own words: decides, unseen by the model, where an alias splits its requests."""
     n: int = Field(1, ge=1, le=4096)
+    priority: int = Field(0, ge=-100, le=100)
+    """Order among the tenant's own waiting requests of one adapter: lower goes first."""
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -357,13 +360,24 @@ class TenantBody(Body):
 
     name: str = Field(max_length=512)
     limits: TenantLimits = Field(default_factory=dict)
+    """What is not named is as in the settings `tenant_defaults.*`; null is no limit."""
+    weight: Weight = 1.0
+    """Its part of the engine, beside those of the other tenants with requests."""
 
 
 class TenantPatchBody(Body):
     """Body of PATCH /v1/tenants/{name}."""
 
-    limits: TenantLimits
-    """All of them: what is not named does not limit any more."""
+    limits: TenantLimits | None = None
+    """All of them: what is not named does not limit any more. Null leaves them."""
+    weight: Weight | None = None
+    """Null leaves it."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> TenantPatchBody:
+        if self.limits is None and self.weight is None:
+            raise InvalidRequestError("Give limits, weight or both.", param="limits")
+        return self
 
 
 class KeyBody(KeyFields):

@@ -32,6 +32,7 @@ from weft.config import (
     RegistryConfig,
     SchedulerConfig,
     ServerConfig,
+    TenantDefaults,
 )
 from weft.errors import ConfigError
 
@@ -42,6 +43,7 @@ SECTIONS: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "server": ServerConfig,
     "registry": RegistryConfig,
+    "tenant_defaults": TenantDefaults,
 }
 PREFIX = "WEFT_"
 PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})

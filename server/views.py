@@ -53,7 +53,13 @@ def iso(moment: datetime) -> str:
 
 def tenant_view(tenant: Tenant) -> TenantView:
     """A tenant's body."""
-    return TenantView(id=tenant.id, name=tenant.name, limits=dict(tenant.limits), created_at=iso(tenant.created_at))
+    return TenantView(
+        id=tenant.id,
+        name=tenant.name,
+        limits=dict(tenant.limits),
+        weight=tenant.weight,
+        created_at=iso(tenant.created_at),
+    )
 
 
 def key_view(key: Key) -> KeyView:

@@ -43,10 +43,10 @@ def admission_order(policy: Literal["fcfs", "fair"]) -> AdmissionOrder:
 
 
 def _classes(candidates: Iterable[RequestState]) -> list[list[RequestState]]:
-    """Candidates by lane, and in a lane those that were preempted before those that never ran; each by arrival."""
+    """Candidates by lane, and in a lane those that go on with what has run before those that never ran; by arrival."""
     classes: dict[tuple[int, bool], list[RequestState]] = {}
     for state in candidates:
-        key = (state.request.flow.lane, state.num_preemptions == 0)
+        key = (state.request.flow.lane, not state.is_returning)
         if key in classes:
             classes[key].append(state)
         else:

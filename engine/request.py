@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.adapters.ref import AdapterRef
-from weft.engine.sampling_params import SamplingParams
+from weft.engine.sampling_params import BeamParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["base", "device", "host", "stored"]
@@ -45,6 +45,8 @@ class GenerationRequest:
     """Tokens generated earlier elsewhere; they count as output."""
     fork_of: str | None = None
     """The request with choice 0 of the same prompt, sent before this one: its KV cache of the prompt is shared."""
+    beam: BeamParams | None = None
+    """Beam search: of `params` only `max_tokens`, `logprobs` and what ends a sequence are used. There is one output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +95,5 @@ class RequestOutput:
     """Seconds from arrival to the first step; comes once, with the first output."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache; comes once, with the first output."""
+    hypotheses: list[RequestOutput] | None = None
+    """Of a beam search that has ended: as many as its width, best first, each as if it had been generated alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from weft.engine.fit import kv_tokens
@@ -10,6 +10,7 @@ from weft.engine.neighbours import SlotLease
 from weft.engine.plan import Chunk, SampleSpec, SlotRef
 from weft.engine.request import AdapterState, GenerationRequest, TokenLogprobs
 from weft.engine.request_pages import RequestPages
+from weft.memory.block_table import BlockTable
 from weft.memory.geometry import PageGeometry
 
 WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK"]
@@ -21,6 +22,20 @@ class OutputFacts(NamedTuple):
     adapter_state: AdapterState | None = None
     queue_s: float | None = None
     cached_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Beam:
+    """What makes a request one of the beams of a beam search."""
+
+    search_id: str
+    """The client's request."""
+    score: float = 0.0
+    """Sum of the log-probabilities of its output."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per output token."""
+    result: TokenLogprobs | None = None
+    """What may come next. While it is there, the beam waits for the results of the others."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,7 +62,11 @@ class RequestState:
     num_cached: int = 0
     """Prompt tokens that it found in the prefix cache when it first started."""
     leader: RequestState | None = None
-    """The request with the same prompt whose pages it is going to share."""
+    """The request whose pages it is going to share: with the same prompt, or the beam that it continues."""
+    num_shared: int = 0
+    """Tokens, from the first one on, whose keys and values it takes from the leader."""
+    beam: Beam | None = None
+    """None for all but beam searches."""
     lease: SlotLease | None = None
     is_holding: bool = False
     """Whether it holds its adapter while it waits."""
@@ -102,6 +121,16 @@ class RequestState:
         return self.num_tokens - self.num_computed
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to compute until the other beams of its search have their results."""
+        return self.beam is not None and self.beam.result is not None
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether it goes on with what has run: it was preempted, or continues a beam."""
+        return self.num_preemptions > 0 or (self.beam is not None and self.num_shared > 0)
+
+    @property
     def keeps_prompt_logprobs(self) -> bool:
         """Whether every token of the prompt is to be computed, for its logprobs, which are still to be sent."""
         return self.request.params.prompt_logprobs is not None and not self.sent_prompt_logprobs
@@ -137,6 +166,26 @@ class RequestState:
             sample=self._sample_spec() if end == self.num_tokens else None,
             prompt_targets=self._prompt_targets(start, end),
             num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
+        )
+
+    def fork(self, request_id: str, token_id: int, beam: Beam) -> RequestState:
+        """A waiting request that goes on from here with another token, as old as this one."""
+        chain = self.pages.chain
+        return RequestState(
+            request=replace(self.request, request_id=request_id),
+            arrival_index=self.arrival_index,
+            arrived_s=self.arrived_s,
+            seed=self.seed,
+            adapter_state=self.adapter_state,
+            geometry=self.geometry,
+            pages=RequestPages(table=BlockTable(self.geometry), chain=chain.copy() if chain is not None else None),
+            adapter_pages=self.adapter_pages,
+            output_token_ids=[*self.output_token_ids, token_id],
+            leader=self,
+            num_shared=self.num_tokens,
+            beam=beam,
+            num_charged=self.num_tokens,
+            queue_s=self.queue_s,
         )
 
     def restart(self) -> None:

@@ -26,6 +26,10 @@ device pages and no lease, so nobody waits for it but a fork (5), and what nobod
 5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which so stands before
    it in any order. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of
    forks go back to ever older requests, so there is no circle.
+6. A beam with a result is idle: it waits, with or without pages, for the other beams of its search, which are as old as
+   it is. When nothing can be computed, idle beams are in the way of the first in line: those of other searches are
+   preempted, the newest first, protected or not. So the oldest search always gets its pages, which (by its check on
+   arrival) are not more than there are, and each of its steps takes a bounded number of others'.
 """
 
 from __future__ import annotations
@@ -38,9 +42,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from weft.config import SchedulerConfig
+from weft.engine.beam import BeamSearch
 from weft.engine.draft import Draft
 from weft.engine.failures import INTERNAL, UNSOUND, request_error
-from weft.engine.fit import ModelLimits, check_fits, check_limits
+from weft.engine.fit import ModelLimits, check_limits
 from weft.engine.kv_pages import PREEMPTIONS, KvPages
 from weft.engine.neighbours import AdapterResidency
 from weft.engine.order import admission_order
@@ -48,7 +53,7 @@ from weft.engine.plan import Chunk, ChunkResult, StepPlan
 from weft.engine.progress import advance, ended
 from weft.engine.request import FinishReason, GenerationRequest, RequestError, RequestOutput
 from weft.engine.request_pages import RequestPages
-from weft.engine.request_state import RequestState, WaitingReason
+from weft.engine.request_state import Beam, RequestState, WaitingReason
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.engine.tenant_service import TenantService
 from weft.engine.waiting import MAX_BYPASSES, WaitingQueue
@@ -128,6 +133,8 @@ class Scheduler:
         order = admission_order(config.policy)
         self._service = TenantService(order)
         self._requests: dict[str, RequestState] = {}
+        self._searches: dict[str, BeamSearch] = {}
+        """Beam searches by the client's request id."""
         self._waiting = WaitingQueue(order, residency, max(MIN_LOOK_AHEAD, 2 * config.max_running))
         self._running: list[RequestState] = []
         self._outbox: list[RequestOutput] = []
@@ -172,12 +179,16 @@ class Scheduler:
                 f"{len(self._waiting)} requests wait already. Try again later.",
                 retry_after_s=self._service.retry_after_s(len(self._waiting)),
             )
-        if request.request_id in self._requests:
+        if request.request_id in self._requests or request.request_id in self._searches:
             raise InvalidRequestError("request_id must be unique, got one that is in use.", param="request_id")
         check_limits(request, self._limits)
         adapter = request.adapter
         adapter_pages = self._residency.pages_needed(adapter) if adapter else 0
-        check_fits(request, self._geometry, self._pool.capacity, adapter_pages)
+        self._kv.check_fits(request, adapter_pages)
+        search = None
+        if request.beam is not None:
+            search = BeamSearch(request, request.beam, self._limits, self._config.max_running)
+            request = search.begin()
         self._arrivals += 1
         state = RequestState(
             request=request,
@@ -192,7 +203,10 @@ class Scheduler:
         )
         leader = self._requests.get(request.fork_of) if request.fork_of is not None else None
         if leader is not None and self._kv.may_fork(leader, state):
-            state.leader = leader
+            state.leader, state.num_shared = leader, state.num_prompt - 1
+        if search is not None:
+            search.start(state)
+            self._searches[state.request_id] = search
         self._requests[state.request_id] = state
         self._waiting.add(state)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
@@ -207,11 +221,10 @@ class Scheduler:
         if not draft.promised:
             self._admit_waiting(draft)
         self._residency.reserve_pages = self._room_to_grow() + draft.promised
-        plan = draft.plan()
+        plan = draft.plan() or self._resolve_stall(draft)
         if plan is None:
-            self._resolve_stall()
             return None
-        self._stalls = 0
+        self._stalls = 0 if plan.chunks else self._stalls
         self._step = draft.step
         return plan
 
@@ -240,11 +253,17 @@ class Scheduler:
         return outputs
 
     def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> None:
-        """End a request, whatever its state; unknown and finished ids are fine."""
+        """End a request, whatever its state; unknown and finished ids are fine. A beam ends with its whole search."""
         state = self._requests.get(request_id)
+        search_id = state.beam.search_id if state is not None and state.beam is not None else request_id
+        search = self._searches.pop(search_id, None)
+        if search is not None:
+            state = search.first
         if state is None:
             return
-        self._remove(state)
+        for each in [state] if search is None else search.beams:
+            self._remove(each)
+        self._service.note_end(self._clock())
         self._outbox.append(ended(state, reason, error))
 
     def fail_adapter(self, digest: str, error: WeftError) -> None:
@@ -411,6 +430,8 @@ class Scheduler:
     def _try_admit(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         """Let a waiting request run, or say what it lacks."""
         adapter = state.request.adapter
+        if state.is_idle:
+            return "FORK"
         if adapter is not None:
             if not self._check_fits(state):
                 return "NEW"
@@ -428,17 +449,18 @@ class Scheduler:
         leader = state.leader
         if leader is None:
             return False
-        if self._requests.get(leader.request_id) is not leader or leader.num_preemptions or state.num_preemptions:
+        is_without_pages = leader.num_preemptions if state.beam is None else leader.status == "waiting"
+        if self._requests.get(leader.request_id) is not leader or is_without_pages or state.num_preemptions:
             state.leader = None
             return False
-        return leader.num_computed < leader.num_prompt
+        return leader.num_computed < state.num_shared
 
     def _check_fits(self, state: RequestState) -> bool:
         """Refuse a request once it is known that its adapter leaves no room for it even in an empty pool."""
         if state.adapter_pages is None and state.request.adapter is not None:
             state.adapter_pages = self._residency.pages_needed(state.request.adapter)
             try:
-                check_fits(state.request, self._geometry, self._pool.capacity, state.adapter_pages)
+                self._kv.check_fits(state.request, state.adapter_pages)
             except NeverFitsError as error:
                 self.finish(state.request_id, "error", request_error(error))
                 return False
@@ -452,7 +474,9 @@ class Scheduler:
         beginning = self._kv.beginning(state)
         count = min(state.num_tokens - beginning.num_tokens, draft.budget)
         num_tokens = max(beginning.num_tokens + count, state.tokens_to_reserve)
-        if not self._kv.start(state, beginning, num_tokens, self._room_to_grow(), draft):
+        # The other beams of a search cannot grow before this one has started.
+        room = 0 if state.beam is not None and state.output_token_ids else self._room_to_grow()
+        if not self._kv.start(state, beginning, num_tokens, room, draft):
             if state.lease is not None:
                 self._residency.release(state.lease.digest)  # no step has used it
                 state.lease = None
@@ -476,27 +500,39 @@ class Scheduler:
         """Pages that admissions, and adapters on their way to the device, leave to those that run."""
         return min(len(self._running) * self._geometry.num_groups, self._pool.capacity // GROWTH_SHARE)
 
-    def _resolve_stall(self) -> None:
-        """Nothing can be computed: make way for the first in line, or refuse it (see the module's docstring, 4)."""
-        first = self._running[0] if self._running else None
-        if first is None:
-            first = next((state for state in self._waiting.candidates() if not self._waiting.is_unread(state)), None)
+    def _resolve_stall(self, draft: Draft) -> StepPlan | None:
+        """Nothing can be computed: make way for the first in line, or refuse it (see the module's docstring, 4, 6)."""
+        first = self._first_in_line()
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
         is_under_way = self._pool.num_quarantined or any(
             adapter.tier == "loading" and self._residency.state(adapter.digest) != "stored"
             for adapter in self._residency.residents()
         )
         if first is None or is_under_way:
-            return
+            return None
         self._waiting.drop_holds(keep=first.digest)
         self._no_holds_until = 0
         if first.status == "waiting":
             first.num_bypasses = MAX_BYPASSES
+        in_the_way = (state for state in reversed(self._running) if state.is_idle and not _are_beams(state, first))
+        if (victim := next(in_the_way, None)) is not None:
+            self._preempt(victim, draft)
+            return draft.plan()
         self._stalls += 1
         if self._stalls > MAX_STALLS:
             self._stalls = 0
             error = CapacityError("Pinned adapters leave too little room for this request. Try again, or unpin some.")
             self.finish(first.request_id, "error", request_error(error))
+        return None
+
+    def _first_in_line(self) -> RequestState | None:
+        """Who runs longest and is not idle, or else the oldest that idle ones wait for, or that waits by itself."""
+        for state in self._running:
+            if not state.is_idle:
+                return state
+        awaited = [state for state in self._waiting if any(_are_beams(state, idle) for idle in self._running)]
+        candidates = sorted(awaited, key=lambda state: state.age_key) or self._waiting.candidates()
+        return next((state for state in candidates if not state.is_idle and not self._waiting.is_unread(state)), None)
 
     def _release_lease(self, state: RequestState) -> None:
         if state.lease is not None:
@@ -512,11 +548,13 @@ class Scheduler:
             self._running.remove(state)
             self._kv.give_back(state, state.last_step)
             self._release_lease(state)  # only now: cached blocks of an adapter go with it
-        self._service.note_end(self._clock())
 
     def _commit_chunk(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
         if result.is_unsound:
             self.finish(state.request_id, "error", UNSOUND)
+            return
+        if state.beam is not None:
+            self._commit_beam(state, state.beam, chunk, result)
             return
         output = advance(state, chunk, result, self._limits)
         self._service.charge(state, chunk)
@@ -525,4 +563,29 @@ class Scheduler:
             return
         if output.finish_reason is not None:
             self._remove(state)
+            self._service.note_end(self._clock())
         self._outbox.append(output)
+
+    def _commit_beam(self, state: RequestState, beam: Beam, chunk: Chunk, result: ChunkResult) -> None:
+        state.num_computed = chunk.start + len(chunk.token_ids)
+        self._service.charge(state, chunk)
+        self._kv.publish(state)
+        if result.logprobs is None:  # the prompt goes on
+            return
+        step = self._searches[beam.search_id].take(state, beam, result.logprobs)
+        if step is None:
+            return
+        for begun in step.begun:
+            self._requests[begun.request_id] = begun
+            self._waiting.add(begun)
+        for ended_beam in step.ended:
+            self._remove(ended_beam)
+        if step.output is not None:
+            del self._searches[beam.search_id]
+            self._service.note_end(self._clock())
+            self._outbox.append(step.output)
+
+
+def _are_beams(state: RequestState, other: RequestState) -> bool:
+    """Whether both are beams of one search."""
+    return state.beam is not None and other.beam is not None and state.beam.search_id == other.beam.search_id

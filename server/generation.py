@@ -55,8 +55,11 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Generation:
+        by_request: dict[str, list[Choice]] = {}
         for choice in self.choices:
-            pump = asyncio.create_task(self._pump(choice))
+            by_request.setdefault(choice.request.request_id, []).append(choice)
+        for choices in by_request.values():
+            pump = asyncio.create_task(self._pump(choices))
             pump.add_done_callback(self._note_failure)
             self._pumps.append(pump)
         return self
@@ -90,8 +93,9 @@ class Generation:
             unfinished -= arrived.delta.finish_reason is not None
             yield arrived
 
-    async def _pump(self, choice: Choice) -> None:
-        async with aclosing(_as_generator(self._engine.generate(choice.request))) as outputs:
+    async def _pump(self, choices: Sequence[Choice]) -> None:
+        """Pass on what the engine says of one request: of one choice, or of all that a beam search ends with."""
+        async with aclosing(_as_generator(self._engine.generate(choices[0].request))) as outputs:
             async for output in outputs:
                 if output.error is not None:
                     raise from_engine(output.error)
@@ -99,11 +103,12 @@ class Generation:
                     raise EngineError("The engine ended the request without a reason.")
                 if output.finish_reason == "abort":
                     raise EngineUnavailableError("The engine gave the request up; send it again.")
-                delta = choice.text.push(output)
-                self._arrived.put_nowait(
-                    Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens)
-                )
-                if delta.finish_reason is not None:
+                for choice, part in zip(choices, output.hypotheses or [output], strict=True):
+                    delta = choice.text.push(part)
+                    self._arrived.put_nowait(
+                        Step(choice=choice, output=part, delta=delta, num_tokens=choice.text.num_tokens)
+                    )
+                if all(choice.text.is_finished for choice in choices):
                     return
         raise EngineUnavailableError("The engine stopped before the request was finished; send it again.")
 

@@ -126,6 +126,7 @@ def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shap
             "system_fingerprint": services.fingerprint,
         },
         headers=call.model.headers,
+        n=body.n,
         stream=body.stream,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
@@ -139,23 +140,28 @@ def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, Sampli
     is_open = isinstance(body, ChatBody) and body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
     outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
-    lease.reserve(prompts + body.n * len(plan), prompts + body.n * outputs, is_open=is_open)
+    count = body.num_candidates
+    lease.reserve(prompts + count * len(plan), prompts + count * outputs, is_open=is_open)
 
 
 def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
+    """All candidates; those of a beam search have one request."""
     choices = []
+    beam, count = call.body.beam, call.body.num_candidates
     for prompt_index, (prompt, params) in enumerate(plan):
-        for choice_index in range(call.body.n):
-            index = prompt_index * call.body.n + choice_index
+        for choice_index in range(count):
+            index = prompt_index * count + choice_index
             first_id = f"{ledger_id}-{index - choice_index}"
+            fork_index = 0 if beam is not None else choice_index
             request = GenerationRequest(
-                request_id=f"{ledger_id}-{index}",
+                request_id=f"{ledger_id}-{index - choice_index + fork_index}",
                 prompt_token_ids=prompt.token_ids,
                 params=params,
                 adapter=call.model.ref,
                 flow=FlowKey(tenant=call.caller.tenant_id or ""),
-                choice_index=choice_index,
-                fork_of=first_id if choice_index else None,
+                choice_index=fork_index,
+                fork_of=first_id if fork_index else None,
+                beam=beam,
             )
             text = TextStream(call.services.tokenizer, params, prompt.token_ids)
             choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))

@@ -19,6 +19,9 @@ from weft.engine.request_state import Beam, RequestState
 from weft.engine.sampling_params import BeamParams, SamplingParams
 from weft.errors import InvalidRequestError
 
+MAX_FORKS = 1 << 24
+"""Beams of one search, all in all: they arrive as fractions of what arrives between two requests."""
+
 
 class BeamStep(NamedTuple):
     """What follows from a step of a search, besides the beams that go on."""
@@ -167,8 +170,9 @@ class BeamSearch:
         continued: list[_Candidate] = []
         for candidate in chosen:
             if candidate.parent in beams:
-                request_id = f"{self._request.request_id}/{next(self._numbers)}"
-                begun.append(candidate.parent.fork(request_id, candidate.token_id, self._beam(candidate)))
+                number = next(self._numbers)
+                request_id, age = f"{self._request.request_id}/{number}", self.first.arrival_index + number / MAX_FORKS
+                begun.append(candidate.parent.fork(request_id, age, candidate.token_id, self._beam(candidate)))
                 beams.append(begun[-1])
             else:
                 continued.append(candidate)

@@ -154,7 +154,7 @@ class EngineCore:
             waiting_by_tenant=self._scheduler.waiting_by_tenant(),
             backlog_tokens=self._scheduler.backlog_tokens(),
             service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
-            tenants=self._scheduler.load(self._boot_id, self._status_seq).tenants,
+            tenants=self._scheduler.tenants(),
             page_map=page_map(self._pool) if is_detailed else None,
             batches=self._history.batches() if is_detailed else None,
         )
@@ -205,6 +205,7 @@ class EngineCore:
         self._completed_step = plan.step
         self._scheduler.complete(plan.step)
         self._last_step_s = self._clock()
+        self._scheduler.note_step(self._last_step_s - started_s)
         self._history.record(plan, self._last_step_s - started_s)
         return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -43,8 +44,8 @@ class RequestState:
     """A request that is waiting or running; finished ones are forgotten."""
 
     request: GenerationRequest
-    arrival_index: int
-    """Counts up per engine; older means smaller."""
+    arrival_index: float
+    """Counts up per engine; older means smaller. No two are the same: fractions are for beams of one search."""
     arrived_s: float
     seed: int
     """The client's seed, or one drawn on arrival."""
@@ -81,34 +82,63 @@ class RequestState:
     """It may be preempted again once this many tokens are computed."""
     num_bypasses: int = 0
     """Steps in which a request behind it was admitted while it lacked pages."""
+    priority: int = 0
+    """Lower goes first, within its tenant."""
+    predicted_tokens: int = 0
+    """Output tokens that it is expected to have, from what its tenant and adapter had before."""
+    queued_units: float = 0.0
+    """Predicted price of what is to be computed, as counted when it began to wait."""
+    start_by_s: float = math.inf
+    """The last second at which a start keeps its deadline."""
+    share: object = None
+    """Its place in the fair order; the order's own."""
+    queue_key: tuple[float, ...] = ()
+    """By which the fair order sorted it when it was queued."""
+    has_row: bool = False
+    """Whether it is in the steps. One that runs without a row is paused: it keeps its pages."""
+    paused_s: float = 0.0
+    """When it was paused."""
+    level: int | None = None
+    """Of the multi-level feedback queue."""
+    level_below_front: int = 0
+    """The level to return to after a turn at the front."""
+    level_units: float = 0.0
+    """Units used at this level."""
+    caused_load: bool = False
+    """Whether its adapter is brought to the device for it."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
     sent_first_output: bool = False
+    num_prompt: int = field(init=False)
+    """Tokens in the prompt."""
+    tenant: str = field(init=False)
+    """Whom it is served for."""
+    digest: str | None = field(init=False)
+    """Its adapter; None is the base."""
+    request_id: str = field(init=False)
+    """The id its client gave it."""
+
+    def __post_init__(self) -> None:
+        # Asked for many times in every step, so looked up once.
+        self.request_id = self.request.request_id
+        self.num_prompt = len(self.request.prompt_token_ids)
+        self.tenant = self.request.flow.tenant
+        self.digest = self.request.adapter.digest if self.request.adapter else None
 
     @property
-    def request_id(self) -> str:
-        """The id its client gave it."""
-        return self.request.request_id
-
-    @property
-    def tenant(self) -> str:
-        """Whom it is served for."""
-        return self.request.flow.tenant
-
-    @property
-    def digest(self) -> str | None:
-        """Its adapter; None is the base."""
-        return self.request.adapter.digest if self.request.adapter else None
-
-    @property
-    def age_key(self) -> tuple[int, int]:
+    def age_key(self) -> tuple[int, float]:
         """Sorts from the most to the least entitled to pages: lane, then arrival."""
         return self.request.flow.lane, self.arrival_index
 
     @property
-    def num_prompt(self) -> int:
-        """Tokens in the prompt."""
-        return len(self.request.prompt_token_ids)
+    def is_paused(self) -> bool:
+        """Whether it has pages and sits steps out."""
+        return self.status == "running" and not self.has_row
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it ever had pages, or goes on with what had."""
+        return self.status == "running" or self.num_preemptions > 0 or self.is_beam_fork
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +148,7 @@ class RequestState:
     @property
     def num_left(self) -> int:
         """Known tokens that are still to be computed; 1 while it decodes."""
-        return self.num_tokens - self.num_computed
+        return self.num_prompt + len(self.output_token_ids) - self.num_computed
 
     @property
     def is_idle(self) -> bool:
@@ -126,9 +156,9 @@ class RequestState:
         return self.beam is not None and self.beam.result is not None
 
     @property
-    def is_returning(self) -> bool:
-        """Whether it goes on with what has run: it was preempted, or continues a beam."""
-        return self.num_preemptions > 0 or (self.beam is not None and self.num_shared > 0)
+    def is_beam_fork(self) -> bool:
+        """Whether it goes on from another beam, and not from a client's request."""
+        return self.beam is not None and self.num_shared > 0
 
     @property
     def keeps_prompt_logprobs(self) -> bool:
@@ -168,12 +198,12 @@ class RequestState:
             num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
         )
 
-    def fork(self, request_id: str, token_id: int, beam: Beam) -> RequestState:
-        """A waiting request that goes on from here with another token, as old as this one."""
+    def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
+        """A waiting request that goes on from here with another token."""
         chain = self.pages.chain
         return RequestState(
             request=replace(self.request, request_id=request_id),
-            arrival_index=self.arrival_index,
+            arrival_index=arrival_index,
             arrived_s=self.arrived_s,
             seed=self.seed,
             adapter_state=self.adapter_state,
@@ -186,6 +216,9 @@ class RequestState:
             beam=beam,
             num_charged=self.num_tokens,
             queue_s=self.queue_s,
+            priority=self.priority,
+            predicted_tokens=self.predicted_tokens,
+            level=self.level,
         )
 
     def restart(self) -> None:

@@ -80,6 +80,11 @@ class BeamSearch:
         self._hypotheses: list[tuple[float, RequestOutput]] = []
         """The best ones so far with their scores, best first, at most as many as beams."""
 
+    @property
+    def num_forks(self) -> int:
+        """Beams that begin with one token, as soon as they get their pages."""
+        return sum(state.status == "waiting" and state.leader is not None for state in self.beams)
+
     def begin(self) -> GenerationRequest:
         """The request of the first beam, whose state is to be given to `start`."""
         num_top = max(self._num_top, self._request.params.logprobs or 0)

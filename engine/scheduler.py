@@ -432,7 +432,8 @@ class Scheduler:
         if not self._order.num_queued:
             return
         rows = self._rows()
-        draft.budget = self._budget.tokens(rows)
+        # Each fork of a beam has a token for itself, so that a search takes a step in every step.
+        draft.budget = self._budget.tokens(rows) - sum(search.num_forks for search in self._searches.values())
         draft.prefilling = [(self._order.place(state), state.num_left) for state in rows if state.num_left > 1]
         overdue = self._waiting.overdue()
         looked = {overdue.request_id: overdue} if overdue is not None else {}

@@ -38,7 +38,7 @@ class Draft:
 
     def plan(self) -> StepPlan | None:
         """The finished plan; None where there is nothing to do."""
-        if not self.chunks and not self.swap_out:
+        if not (self.chunks or self.swap_out or self.zero_pages or self.swap_in or self.copies):
             return None
         return StepPlan(
             step=self.step,

@@ -9,7 +9,9 @@ the paper:
   backlogged tenants divide the rows of every step, and differences of their counters are evened out over about
   `quantum` units a row, instead of giving whole steps in turns.
 * A request in the step makes way for one that is not only when the shares differ by more than a quantum. So rows change
-  hands once per quantum and not in every step, and requests of one adapter stay together.
+  hands once per quantum and not in every step, and requests of one adapter stay together. The more requests are paused
+  for others the longer a quantum is, without end as they become as many as the rows: where more tenants wait than there
+  are rows, answers that have begun are finished first.
 * A share that becomes active is lifted to the least counter of all active shares, running or waiting, or to the last
   leaver's where there is none. Idle time is no credit, and whoever runs without a queue is counted.
 
@@ -20,6 +22,7 @@ step, plus what one step may cost. Knows nothing of pages or adapters; the calle
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Generator, Iterable, Iterator
 from operator import attrgetter
@@ -113,11 +116,6 @@ class Share:
     def after(self) -> float:
         """Its place with one more row: the smallest gets the next one."""
         return self.counter + self.quantum * (self.rows + 1) / self.weight
-
-    @property
-    def slack(self) -> float:
-        """How far apart two places must be for a row to change hands."""
-        return self.quantum / self.weight
 
     def path(self) -> Iterator[Share]:
         """Itself and what it is a part of, but for the root."""
@@ -237,9 +235,13 @@ class FairOrder:
         policy: "fair", or "fcfs", which makes one share of all requests of a lane.
         inner: Order of requests of one adapter of one tenant.
         quantum: Units of service; see `QUANTUM_TOKENS`.
+        num_rows: Most requests in a step.
     """
 
-    def __init__(self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float) -> None:
+    def __init__(self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self.paused: set[RequestState] = set()
+        """Requests with pages and without a row."""
         self._is_fair = policy == "fair"
         self._inner = inner
         self._quantum = quantum
@@ -279,6 +281,7 @@ class FairOrder:
             self._drop_row(state)
         else:
             self._unqueue(state)
+            self.paused.discard(state)
         self._num_prioritized -= state.priority != 0
         for share in list(_flow(state).path()):
             share.num_alive -= 1
@@ -298,6 +301,7 @@ class FairOrder:
     def start(self, state: RequestState) -> None:
         """Give a queued request a row."""
         self._unqueue(state)
+        self.paused.discard(state)
         flow = _flow(state)
         flow.in_step[state.request_id] = state
         state.has_row = True
@@ -309,9 +313,11 @@ class FairOrder:
                 share.parent.stepping[share.key] = share
 
     def stop(self, state: RequestState) -> None:
-        """Take the row from a request, which is queued again."""
+        """Take the row from a request, which is queued again: paused if it keeps its pages."""
         self._drop_row(state)
         self.queue(state)
+        if state.is_paused:
+            self.paused.add(state)
 
     def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
         """Count the service of a step, in units, for lanes, tenants and adapters."""
@@ -380,7 +386,7 @@ class FairOrder:
             return row
         if node in self._settled or not node.stepping:
             return None
-        least = child.after + child.slack
+        least = child.after + self._slack(child)
         if max(other.now for other in node.stepping.values()) >= least:
             for other in sorted(node.stepping.values(), key=attrgetter("now"), reverse=True):
                 if other is child or other.now < least:
@@ -410,7 +416,7 @@ class FairOrder:
         theirs, ours = list(_flow(other).path()), list(_flow(state).path())
         for share, mine in zip(reversed(theirs), reversed(ours), strict=True):
             if share is not mine:
-                return mine.after + mine.slack <= share.after
+                return mine.after + self._slack(mine) <= share.after
         return False
 
     def place(self, state: RequestState) -> tuple[float, ...]:
@@ -422,9 +428,9 @@ class FairOrder:
             state.arrival_index,
         )
 
-    def tick(self, now_s: float, paused: Iterable[RequestState]) -> None:
+    def tick(self, now_s: float) -> None:
         """Let time change the inner order of requests that sit out steps."""
-        for state in [state for state in paused if self._inner.is_due(state, now_s)]:
+        for state in [state for state in self.paused if self._inner.is_due(state, now_s)]:
             self._unqueue(state)
             self._inner.renew(state)
             self.queue(state)
@@ -454,6 +460,11 @@ class FairOrder:
         if share is not self._root and (counts != (share.num_queued, share.rows) or sum(counts) != share.num_alive):
             raise EngineError(f"a share has {counts} requests queued and in the step, and counts others")
         return counts
+
+    def _slack(self, share: Share) -> float:
+        """How far apart the places of `share` and another must be for a row to change hands."""
+        free = 1 - len(self.paused) / self._num_rows
+        return self._quantum / share.weight / free if free > 0 else math.inf
 
     def _share(self, parent: Share, key: object) -> Share:
         return Share(parent, key, 1.0, self._quantum, self._ticket())

@@ -69,6 +69,8 @@ class RequestState:
     beam: Beam | None = None
     """None for all but beam searches."""
     lease: SlotLease | None = None
+    slot_ref: SlotRef | None = None
+    """The lease, as plans tell it."""
     is_holding: bool = False
     """Whether it holds its adapter while it waits."""
     num_charged: int = 0
@@ -117,10 +119,13 @@ class RequestState:
     """Its adapter; None is the base."""
     request_id: str = field(init=False)
     """The id its client gave it."""
+    in_batch_lane: bool = field(init=False)
+    """Whether it gives way to interactive requests."""
 
     def __post_init__(self) -> None:
         # Asked for many times in every step, so looked up once.
         self.request_id = self.request.request_id
+        self.in_batch_lane = self.request.flow.lane > 0
         self.num_prompt = len(self.request.prompt_token_ids)
         self.tenant = self.request.flow.tenant
         self.digest = self.request.adapter.digest if self.request.adapter else None
@@ -177,26 +182,28 @@ class RequestState:
             return 0
         return max(self.num_tokens, min(self.progress_mark, kv_tokens(self.request)))
 
-    @property
-    def backlog_tokens(self) -> int:
-        """Tokens still to compute, as far as its limits say."""
-        return max(self.num_prompt + self.request.params.max_tokens - self.num_computed, 0)
-
     def chunk(self, count: int) -> Chunk:
         """The next `count` tokens as part of a step; its pages are there already."""
         start, end = self.num_computed, self.num_computed + count
         num_blocks = self.geometry.blocks(end)
-        lease = self.lease
         return Chunk(
             request_id=self.request_id,
             token_ids=self.tokens(start, end),
             start=start,
             block_table=[pages[:num_blocks] for pages in self.pages.table.pages],
-            adapter=SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest) if lease else None,
+            adapter=self._slot_ref(),
             sample=self._sample_spec() if end == self.num_tokens else None,
             prompt_targets=self._prompt_targets(start, end),
             num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
         )
+
+    def _slot_ref(self) -> SlotRef | None:
+        lease, ref = self.lease, self.slot_ref
+        if lease is None:
+            return None
+        if ref is None or (ref.slot, ref.generation) != (lease.slot, lease.generation):
+            ref = self.slot_ref = SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest)
+        return ref
 
     def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
         """A waiting request that goes on from here with another token."""

@@ -93,8 +93,10 @@ MIN_LOOK_AHEAD = 64
 """Requests without a row looked at in a step that has room; `max_running` if that is more."""
 GLANCE = 16
 """Requests looked at in a step whose rows are all taken."""
-FULL_SCAN_STEPS = 8
-"""While all rows are taken, all of the look-ahead is looked at, and its adapters are loaded, every so many steps."""
+GLANCE_STEPS = 4
+"""While all rows are taken and nothing changes, requests are looked at every so many steps."""
+WHOLE_LOOK_STEPS = 8
+"""While all rows are taken, the whole look-ahead is looked at, and its adapters are loaded, every so many steps."""
 HOLD_PAUSE_STEPS = 16
 """Steps without new holds after running requests needed the pages of held adapters."""
 MAX_STALLS = 16
@@ -149,7 +151,9 @@ class Scheduler:
         self._kv = KvPages(geometry, pool, evictor, prefixes=prefixes, swap=swap, costs=costs, prefix_seed=prefix_seed)
         prices = prices or Prices()
         self._token_s = costs.token_s
-        self._order = FairOrder(config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output)
+        self._order = FairOrder(
+            config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output, config.max_running
+        )
         self._service = TenantService(prices, Lengths(), clock)
         self._budget = StepBudget(config)
         self._requests: dict[str, RequestState] = {}
@@ -159,7 +163,8 @@ class Scheduler:
         self._deadlines: list[tuple[float, str]] = []
         """A heap of (second, request) of all that were to start by then."""
         self._running: list[RequestState] = []
-        self._paused: set[RequestState] = set()
+        self._prefilling: set[RequestState] = set()
+        """Running requests that have more to compute than their last token."""
         self._last_units = 0.0
         """Price of the step that was committed last."""
         self._budget_used = 0
@@ -337,17 +342,6 @@ class Scheduler:
         """Requests that wait, by reason."""
         return self._waiting.reasons()
 
-    def backlog_tokens(self) -> dict[str, int]:
-        """Tokens still to compute, by tenant."""
-        backlog: Counter[str] = Counter()
-        for state in self._requests.values():
-            backlog[state.tenant] += state.backlog_tokens
-        return dict(backlog)
-
-    def waiting_by_tenant(self) -> dict[str, int]:
-        """Requests that wait, by tenant."""
-        return dict(self._waiting.by_tenant)
-
     def load(self, boot_id: str, seq: int) -> EngineLoad:
         """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
@@ -374,10 +368,6 @@ class Scheduler:
     def num_running_base(self) -> int:
         """Running requests of the base model."""
         return sum(state.lease is None for state in self._running)
-
-    def service_tokens(self, limit: int) -> dict[str, int]:
-        """Tokens computed since start, of the `limit` busiest tenants."""
-        return self._service.tokens(limit)
 
     def check(self) -> None:
         """Verify that every request is in one place, and that pages and references are those of the requests.
@@ -423,37 +413,42 @@ class Scheduler:
             state = self._requests.get(request_id)
             if state is not None and not state.has_started and state.start_by_s < math.inf:
                 self.finish(request_id, "error", EXPIRED)
-        self._order.tick(now_s, self._paused)
+        self._order.tick(now_s)
 
     def _fill_rows(self, draft: Draft) -> None:
         """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
+        is_whole_look = draft.step % WHOLE_LOOK_STEPS == 0
         has_room = self.num_rows < self._config.max_running
-        is_full_scan = has_room or draft.step % FULL_SCAN_STEPS == 0
-        if not self._order.num_queued:
+        is_due = has_room or is_whole_look or self._waiting.has_changed or draft.step % GLANCE_STEPS == 0
+        if not self._order.num_queued or not (is_due or self._waiting.num_loading()):
             return
-        rows = self._rows()
+        self._waiting.has_changed = False
         # Each fork of a beam has a token for itself, so that a search takes a step in every step.
-        draft.budget = self._budget.tokens(rows) - sum(search.num_forks for search in self._searches.values())
-        draft.prefilling = [(self._order.place(state), state.num_left) for state in rows if state.num_left > 1]
+        num_forks = sum(search.num_forks for search in self._searches.values())
+        draft.budget = self._budget.tokens(self._num_decoding()) - num_forks
+        draft.prefilling = [(self._order.place(state), state.num_left) for state in self._prefilling if state.has_row]
         overdue = self._waiting.overdue()
         looked = {overdue.request_id: overdue} if overdue is not None else {}
         if overdue is not None:
             self._try_row(overdue, draft)
         blocked: list[RequestState] = []
         num_bypassed = 0
-        limit = max(MIN_LOOK_AHEAD, self._config.max_running) if is_full_scan else GLANCE
-        for state in self._order.candidates(limit):
-            if overdue is not None and state.status == "waiting":
-                continue
-            looked[state.request_id] = state
-            reason = self._try_row(state, draft)
-            if reason is None:
-                num_bypassed = len(blocked)
-            elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
-                blocked.append(state)
+        line = self._order.candidates(max(MIN_LOOK_AHEAD, self._config.max_running))
+        for state in line:
+            if overdue is None or state.status == "running":
+                looked[state.request_id] = state
+                reason = self._try_row(state, draft)
+                if reason is None:
+                    num_bypassed = len(blocked)
+                elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
+                    blocked.append(state)
+            is_full = self.num_rows >= self._config.max_running
+            if is_full and not is_whole_look and len(looked) >= GLANCE:
+                break
+        line.close()
         for state in blocked[:num_bypassed]:
             self._waiting.bypass(state)
-        if is_full_scan:
+        if has_room or is_whole_look:
             self._waiting.keep_holds(looked)
 
     def _try_row(self, state: RequestState, draft: Draft) -> WaitingReason | None:
@@ -480,14 +475,12 @@ class Scheduler:
                 return "NEW"
             self._pause(row)
         self._order.start(state)
-        self._paused.discard(state)
         return None
 
     def _pause(self, state: RequestState) -> None:
         """Take the row from a request, which keeps its pages."""
         state.paused_s = self._clock()
         self._order.stop(state)
-        self._paused.add(state)
 
     def _why_not(self, state: RequestState) -> WaitingReason | None:
         """What a waiting request lacks besides a row and pages for its tokens."""
@@ -508,15 +501,17 @@ class Scheduler:
     def _plan_rows(self, draft: Draft) -> None:
         """One token for each row that decodes, and chunks of prompts in what the budget leaves."""
         rows = self._rows()
-        draft.budget = self._budget.tokens(rows)
+        draft.budget = self._budget.tokens(self._num_decoding())
+        page_tokens = self._geometry.page_tokens
         counts: dict[str, int] = {}
-        leases: set[tuple[int, int]] = set()
+        leases: set[int] = set()
         needy: list[tuple[tuple[float, ...], bool, RequestState]] = []
         for state in rows:
-            if not self._check_lease(state, leases):
+            if state.lease is not None and state.lease.slot not in leases and not self._check_lease(state, leases):
                 continue
-            is_free = state.num_left == 1 and not (self._budget.counts_batches and state.request.flow.lane > 0)
-            if is_free and not self._kv.lacking(state, state.num_computed + 1):
+            num_computed = state.num_computed
+            is_free = state.num_tokens == num_computed + 1 and not (state.in_batch_lane and self._budget.is_bounded)
+            if is_free and num_computed < state.pages.table.num_blocks * page_tokens:
                 counts[state.request_id] = 1
             else:
                 needy.append((self._order.place(state), is_free, state))
@@ -534,13 +529,22 @@ class Scheduler:
             if count := counts.get(state.request_id, 0):
                 draft.add(state, count)
 
+    def _num_decoding(self) -> int:
+        """Rows whose token is not counted in the budget."""
+        counted = sum(state.has_row for state in self._prefilling)
+        if self._budget.is_bounded:
+            counted += sum(
+                state.has_row and state.in_batch_lane for state in self._running if state not in self._prefilling
+            )
+        return self.num_rows - counted
+
     def _rows(self) -> list[RequestState]:
         return [state for state in self._running if state.has_row]
 
-    def _check_lease(self, state: RequestState, checked: set[tuple[int, int]]) -> bool:
-        """Whether its adapter slot is still what its lease says; `checked` are the slots that this plan knows of."""
+    def _check_lease(self, state: RequestState, checked: set[int]) -> bool:
+        """Whether its adapter slot is still what its lease says; a slot that is goes to `checked`."""
         lease = state.lease
-        if lease is None or (lease.slot, lease.generation) in checked:
+        if lease is None:
             return True
         try:
             self._residency.check_slot(lease.slot, lease.generation, lease.digest)
@@ -548,7 +552,7 @@ class Scheduler:
             logger.exception("request %s lost its adapter slot", state.request_id)
             self.finish(state.request_id, "error", INTERNAL)
             return False
-        checked.add((lease.slot, lease.generation))
+        checked.add(lease.slot)
         return True
 
     def _grow(self, state: RequestState, num_tokens: int, counts: dict[str, int], draft: Draft) -> bool:
@@ -582,7 +586,9 @@ class Scheduler:
         """Have pages come free for a waiting request, from those whose shares are far ahead of its own."""
         while self._kv.num_available < num_pages:
             behind = [
-                other for other in self._paused if draft.may_preempt(other) and self._order.is_behind(other, state)
+                other
+                for other in self._order.paused
+                if draft.may_preempt(other) and self._order.is_behind(other, state)
             ]
             victim = max(behind, key=self._order.place, default=None) or self._order.row_for(state)
             if victim is None or not draft.may_preempt(victim):
@@ -593,13 +599,13 @@ class Scheduler:
         how = self._kv.suspend(state, draft)
         self._release_lease(state)
         self._running.remove(state)
-        self._paused.discard(state)
-        has_row = state.has_row
+        self._prefilling.discard(state)
         state.restart()
         if how == "recompute":
             state.lose_kv()
-        if has_row:
+        if state.has_row:
             self._order.stop(state)
+        self._order.paused.discard(state)
         self._wait(state)
         self.preemptions[how] += 1
 
@@ -657,7 +663,9 @@ class Scheduler:
         state.status, state.num_bypasses, state.leader = "running", 0, None
         self._running.append(state)
         self._order.start(state)
-        draft.prefilling.append((place, state.num_left))
+        if not is_free:
+            self._prefilling.add(state)
+            draft.prefilling.append((place, state.num_left))
         draft.started.add(state.request_id)
         if state.queue_s is None:
             self._note_first_start(state)
@@ -737,7 +745,7 @@ class Scheduler:
             self._kv.forget_swapped(state)
         else:
             self._running.remove(state)
-            self._paused.discard(state)
+            self._prefilling.discard(state)
             self._kv.give_back(state, state.last_step)
             self._release_lease(state)  # only now: cached blocks of an adapter go with it
         self._service.note_end(state)
@@ -750,6 +758,8 @@ class Scheduler:
             self._commit_beam(state, state.beam, chunk, result)
             return
         output = advance(state, chunk, result, self._limits)
+        if state.num_left <= 1:
+            self._prefilling.discard(state)
         self._kv.publish(state)
         if output is None:
             return
@@ -760,6 +770,8 @@ class Scheduler:
 
     def _commit_beam(self, state: RequestState, beam: Beam, chunk: Chunk, result: ChunkResult) -> None:
         state.num_computed = chunk.start + len(chunk.token_ids)
+        if state.num_left <= 1:
+            self._prefilling.discard(state)
         self._kv.publish(state)
         if result.logprobs is None:  # the prompt goes on
             return

@@ -7,10 +7,7 @@ additive increase and multiplicative decrease of congestion control.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from weft.config import SchedulerConfig
-from weft.engine.request_state import RequestState
 
 MIN_TOKENS = 16
 """However slow steps are, prompts go on."""
@@ -32,16 +29,13 @@ class StepBudget:
         self._planned = 0
 
     @property
-    def counts_batches(self) -> bool:
-        """Whether tokens of requests in the batch lane that decode are part of the budget."""
+    def is_bounded(self) -> bool:
+        """Whether there is a target; then tokens of requests in the batch lane that decode are part of the budget."""
         return self._target_s is not None
 
-    def tokens(self, rows: Sequence[RequestState]) -> int:
-        """Tokens for prompts in a step of these rows (and, see `counts_batches`, for rows of the batch lane)."""
-        decoding = sum(
-            state.num_left == 1 and not (self.counts_batches and state.request.flow.lane > 0) for state in rows
-        )
-        self._planned = min(self._max_tokens - decoding, self._allowed)
+    def tokens(self, num_decoding: int) -> int:
+        """Tokens left for prompts, and see `is_bounded`, in a step with so many decoding requests besides."""
+        self._planned = min(self._max_tokens - num_decoding, self._allowed)
         return self._planned
 
     def note_step(self, used: int, seconds: float) -> None:

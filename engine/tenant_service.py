@@ -1,4 +1,4 @@
-"""What each tenant was given and still asks for, in units and tokens. Knows tenants by id."""
+"""What each tenant was given and still asks for, in units. Knows tenants by id."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class _Tenant:
     queued: float = 0.0
     service: float = 0.0
     told_service: float = 0.0
-    tokens: int = 0
     rate: Rate = field(default_factory=Rate)
 
 
@@ -123,9 +122,7 @@ class TenantService:
         users: dict[str, list[int]] = {}
         prices = self.prices
         for state, chunk in chunks:
-            num_tokens, end = len(chunk.token_ids), chunk.start + len(chunk.token_ids)
-            tenant = self._tenants[state.tenant]
-            tenant.tokens += num_tokens
+            end = chunk.start + len(chunk.token_ids)
             start = max(chunk.start, state.num_charged)
             count = max(end - start, 0)
             state.num_charged = max(state.num_charged, end)
@@ -163,11 +160,6 @@ class TenantService:
         """Units computed for a tenant since start."""
         known = self._tenants.get(tenant)
         return known.service if known is not None else 0.0
-
-    def tokens(self, limit: int) -> dict[str, int]:
-        """Tokens computed since start, of the `limit` busiest tenants."""
-        busiest = sorted(self._tenants.items(), key=lambda item: -item[1].tokens)[:limit]
-        return {name: tenant.tokens for name, tenant in busiest if tenant.tokens}
 
     def loads(
         self, running: Iterable[RequestState], waiting: Mapping[str, int], reasons: Mapping[str, dict[str, int]]

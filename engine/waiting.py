@@ -26,6 +26,8 @@ class WaitingQueue:
         """Those with a hold."""
         self._overdue: dict[str, RequestState] = {}
         """Those that were overtaken as often as may be."""
+        self.has_changed = False
+        """Whether a request came; the reader resets it."""
         self.by_tenant: Counter[str] = Counter()
         """How many wait, by tenant; only tenants that have some."""
 
@@ -43,6 +45,7 @@ class WaitingQueue:
     def add(self, state: RequestState) -> None:
         """Let a request wait."""
         self._states[state.request_id] = state
+        self.has_changed = True
         self.by_tenant[state.tenant] += 1
 
     def remove(self, state: RequestState) -> None:

@@ -16,8 +16,8 @@ QUANTUM = 10.0
 class Crowd:
     """An order and the requests in it, numbered by arrival."""
 
-    def __init__(self, policy: str = "fair") -> None:
-        self.order = FairOrder(policy, Fifo(), QUANTUM)  # type: ignore[arg-type]
+    def __init__(self, policy: str = "fair", num_rows: int = 64) -> None:
+        self.order = FairOrder(policy, Fifo(), QUANTUM, num_rows)  # type: ignore[arg-type]
         self._arrivals = 0
 
     def arrive(
@@ -140,6 +140,22 @@ def test_rows_do_not_change_hands_for_less_than_a_quantum() -> None:
     assert crowd.order.row_for(other) is None
     crowd.order.charge([(row, 1.0)])
     assert crowd.order.row_for(other) is row
+
+
+def test_the_more_are_paused_the_longer_a_quantum_is() -> None:
+    crowd = Crowd(num_rows=2)
+    first, second = crowd.run("a", "a")
+    crowd.order.stop(second)
+    assert crowd.order.paused == {second}
+    other = crowd.arrive("b")
+    crowd.order.charge([(first, 2 * QUANTUM - 1)])
+    assert crowd.order.row_for(other) is None, "half of the rows are paused: a quantum is twice as long"
+    crowd.order.charge([(first, 1.0)])
+    assert crowd.order.row_for(other) is first
+    crowd.order.stop(first)
+    crowd.start(other)
+    crowd.order.charge([(other, 1e9)])
+    assert crowd.order.row_for(first) is None, "as many are paused as there are rows: who has begun ends first"
 
 
 def test_a_request_that_must_make_progress_keeps_its_row() -> None:

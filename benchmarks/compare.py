@@ -27,7 +27,15 @@ from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import PlannedRequest, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.report import provenance, shown_options, spread, without_key, without_nan, write_result
+from weft.benchmarks.report import (
+    exit_status,
+    provenance,
+    shown_options,
+    spread,
+    without_key,
+    without_nan,
+    write_result,
+)
 from weft.benchmarks.serve import add_server_options, target
 from weft.errors import ConfigError, WeftError
 
@@ -52,19 +60,16 @@ class Contender:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def work() -> int:
         with target(options):
             result = asyncio.run(measure(options))
         if options.json:
             write_result(options.json, result)
-    except ConfigError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
-    except WeftError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 1
-    print_result(result)
-    return 1 if any(run["errors"] for run in result["errors"].values()) else 0
+        print_result(result)
+        return 1 if any(run["errors"] for run in result["errors"].values()) else 0
+
+    return exit_status("compare", work)
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:

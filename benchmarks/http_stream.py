@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
 from urllib.parse import urlsplit
 
 from weft.errors import ConfigError
 
+LAST_BYTES = 1024
 LINE_LIMIT = 1 << 22
 """Longest header or event line in bytes."""
+_END = b"\r\n0\r\n\r\n"
+"""Of a body in chunks; JSON in chunks has no such line before."""
 
 
 class HttpStatusError(Exception):
@@ -65,10 +70,7 @@ class EventClient:
             HttpStatusError: The status is not 200.
             ConnectionError: The server cannot be reached, or closed before the answer's end.
         """
-        reader, writer = await self._send(path, body)
-        complete = False
-        try:
-            status, headers = await _read_head(reader)
+        async with self._answer(path, body) as (reader, status, headers):
             pieces = _read_body(reader, headers)
             if status != 200:
                 raise HttpStatusError(status, b"".join([piece async for piece in pieces]))
@@ -78,6 +80,47 @@ class EventClient:
                 for line in lines:
                     if line.startswith(b"data:"):
                         yield line[5:].strip()
+
+    async def count(
+        self,
+        path: str,
+        body: bytes,
+        mark: bytes,
+        times_s: list[float],
+        on_head: Callable[[int, dict[bytes, bytes]], None],
+    ) -> bytes:
+        """Post `body` and note the time of every `mark` in the answer, without taking its events apart.
+
+        A quarter of the work of `events`, for hundreds of streams or of refusals a second.
+
+        Args:
+            path: Route below the base URL.
+            body: JSON.
+            mark: Bytes that stand once in each event that counts.
+            times_s: One time of `time.perf_counter` for each mark is appended as it arrives.
+            on_head: Told the status and the headers as soon as they are there.
+
+        Returns:
+            The end of the answer, or all of it where the status is not 200.
+
+        Raises:
+            ConnectionError: As `events`.
+        """
+        async with self._answer(path, body) as (reader, status, headers):
+            on_head(status, headers)
+            if status != 200:
+                return b"".join([piece async for piece in _read_body(reader, headers)])
+            return await _count_marks(reader, mark, times_s)
+
+    @asynccontextmanager
+    async def _answer(
+        self, path: str, body: bytes
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, int, dict[bytes, bytes]]]:
+        reader, writer = await self._send(path, body)
+        complete = False
+        try:
+            status, headers = await _read_head(reader)
+            yield reader, status, headers
             complete = headers.get(b"connection", b"").lower() != b"close"
         except asyncio.IncompleteReadError as error:
             raise ConnectionError("the server closed the connection before the end of the answer") from error
@@ -109,6 +152,20 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, byt
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()
     return int(first.split(b" ", 2)[1]), headers
+
+
+async def _count_marks(reader: asyncio.StreamReader, mark: bytes, times_s: list[float]) -> bytes:
+    """Read a body in chunks to its end; returns its last pieces."""
+    last = seen = b""
+    while not seen.endswith(_END):
+        data = await reader.read(1 << 16)
+        if not data:
+            raise asyncio.IncompleteReadError(last, None)
+        # A mark may come in two pieces: look again at what is too short to hold a whole one.
+        seen = last[1 - len(mark) :] + data
+        times_s.extend([time.perf_counter()] * seen.count(mark))
+        last = last[-LAST_BYTES:] + data
+    return last
 
 
 async def _read_body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:

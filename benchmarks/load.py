@@ -26,7 +26,7 @@ from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, RequestRecord, summarise
-from weft.benchmarks.report import provenance, shown_options, without_key, without_nan, write_result
+from weft.benchmarks.report import exit_status, provenance, shown_options, without_key, without_nan, write_result
 from weft.benchmarks.workloads import (
     PATTERNS,
     SloraSettings,
@@ -35,7 +35,7 @@ from weft.benchmarks.workloads import (
     punica_lengths,
     slora_trace,
 )
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError
 
 _SHOWN_ERRORS = 5
 
@@ -43,14 +43,7 @@ _SHOWN_ERRORS = 5
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        return run(options)
-    except ConfigError as error:
-        print(f"load: {error}", file=sys.stderr)
-        return 2
-    except WeftError as error:
-        print(f"load: {error}", file=sys.stderr)
-        return 1
+    return exit_status("load", lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:

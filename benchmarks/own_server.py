@@ -1,16 +1,24 @@
-"""A server for a benchmark: started, given a tenant, a key and adapters, and ended with the benchmark."""
+"""A server for a benchmark: started, given tenants, keys and adapters, and ended with the benchmark."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from weft import demo
+from weft.benchmarks.calls import Calls
+from weft.benchmarks.http_stream import EventClient
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
 from weft.server.server_process import server_process
@@ -19,6 +27,106 @@ BASE_NAME = "base"
 TENANT = "benchmark"
 READY_WITHIN_S = 600.0
 """A large model takes its time, and one from a hub is fetched first."""
+UNLIMITED = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurrent_requests", "tokens_per_month"))
+"""Benchmarks measure the engine's order and the gate, not the limits that new tenants get."""
+_UPLOADS = 4
+_IDLE_WITHIN_S = 120.0
+_POLL_S = 0.1
+_DISTINCT = 1 << 20
+_PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server that runs, with the rights of its admin."""
+
+    http: httpx.Client
+    admin_key: str
+    pid: int
+    ready: dict[str, Any]
+    """What the engine told of the model and the memory when it was ready."""
+
+    @property
+    def url(self) -> str:
+        """With /v1."""
+        return f"{str(self.http.base_url).rstrip('/')}/v1"
+
+    def call(self, method: str, path: str, key: str | None = None, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
+        """The JSON that the server answers; the admin asks where no key is given.
+
+        Raises:
+            WeftError: It answers with an error.
+        """
+        headers = {"Authorization": f"Bearer {key or self.admin_key}"}
+        answer = self.http.request(method, path, headers=headers, **content)
+        if not answer.is_success:
+            raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
+        return dict(answer.json())
+
+    def add_tenant(self, name: str) -> str:
+        """Make a tenant without limits; returns a key."""
+        self.call("POST", "/v1/tenants", json={"name": name, "limits": UNLIMITED})
+        return str(self.call("POST", f"/v1/tenants/{name}/keys", json={})["key"])
+
+    def upload(self, key: str, name: str, files: dict[str, bytes]) -> None:
+        """Upload an adapter."""
+        self.call("POST", "/v1/adapters", key, data={"name": name}, files=files)
+
+    def calls(self, key: str, seed: int) -> Calls:
+        """Requests with this key; the seed is that of their prompts."""
+        client = EventClient(self.url, {"Authorization": f"Bearer {key}"})
+        return Calls(client, self.ready["vocab_size"], seed)
+
+    def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
+        """Upload versions of adapters that differ in alpha, several at a time; returns their names.
+
+        Each has a digest, and pages on host and device, of its own. Only the file of weights is shared.
+
+        Args:
+            key: Of the tenant.
+            folders: Folder of the folders of adapters, which are copied in turn.
+            count: Copies in all.
+            first: Number of the first copy; copies of one number are the same adapter.
+        """
+        originals = [(folder.name, read_adapter(folder)) for folder in sorted(folders.iterdir())]
+
+        def one(index: int) -> str:
+            name, files = originals[index % len(originals)]
+            config = json.loads(files["config"])
+            config["lora_alpha"] *= 1 + index / _DISTINCT
+            self.upload(key, f"{name}-{index}", {**files, "config": json.dumps(config).encode()})
+            return f"{name}-{index}"
+
+        with ThreadPoolExecutor(_UPLOADS) as threads:
+            return list(threads.map(one, range(first, first + count)))
+
+    def engine(self) -> dict[str, Any]:
+        """What the engine does now."""
+        return self.call("GET", "/v1/engine")
+
+    def wait_idle(self) -> None:
+        """Return once no request runs or waits.
+
+        Raises:
+            WeftError: Some still do after a long time.
+        """
+        deadline = time.monotonic() + _IDLE_WITHIN_S
+        while (status := self.engine())["running"] or status["waiting"]:
+            if time.monotonic() > deadline:
+                left = f"{status['running']} run and {status['waiting']} wait"
+                raise WeftError(f"The engine was not idle {_IDLE_WITHIN_S:.0f} s after its last client left: {left}.")
+            time.sleep(_POLL_S)
+
+    def rss_mib(self) -> float | None:
+        """Resident memory of the server and the processes that it started; None without /proc."""
+        try:
+            pids = [self.pid]
+            for pid in pids:
+                pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+        except OSError:
+            return None
+        return pages * _PAGE_MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +140,52 @@ class Served:
     """The base, then the adapters."""
 
 
+def demo_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of benchmarks that serve the demo model by default."""
+    parser = argparse.ArgumentParser(
+        prog=f"weft bench {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=demo.MODEL, help="folder of the base; the demo model by default")
+    add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, default=None, help="write the result here")
+    return parser
+
+
+@contextlib.contextmanager
+def plain_server(
+    model: str | Path, settings: Sequence[str], ready_within_s: float = READY_WITHIN_S, folder: Path | None = None
+) -> Iterator[OwnServer]:
+    """Serve a model until the block is left.
+
+    Args:
+        model: Folder or hub id of the base.
+        settings: As of `weft serve --set`, for example `memory.gib=1`. Those of the environment do not count: a
+            benchmark must not reach the registry of a real server.
+        ready_within_s: How long the server may take to start.
+        folder: Of its data, which stays; None is a new one that goes with the server.
+
+    Raises:
+        WeftError: The server does not start.
+    """
+    plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")}
+    options = ["--model", str(model), "--served-model-name", BASE_NAME]
+    for setting in settings:
+        options += ["--set", setting]
+    with (
+        tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
+        server_process(0, folder or Path(own_folder), options, plain) as server,  # any port: several may run
+    ):
+        server.wait_ready(ready_within_s)
+        with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
+            admin_key = server.admin_key()
+            headers = {"Authorization": f"Bearer {admin_key}"}
+            ready = http.get("/v1/engine", headers=headers).raise_for_status().json()["ready"]
+            yield OwnServer(http, admin_key, server.pid, ready)
+
+
 @contextlib.contextmanager
 def own_server(
     model: str, adapters: Sequence[Path], settings: Sequence[str], ready_within_s: float = READY_WITHIN_S
@@ -39,10 +193,9 @@ def own_server(
     """Serve a model with adapters until the block is left.
 
     Args:
-        model: Folder or hub id of the base.
+        model: As of `plain_server`, like the others.
         adapters: Folders as PEFT writes them; each is named after its folder.
-        settings: As of `weft serve --set`, for example `memory.gib=1`. Those of the environment do not count: a
-            benchmark must not reach the registry of a real server.
+        settings: As of `weft serve --set`.
         ready_within_s: How long the server may take to start.
 
     Raises:
@@ -50,23 +203,12 @@ def own_server(
         WeftError: The server does not start, or refuses an adapter; the message is its own.
     """
     _, *names = server_names(adapters)
-    files = {name: _read(folder) for name, folder in zip(names, adapters, strict=True)}
-    plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")}
-    options = ["--model", model, "--served-model-name", BASE_NAME]
-    for setting in settings:
-        options += ["--set", setting]
-    with (
-        tempfile.TemporaryDirectory(prefix="weft-") as folder,
-        server_process(None, Path(folder), options, plain) as server,
-    ):
-        server.wait_ready(ready_within_s)
-        admin = server.admin_key()
-        with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
-            _call(http, "/v1/tenants", admin, json={"name": TENANT})
-            key = str(_call(http, f"/v1/tenants/{TENANT}/keys", admin, json={})["key"])
-            for name, content in files.items():
-                _call(http, "/v1/adapters", key, data={"name": name}, files=content)
-        yield Served(f"{server.url}/v1", key, [BASE_NAME, *files])
+    files = {name: read_adapter(folder) for name, folder in zip(names, adapters, strict=True)}
+    with plain_server(model, settings, ready_within_s) as server:
+        key = server.add_tenant(TENANT)
+        for name, content in files.items():
+            server.upload(key, name, content)
+        yield Served(server.url, key, [BASE_NAME, *files])
 
 
 def server_names(adapters: Sequence[Path]) -> list[str]:
@@ -81,7 +223,12 @@ def server_names(adapters: Sequence[Path]) -> list[str]:
     return names
 
 
-def _read(folder: Path) -> dict[str, bytes]:
+def read_adapter(folder: Path) -> dict[str, bytes]:
+    """The parts of an upload.
+
+    Raises:
+        ConfigError: A file is missing.
+    """
     try:
         return {
             "config": (folder / "adapter_config.json").read_bytes(),
@@ -89,10 +236,3 @@ def _read(folder: Path) -> dict[str, bytes]:
         }
     except OSError as error:
         raise ConfigError(f"{folder} is no folder of an adapter: {error.filename}: {error.strerror}") from error
-
-
-def _call(http: httpx.Client, path: str, key: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
-    answer = http.post(path, headers={"Authorization": f"Bearer {key}"}, **content)
-    if not answer.is_success:
-        raise WeftError(f"POST {path} was answered {answer.status_code}: {answer.text}")
-    return dict(answer.json())

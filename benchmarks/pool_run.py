@@ -5,10 +5,11 @@ Closed loop: a fixed number of requests in flight. Open loop: requests are submi
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +42,9 @@ STATUS_STEPS = 128
 _LOWEST_ID = 16
 """Ids below are often special tokens."""
 _CPU = torch.device("cpu")
+Admit = Callable[[int, int, float, bool], int]
+"""How many requests are handed to the engine now, of those that are due. Told: how many are due and how many in flight,
+seconds since the oldest was due, and whether no more will come."""
 _COST_PAGES = 64
 
 
@@ -164,7 +168,13 @@ class PoolEngine:
         self._runs = 0
 
     def run(
-        self, load: Sequence[TimedRequest], *, seed: Sequence[int], in_flight: int | None = None, scale: float = 1.0
+        self,
+        load: Sequence[TimedRequest],
+        *,
+        seed: Sequence[int],
+        in_flight: int | None = None,
+        scale: float = 1.0,
+        admit: Admit | None = None,
     ) -> PoolRun:
         """Put a load on the engine and wait for all of it.
 
@@ -173,6 +183,7 @@ class PoolEngine:
             seed: Of the prompts. No two runs of an engine have the same prompts.
             in_flight: Requests of a closed loop; None is an open loop.
             scale: Seconds of an open loop per second of the load's arrivals.
+            admit: Of an open loop: holds requests back that are due; None hands each on at once.
 
         Raises:
             WeftError: A request ended in an error, or with another number of tokens than it asked for.
@@ -186,7 +197,7 @@ class PoolEngine:
         start, cpu_start = time.perf_counter(), time.thread_time()
         dues = [start + item.arrival_s * scale for item in load] if in_flight is None else None
         while progress.ended < len(requests):
-            self._submit(progress, dues, in_flight)
+            self._submit(progress, dues, in_flight, admit)
             self._pump(progress, dues)
         seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - cpu_start
         after = self._look(progress)
@@ -215,9 +226,16 @@ class PoolEngine:
             adapter=self._adapters[item.adapter],
         )
 
-    def _submit(self, progress: _Progress, dues: Sequence[float] | None, in_flight: int | None) -> None:
+    def _submit(
+        self, progress: _Progress, dues: Sequence[float] | None, in_flight: int | None, admit: Admit | None
+    ) -> None:
         now = time.perf_counter()
-        while (index := progress.submitted) < len(progress.requests):
+        end = len(progress.requests)
+        if admit is not None and dues is not None and progress.submitted < end:
+            due = bisect.bisect_right(dues, now) - progress.submitted
+            waited_s = now - dues[progress.submitted]
+            end = progress.submitted + admit(due, progress.in_flight, waited_s, progress.submitted + due == end)
+        while (index := progress.submitted) < end:
             if dues is None and progress.in_flight >= (in_flight or 0):
                 return
             if dues is not None and dues[index] > now:
@@ -250,8 +268,8 @@ class PoolEngine:
         start = time.perf_counter()
         until_due = IDLE_S
         if dues is not None and progress.submitted < len(dues):
-            until_due = max(0.0, dues[progress.submitted] - start)
-        self._loaded.wait(min(IDLE_S, until_due))
+            until_due = dues[progress.submitted] - start
+        self._loaded.wait(min(IDLE_S, until_due) if until_due > 0 else IDLE_S)
         if progress.in_flight:
             progress.idle_seconds += time.perf_counter() - start
 

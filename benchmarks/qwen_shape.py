@@ -5,11 +5,13 @@ Made by transformers and PEFT with a seed, once, in a cache folder outside the r
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -17,6 +19,9 @@ VOCAB_SIZE = 32_000
 RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
 """One adapter each, on all linear layers."""
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NUM_SMALL = 8
+SMALL_RANK = 8
+_KV_WIDTH = 128
 _SEED = 7
 _FORMAT = 1
 """Counts up whenever the files would come out differently."""
@@ -35,6 +40,26 @@ def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
             model = _save_adapter(model, folder, index)
         finished.touch()
     return base, adapters
+
+
+def make_small_adapters(cache: Path) -> Path:
+    """Folder of folders of adapters of rank 8 on q and v, a megabyte each: thousands can be stored. Made if need be."""
+    root = cache / f"qwen2-0.5b-shape-{_FORMAT}" / "small"
+    config = base_config()
+    outs = {"q_proj": config.hidden_size, "v_proj": _KV_WIDTH}
+    generator = torch.Generator().manual_seed(_SEED)
+    for folder in (root / f"small-{index}" for index in range(NUM_SMALL)):
+        tensors = {}
+        for layer, (name, out) in itertools.product(range(config.num_hidden_layers), outs.items()):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+            for part, sizes in (("A", (SMALL_RANK, config.hidden_size)), ("B", (out, SMALL_RANK))):
+                values = torch.randn(sizes, generator=generator).mul_(0.02)
+                tensors[f"{path}{part}.weight"] = values.to(torch.bfloat16)
+        if not (folder / "adapter_model.safetensors").exists():
+            small = LoraConfig(r=SMALL_RANK, lora_alpha=2 * SMALL_RANK, target_modules=[*outs], task_type="CAUSAL_LM")
+            small.save_pretrained(str(folder))
+            save_file(tensors, folder / "adapter_model.safetensors")
+    return root
 
 
 def base_config() -> Qwen2Config:

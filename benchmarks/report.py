@@ -11,12 +11,15 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from weft.errors import WeftError
+from rich.console import Console
+from rich.table import Column, Table
+
+from weft.errors import ConfigError, WeftError
 
 DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
 """Where benchmarks keep what they generate."""
@@ -68,6 +71,46 @@ def without_key(facts: Mapping[str, Any], key: str) -> dict[str, Any]:
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, smallest and largest of repeats, and all of them in order."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": list(values)}
+
+
+def goal(name: str, figure: float | None, limit: float, *, is_least: bool = False) -> dict[str, Any]:
+    """A figure beside the most, or least, that it should be; one that is missing does not reach it."""
+    is_known = figure is not None and not math.isnan(figure)
+    reached = is_known and (figure >= limit if is_least else figure <= limit)  # type: ignore[operator]
+    return {"goal": name, "figure": figure, "should be": "least" if is_least else "most", "limit": limit, "ok": reached}
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of rows that have the same columns."""
+    table = Table(*(Column(name, justify="left" if not place else "right") for place, name in enumerate(rows[0])))
+    for row in rows:
+        table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    Console().print(table)
+
+
+def exit_status(command: str, work: Callable[[], int]) -> int:
+    """The status that `work` returns; 2 for options that make no sense and 1 for other failures, which are told."""
+    try:
+        return work()
+    except WeftError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Mapping[str, Any]]) -> int:
+    """Measure, write the result, print its `table` and `goals` for people, and it all as one JSON line."""
+
+    def work() -> int:
+        measured = measure(options)
+        result = without_nan({"benchmark": command, **provenance(), "options": shown_options(options), **measured})
+        if options.json:
+            write_result(options.json, result)
+        for rows in filter(None, (result["table"], result["goals"])):
+            print_rows(rows)
+        print(json.dumps(result))
+        return 0
+
+    return exit_status(command, work)
 
 
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out

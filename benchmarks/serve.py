@@ -19,22 +19,19 @@ from pathlib import Path
 from weft.benchmarks import load
 from weft.benchmarks.own_server import READY_WITHIN_S, own_server, server_names
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE
-from weft.errors import ConfigError, WeftError
+from weft.benchmarks.report import DEFAULT_CACHE, exit_status
+from weft.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def work() -> int:
         with target(options):
             return load.run(options)
-    except ConfigError as error:
-        print(f"serve: {error}", file=sys.stderr)
-        return 2
-    except WeftError as error:
-        print(f"serve: {error}", file=sys.stderr)
-        return 1
+
+    return exit_status("serve", work)
 
 
 @contextlib.contextmanager

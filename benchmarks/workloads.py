@@ -7,6 +7,7 @@ Popularity patterns and request lengths follow Punica (arXiv:2310.18547, section
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -124,6 +125,14 @@ def gamma_arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list
         return [(i + 1) / rate for i in range(num_requests)]
     random = np.random.Generator(np.random.PCG64(seed))
     return cast("list[float]", np.cumsum(random.gamma(1 / cv**2, cv**2 / rate, num_requests)).tolist())
+
+
+def zipf_adapters(num_adapters: int, *, exponent: float = 1.0, seed: int) -> Iterator[int]:
+    """Adapters by Zipf's law, without end: `P(i)` is proportional to `(i + 1) ** -exponent`."""
+    weights = np.arange(1, num_adapters + 1) ** -exponent
+    random = np.random.Generator(np.random.PCG64(seed))
+    while True:
+        yield from random.choice(num_adapters, 4096, p=weights / weights.sum()).tolist()
 
 
 def _equal_shares(total: int, parts: int) -> list[int]:

@@ -85,6 +85,11 @@ class BeamSearch:
         """Beams that begin with one token, as soon as they get their pages."""
         return sum(state.status == "waiting" and state.leader is not None for state in self.beams)
 
+    def unfinished(self) -> list[RequestOutput]:
+        """What the beams have so far."""
+        request_id = self._request.request_id
+        return [RequestOutput(request_id=request_id, token_ids=list(state.output_token_ids)) for state in self.beams]
+
     def begin(self) -> GenerationRequest:
         """The request of the first beam, whose state is to be given to `start`."""
         num_top = max(self._num_top, self._request.params.logprobs or 0)

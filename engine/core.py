@@ -25,6 +25,7 @@ from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
+NUM_KEPT_TENANTS = 256
 MAX_FAILED_PLANS = 3
 """Plans in a row that may fail before the engine gives up; the supervisor starts a fresh one."""
 CHECK_SHARE = 100
@@ -118,7 +119,7 @@ class EngineCore:
         for failure in self._residency.tick(self._completed_step):
             self._scheduler.fail_adapter(failure.digest, failure.error)
         plan = self._plan()
-        self._set_stepping(0 if plan is None else max(self._scheduler.num_running, 1), self._scheduler.num_held_up)
+        self._set_stepping(0 if plan is None else max(self._scheduler.num_rows, 1), self._scheduler.num_held_up)
         if plan is None:
             outputs = self._scheduler.take_outputs()
             self._check_when_idle()
@@ -151,6 +152,7 @@ class EngineCore:
             prefix_hits=self._prefixes.num_hits if self._prefixes is not None else 0,
             host_pages=self._swap.counts() if self._swap is not None else {},
             tenants=self._scheduler.tenants(),
+            service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
             page_map=page_map(self._pool) if is_detailed else None,
             batches=self._history.batches() if is_detailed else None,
         )

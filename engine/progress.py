@@ -36,6 +36,7 @@ def advance(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
         adapter_state=facts.adapter_state,
         queue_s=facts.queue_s,
         cached_tokens=facts.cached_tokens,
+        computed_prompt_tokens=state.num_prompt if reason else 0,
     )
 
 
@@ -50,6 +51,7 @@ def ended(state: RequestState, reason: FinishReason, error: RequestError | None 
         adapter_state=facts.adapter_state,
         queue_s=facts.queue_s,
         cached_tokens=facts.cached_tokens,
+        computed_prompt_tokens=min(max(state.num_charged, state.num_computed), state.num_prompt),
     )
 
 

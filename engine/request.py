@@ -95,5 +95,9 @@ class RequestOutput:
     """Seconds from arrival to the first step; comes once, with the first output."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache; comes once, with the first output."""
+    computed_prompt_tokens: int = 0
+    """Prompt tokens whose keys and values were computed, or taken from the prefix cache, before the request ended; 0 if
+    it never left the queue. Tokens computed again after a preemption count once. Comes with the last output."""
     hypotheses: list[RequestOutput] | None = None
-    """Of a beam search that has ended: as many as its width, best first, each as if it had been generated alone."""
+    """Of a beam search that has ended: as many as its width, best first, each as if it had been generated alone. Of one
+    that was aborted: its beams."""

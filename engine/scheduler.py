@@ -48,6 +48,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from operator import itemgetter
 
 from weft.config import SchedulerConfig
@@ -314,7 +315,10 @@ class Scheduler:
             return
         for each in [state] if search is None else search.beams:
             self._remove(each)
-        self._outbox.append(ended(state, reason, error))
+        output = ended(state, reason, error)
+        if search is not None and reason == "abort":
+            output = replace(output, hypotheses=search.unfinished())
+        self._outbox.append(output)
 
     def fail_adapter(self, digest: str, error: WeftError) -> None:
         """End the requests that wait for an adapter that cannot be loaded."""
@@ -360,6 +364,10 @@ class Scheduler:
             reasons.setdefault(state.tenant, Counter())[state.waiting_reason] += 1
         told = {tenant: dict(counts) for tenant, counts in reasons.items()}
         return self._service.loads(self._running, self._waiting.by_tenant, told)
+
+    def service_tokens(self, limit: int) -> dict[str, int]:
+        """Tokens computed since start, of the `limit` busiest tenants."""
+        return self._service.tokens(limit)
 
     def service(self, tenant: str) -> float:
         """Units computed for a tenant since start; what is computed again after a preemption is not counted."""

@@ -25,7 +25,11 @@ class MemoryPlan:
     rank16_pages: int
     """Pages of one adapter of rank 16 on all linear layers."""
     rank16_adapters: int
-    """How many such adapters fit when there is no KV cache."""
+    """How many such adapters can be on the device at once when there is no KV cache."""
+    slots: int
+    """Adapters of any size that can be on the device at once, as far as they have pages."""
+    table_bytes: int
+    """Bytes of the tables that say where the adapters' weights are."""
     host_pages: int
     """Pages of the host slab."""
 
@@ -148,6 +152,8 @@ class EngineStatus:
     """Pages of the host slab by kind: free, adapter, kv; they sum to `MemoryPlan.host_pages`."""
     tenants: dict[str, TenantLoad] = field(default_factory=dict)
     """Tenants with requests in the engine, by tenant id."""
+    service_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens computed since start, by tenant id (the 256 busiest)."""
     page_map: PageMap | None = None
     """Where in the pool which pages lie; an owner is an adapter slot as in `residents`, -1 the base or nobody. Like
     `batches`, only in a detailed snapshot."""

@@ -56,6 +56,7 @@ class _Tenant:
     queued: float = 0.0
     service: float = 0.0
     told_service: float = 0.0
+    tokens: int = 0
     rate: Rate = field(default_factory=Rate)
 
 
@@ -122,6 +123,7 @@ class TenantService:
         users: dict[str, list[int]] = {}
         prices = self.prices
         for state, chunk in chunks:
+            self._tenants[state.tenant].tokens += len(chunk.token_ids)
             end = chunk.start + len(chunk.token_ids)
             start = max(chunk.start, state.num_charged)
             count = max(end - start, 0)
@@ -160,6 +162,11 @@ class TenantService:
         """Units computed for a tenant since start."""
         known = self._tenants.get(tenant)
         return known.service if known is not None else 0.0
+
+    def tokens(self, limit: int) -> dict[str, int]:
+        """Tokens computed since start, of the `limit` busiest tenants, those computed again included."""
+        busiest = sorted(self._tenants.items(), key=lambda item: -item[1].tokens)[:limit]
+        return {name: tenant.tokens for name, tenant in busiest if tenant.tokens}
 
     def loads(
         self, running: Iterable[RequestState], waiting: Mapping[str, int], reasons: Mapping[str, dict[str, int]]

@@ -1,4 +1,4 @@
-"""Draw the results of the pool's benchmarks as SVG, beside their JSON. usage: plot_results.py [name...].
+"""Draw results of benchmarks as SVG, beside their JSON. usage: plot_results.py [name...].
 
 Needs matplotlib, which `.[dev]` brings. Same JSON, same matplotlib, same bytes. Colours and the transparent
 background can be read on light and on dark pages.
@@ -130,6 +130,79 @@ def step(result: dict[str, Any]) -> None:
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3)
 
 
+def fairness(result: dict[str, Any]) -> None:
+    """Quiet TTFT by arm beside its goal, and what the flood keeps."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(1.6, 1), layout="constrained")
+    arms = {name: arm for name, arm in result["arms"].items() if arm["requests"]}
+    places = range(len(arms))
+    for shift, key, color in ((-0.2, "p50", BLUE), (0.2, "p95", ORANGE)):
+        values = [arm["ttft_ms"][key] for arm in arms.values()]
+        left.bar([place + shift for place in places], values, color=color, width=0.36, label=key)
+    limits = {each["goal"].split(":")[0]: each["limit"] for each in result["goals"] if "TTFT" in each["goal"]}
+    for place, name in enumerate(arms):
+        if name in limits:
+            label = "most p95 should be" if name == "one" else None
+            left.hlines(limits[name], place - 0.4, place + 0.4, color=INK, ls="--", lw=1, label=label)
+    left.set(title="Quiet tenant's time to first token, ms", yscale="log")
+    left.set_xticks(places, list(arms))
+    left.legend(fontsize=8)
+    flooded = {name: arm["kept"] for name, arm in arms.items() if arm["kept"]}
+    _bars(right, list(flooded), list(flooded.values()), GREEN)
+    right.axhline(0.95, color=INK, lw=1, ls="--")
+    right.set(title="Part of its tokens/s that the flood keeps")
+
+
+def overload(result: dict[str, Any]) -> None:
+    """Goodput and times by offered load."""
+    _, (left, middle, right) = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    phases = result["phases"]
+    names = [f"{phase['times']:g}x" for phase in phases]
+    left.bar(names, [phase["goodput"] for phase in phases], color=BLUE, width=0.6)
+    left.axhline(0.9, color=INK, lw=1, ls="--")
+    left.set(title="Goodput over capacity", xlabel="offered load")
+    for key, label, color in (("ttft_ms", "all", ORANGE), ("quiet_ttft_ms", "quiet tenant", GREEN)):
+        middle.plot(names, [phase[key]["p99"] for phase in phases], "o-", ms=4, color=color, label=label)
+    middle.set(title="TTFT of who is served, p99, ms", xlabel="offered load", yscale="log")
+    middle.legend(fontsize=8)
+    refused = [phase["refusal_ms"] for phase in phases]
+    for key, color in (("p50", BLUE), ("p99", PINK)):
+        right.plot(names, [each[key] or float("nan") for each in refused], "o-", ms=4, color=color, label=key)
+    right.set(title="Time to a refusal, ms", xlabel="offered load", ylim=(0, None))
+    right.legend(fontsize=8)
+
+
+def adapters_http(result: dict[str, Any]) -> None:
+    """What is left of the throughput with every adapter on the device beforehand."""
+    _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    arms = result["arms"]
+    names = {"tight": f"{arms['tight']['adapters']}, room for half"} if "tight" in arms else {}
+    for shift, span, color in ((-0.2, "cold", ORANGE), (0.2, "warm", BLUE)):
+        spreads = [arm["ratio"][span] for arm in arms.values()]
+        places = [place + shift for place in range(len(arms))]
+        _bars(axes, places, spreads, color, width=0.36, label=span)
+    for limit in (0.85, 0.95):
+        axes.axhline(limit, color=INK, lw=1, ls="--")
+    axes.set_xticks(range(len(arms)), [names.get(name, name) for name in arms])
+    axes.set(title="Tokens/s over those with all on the device", xlabel="adapters, Zipf's law")
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+
+
+def batching(result: dict[str, Any]) -> None:
+    """Throughput and latency of three ways of batching by offered rate."""
+    _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for (mode, by_load), color in zip(result["modes"].items(), (PINK, ORANGE, BLUE), strict=True):
+        rates = [found["requests/s"]["median"] for found in by_load.values()]
+        tokens = [found["output tokens/s"]["median"] for found in by_load.values()]
+        left.plot(rates, tokens, "o-", ms=4, color=color, label=mode)
+        for key, style in (("mean latency, ms", "o-"), ("p95 latency, ms", "o:")):
+            label = f"{mode}, {key.split()[0]}"
+            right.plot(rates, [each[key]["median"] for each in by_load.values()], style, ms=4, color=color, label=label)
+    left.set(title="Output tokens/s", xlabel="requests/s offered", ylim=(0, None))
+    right.set(title="Latency, ms", xlabel="requests/s offered", yscale="log")
+    left.legend(fontsize=8)
+    right.legend(fontsize=7)
+
+
 MIN_STEPS = 5
 """Fewer steps say nothing about how long one takes."""
 PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -137,6 +210,11 @@ PLOTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "cliff-cpu": cliff,
     "unified-cpu": unified,
     "step-cpu": step,
+    "fairness-cpu": fairness,
+    "overload-cpu": overload,
+    "adapters-http-cpu": adapters_http,
+    "adapters-http-0.5b-cpu": adapters_http,
+    "batching-cpu": batching,
 }
 
 

@@ -1,4 +1,4 @@
-"""Write the README's figures from `benchmarks/results/`, between two marks. usage: readme_speed.py [--check]."""
+"""Write the figures of documents from `benchmarks/results/`, between two marks. usage: readme_speed.py [--check]."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+FAIRNESS = ROOT / "docs" / "fairness.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: scripts/readme_speed.py -->\n", "<!-- end of figures -->\n"
 
@@ -214,18 +215,83 @@ def section() -> str:
     return "\n".join(lines) + "\n"
 
 
+def figure(value: float | None) -> str:
+    """A figure of a table; a dash where nothing was measured."""
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def goals_table(run: dict[str, Any]) -> list[str]:
+    """Figures beside what they should be."""
+    lines = ["", "| | figure | goal | |", "|---|---|---|---|"]
+    for each in run["goals"]:
+        limit = f"at {each['should be']} {figure(each['limit'])}"
+        lines.append(
+            f"| {each['goal']} | {figure(each['figure'])} | {limit} | {'reached' if each['ok'] else 'missed'} |"
+        )
+    return lines
+
+
+def fairness_lines(run: dict[str, Any]) -> list[str]:
+    """Quiet requests beside a flood, by arm."""
+    lines = ["| | TTFT p50 | p95 | longest | p95 over alone | the flood keeps |", "|---|---|---|---|---|---|"]
+    alone = run["arms"]["alone"]["ttft_ms"]["p95"]
+    for name, arm in run["arms"].items():
+        if arm["requests"]:
+            times = " | ".join(f"{figure(arm['ttft_ms'][key])} ms" for key in ("p50", "p95", "max"))
+            kept = f"{arm['kept']['median']:.1%}" if arm["kept"] else "-"
+            lines.append(f"| {name} | {times} | {figure(arm['ttft_ms']['p95'] / alone)} | {kept} |")
+    return [*lines, *goals_table(run)]
+
+
+def table_lines(run: dict[str, Any]) -> list[str]:
+    """A result's own table, and its goals."""
+    rows = run["table"]
+    lines = ["| " + " | ".join(rows[0]) + " |", "|---" * len(rows[0]) + "|"]
+    for row in rows:
+        cells = (figure(cell) if isinstance(cell, float | None) else str(cell) for cell in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, *(goals_table(run) if run["goals"] else [])]
+
+
+FAIR: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
+    "fairness-before-cpu": ("Before fair steps: first come first served", fairness_lines),
+    "fairness-cpu": ("A quiet tenant beside 200 streams of another", fairness_lines),
+    "overload-cpu": ("Overload", table_lines),
+    "adapters-http-cpu": ("Many adapters over HTTP, demo model", table_lines),
+    "adapters-http-0.5b-cpu": ("Many adapters over HTTP, 0.5B shape", table_lines),
+    "batching-cpu": ("Three generations of batching", table_lines),
+}
+"""Title and text of each result in docs/fairness.md, in its order; those that are there."""
+
+
+def fairness_section() -> str:
+    """The text between the marks of docs/fairness.md."""
+    lines = []
+    for name, (title, text) in FAIR.items():
+        if (RESULTS / f"{name}.json").exists():
+            run = result(name)
+            lines += [f"### {title}", "", f"{machine(run)}; `{run['command']}`.", "", *text(run), ""]
+        if (RESULTS / f"{name}.svg").exists():
+            lines += [f"![{title}](../benchmarks/results/{name}.svg)", ""]
+    return "\n".join(lines)
+
+
+DOCUMENTS: dict[Path, Callable[[], str]] = {README: section, FAIRNESS: fairness_section}
+
+
 def main() -> int:
-    """Write the section, or with --check say whether it is current."""
-    text = README.read_text()
-    head, rest = text.split(BEGIN)
-    tail = rest.split(END)[1]
-    wanted = head + BEGIN + section() + END + tail
-    if "--check" in sys.argv[1:]:
-        if wanted != text:
-            print("README.md does not show the figures of benchmarks/results/; run scripts/readme_speed.py")
-        return int(wanted != text)
-    README.write_text(wanted)
-    return 0
+    """Write the sections, or with --check say which are not current."""
+    status = 0
+    for path, make_section in DOCUMENTS.items():
+        text = path.read_text()
+        head, rest = text.split(BEGIN)
+        wanted = head + BEGIN + make_section() + END + rest.split(END)[1]
+        if "--check" not in sys.argv[1:]:
+            path.write_text(wanted)
+        elif wanted != text:
+            print(f"{path.name} does not show the figures of benchmarks/results/; run scripts/readme_speed.py")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def describe_check(check: UsageCheck) -> str:
     if check.num_left:
         lines.append(
             f"The {check.num_left} clients that left early had read {check.left_read:,} completion tokens and are "
-            f"billed {check.left_billed:,}: all that was handed to their connections, never less than they read."
+            f"billed {check.left_billed:,}: all that was computed for them, never less than they read."
         )
     if check.num_failed:
         lines.append(f"{check.num_failed} requests were refused or ended by an error: there is nothing to compare.")

@@ -1,7 +1,8 @@
 """The answer to a generation request, whole or as a stream.
 
 Status and headers go out with the engine's first token, so a refusal is a real 4xx or 5xx. A client that goes away
-aborts its generations at once, streaming or not. The usage event is durable before the last bytes go out.
+aborts its generations at once, streaming or not, and is billed what was computed until then. The usage event is durable
+before the last bytes go out.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class GenerationResponse(Response):
                         await answer(generation.steps(), send, lambda: watcher.done() or is_closing())
                     except ClientDisconnect:
                         status = "aborted"
+                        self._meter.take_computed(await generation.abort())
                     finally:
                         await asyncio.shield(self._meter.finish_quietly(status))
         finally:

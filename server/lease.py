@@ -52,8 +52,9 @@ class Lease:
         self._monotonic: Callable[[], float] = lambda: 0.0
         self._on_refusal: Callable[[str], None] = lambda _: None
         self._request_slot: int | None = None
-        self._token_slot = 0
         self._reserved: int | None = None
+        self._taken: dict[int, int] = {}
+        """Reserved tokens by the slot in which they were taken, oldest first."""
 
     def admit(
         self, shares: Sequence[Share], monotonic: Callable[[], float], on_refusal: Callable[[str], None], tokens: int
@@ -82,8 +83,8 @@ class Lease:
         Args:
             least: Tokens without which the request makes no sense.
             most: Tokens that it can use.
-            is_open: Whether the client set no bound: then no more is reserved than the limits allow, and what is used
-                beyond it counts when the request ends.
+            is_open: Whether the client set no bound: then no more is reserved than the limits allow, and `grow`
+                reserves what is used beyond it.
 
         Raises:
             RateLimitError: There is no room now, or never; the request no longer counts either.
@@ -97,10 +98,29 @@ class Lease:
             for share in self._shares:
                 share.account.requests.give_back(self._request_slot or 0, 1)
             raise
-        self._reserved = tokens
-        for share in self._shares:
-            self._token_slot = share.account.tokens.take(now_s, tokens)
-            share.account.reserved += tokens
+        self._reserved = 0
+        self._take(now_s, tokens)
+
+    def grow(self, tokens: int) -> bool:
+        """Reserve more while the request runs.
+
+        Args:
+            tokens: What the request is to have in all.
+
+        Returns:
+            Whether it has as many now; False where a limit has no room for them, or where the request has ended.
+        """
+        if self._reserved is None:
+            return False
+        more = tokens - self._reserved
+        if more > 0:
+            now_s = self._monotonic()
+            try:
+                self._check(now_s, more, is_new=False)
+            except RateLimitError:
+                return False
+            self._take(now_s, more)
+        return True
 
     def settle(self, ledger_id: str, tokens: int, at: datetime) -> None:
         """Replace what was reserved by what was used; later calls change nothing.
@@ -112,14 +132,11 @@ class Lease:
         """
         if self._reserved is None:
             return
-        reserved, self._reserved = self._reserved, None
+        if tokens > self._reserved:
+            self._take(self._monotonic(), tokens - self._reserved)
+        self._give_back(self._reserved - tokens)
         for share in self._shares:
             account = share.account
-            account.reserved -= reserved
-            if tokens <= reserved:
-                account.tokens.give_back(self._token_slot, reserved - tokens)
-            else:
-                account.tokens.take(self._monotonic(), tokens - reserved)
             if account.month == month_of(at):
                 account.month_tokens += tokens
             if account.arrived is not None:
@@ -128,10 +145,7 @@ class Lease:
     def end(self) -> None:
         """Give back what the request still holds; later calls change nothing."""
         if self._reserved is not None:
-            for share in self._shares:
-                share.account.tokens.give_back(self._token_slot, self._reserved)
-                share.account.reserved -= self._reserved
-            self._reserved = None
+            self._give_back(self._reserved)
         if self._request_slot is not None:
             for share in self._shares:
                 share.account.in_flight -= 1
@@ -154,6 +168,25 @@ class Lease:
                 headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
                 headers[f"x-ratelimit-reset-{kind}"] = _duration(window.wait_s(now_s, window.total(now_s)))
         return headers
+
+    def _take(self, now_s: float, tokens: int) -> None:
+        slot = 0
+        for share in self._shares:
+            slot = share.account.tokens.take(now_s, tokens)
+            share.account.reserved += tokens
+        self._taken[slot] = self._taken.get(slot, 0) + tokens
+        self._reserved = (self._reserved or 0) + tokens
+
+    def _give_back(self, tokens: int) -> None:
+        """Let so many of the reserved tokens no longer count, those taken last first; then nothing is reserved."""
+        for share in self._shares:
+            share.account.reserved -= self._reserved or 0
+        for slot, taken in reversed(self._taken.items()):
+            part = min(tokens, taken)
+            tokens -= part
+            for share in self._shares:
+                share.account.tokens.give_back(slot, part)
+        self._reserved = None
 
     def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
         refusals = [refusal for share in self._shares for refusal in _refusals(share, now_s, tokens, is_new)]

@@ -1,11 +1,17 @@
 """What one HTTP request is billed: exactly one usage event, durable before the client sees the end.
 
-Billed are tokens handed to the socket. A prompt counts once, with the first step of any of its choices. Its cached
-tokens are those of its first choice: the others find in the prefix cache what the first has computed.
+1. A request that ends by itself is billed its prompt and its output.
+2. A request that its client cuts is billed what the engine had computed for it when the cut reached the engine.
+3. A request that Weft breaks is billed the tokens handed to the socket.
+
+Tokens computed again after a preemption, and tokens behind a stop string, are not billed. A prompt counts once however
+many choices it has. Its cached tokens are those of its first choice: the others find in the prefix cache what the first
+has computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -15,7 +21,7 @@ from weft.engine.request import AdapterState
 from weft.errors import WeftError
 from weft.registry.records import UsageEvent
 from weft.server.access import Caller
-from weft.server.generation import Step
+from weft.server.generation import Computed, Step
 from weft.server.lease import Lease
 from weft.server.resolve import ResolvedModel
 from weft.server.services import Services
@@ -79,7 +85,7 @@ class Meter:
 
     @property
     def usage(self) -> Usage:
-        """What was delivered so far."""
+        """What is to be billed so far: what was delivered, or what was computed for a client that left."""
         return Usage(
             prompt_tokens=sum(self._prompt_tokens.values()),
             cached_tokens=self._cached_tokens,
@@ -115,6 +121,16 @@ class Meter:
         self._cached_tokens += self._newly_cached(step)
         self._prompt_tokens[choice.prompt_index] = len(choice.prompt.token_ids)
         self._tokens[choice.index] = step.num_tokens
+
+    def take_computed(self, computed: Iterable[Computed]) -> None:
+        """Count what was computed for the choices instead of what was delivered: the client has cut the request."""
+        self._prompt_tokens, self._cached_tokens = {}, 0
+        for each in computed:
+            choice, known = each.choice, self._prompt_tokens.get(each.choice.prompt_index, 0)
+            self._prompt_tokens[choice.prompt_index] = max(known, each.prompt_tokens)
+            self._tokens[choice.index] = each.output_tokens
+            if choice.request.choice_index == 0:
+                self._cached_tokens += min(each.cached_tokens, each.prompt_tokens)
 
     def mark(self) -> None:
         """Leave a progress mark if enough was delivered since the last one."""

@@ -71,7 +71,10 @@ class Metrics:
         self._step = Histogram("weft_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
         self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
         self._limited = Counter(
-            "weft_limited", "Requests refused by a tenant's or key's limit.", ["limit"], registry=own
+            "weft_limited",
+            "Requests refused, and chats without a bound ended, by a tenant's or key's limit.",
+            ["limit"],
+            registry=own,
         )
         for limit in TENANT_LIMITS:
             self._limited.labels(limit)

@@ -70,16 +70,20 @@ async def _snapshot(services: Services) -> dict[str, Any]:
     shown = status.batches.adapters if status.batches else []
     names = await services.registry.version_names({*shown, *(resident.digest for resident in status.residents)})
     admission = _admission(services)
-    tenant_names = {"": ADMIN, **await services.registry.tenant_names({*status.tenants, *admission})}
+    tenant_names = {
+        "": ADMIN,
+        **await services.registry.tenant_names({*status.tenants, *status.service_tokens, *admission}),
+    }
     return {
         "object": "engine",
         "model": services.served_name,
         "ready": services.engine.ready or services.ready,
         "http_requests": services.drain.num_running,
-        "slots": services.config.adapter.slots,
+        "slots": services.ready.memory.slots,
         "usage_lag_s": services.registry.usage.lag_s(),
         **_shallow(status),
         "tenants": _by_name(status.tenants, tenant_names),
+        "service_tokens": _by_name(status.service_tokens, tenant_names),
         "admission": _by_name(admission, tenant_names),
         "residents": [{**asdict(r), "adapters": names.get(r.digest, ())} for r in status.residents],
         "batches": status.batches

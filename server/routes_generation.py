@@ -33,7 +33,7 @@ SESSION_HEADER = "x-session-id"
 """Where an alias splits its requests, those with one value get one version; the field `user` goes before it."""
 ResultT = TypeVar("ResultT")
 OPEN_TOKENS = 1024
-"""Reserved for an answer whose length the client does not bound; a whole context would leave nothing to others."""
+"""Reserved first for an answer whose length the client leaves open; a whole context would leave nothing to others."""
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
@@ -116,7 +116,7 @@ def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shap
     services, body = call.services, call.body
     request_id = str(call.request.state.request_id)
     lease = lease_of(call.request)
-    _reserve(lease, body, plan)
+    num_prompt = _reserve(lease, body, plan)
     meter = Meter(services, call.caller, call.model, lease, endpoint=call.request.url.path, request_id=request_id)
     manner = Manner(
         head={
@@ -131,17 +131,19 @@ def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shap
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
     )
-    generation = Generation(services.engine, _choices(call, plan, meter.ledger_id))
+    choices = _choices(call, plan, meter.ledger_id)
+    generation = Generation(services.engine, choices, lambda num_output: lease.grow(num_prompt + num_output))
     return GenerationResponse(generation, shape, meter, services.drain, manner)
 
 
-def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> None:
-    """Take the request's tokens before the engine sees it; raises RateLimitError."""
+def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> int:
+    """Take the request's tokens before the engine sees it; returns those of the prompts. Raises RateLimitError."""
     is_open = isinstance(body, ChatBody) and body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
     outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
     count = body.num_candidates
     lease.reserve(prompts + count * len(plan), prompts + count * outputs, is_open=is_open)
+    return prompts
 
 
 def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:

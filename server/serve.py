@@ -114,7 +114,7 @@ async def open_services(
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
         check=AdapterCheck(ready, blobs, base_names(config)),
-        metrics=Metrics(config.adapter.slots),
+        metrics=Metrics(ready.memory.slots),
         drain=drain,
         staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
         prices=prices,

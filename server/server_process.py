@@ -55,6 +55,11 @@ class ServerProcess:
                 start_new_session=True,  # a terminal's Ctrl-C comes to us alone, and the server gets one signal
             )
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     def wait_ready(self, within_s: float = READY_WITHIN_S) -> None:
         """Return once requests are answered.
 

@@ -53,6 +53,10 @@ class Engine(Protocol):
         """Outputs of a request; closing the iterator aborts it. A refusal is an output with an error."""
         ...
 
+    def abort(self, request_id: str) -> None:
+        """End a request; its outputs end with `finish_reason` "abort". Unknown ids and a dead engine are fine."""
+        ...
+
     async def status(self, *, is_detailed: bool = False) -> EngineStatus:
         """A snapshot, with `page_map` and `batches` if it is to be detailed."""
         ...

@@ -23,6 +23,7 @@ Auth = Literal["on", "off"]
 GIB = 1 << 30
 MIB = 1 << 20
 MAX_RANK_LIMIT = 256
+MAX_SLOTS = 65536
 _BLOB_URL = re.compile(
     r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!*'()-][\w.!*'()-]*)*/?"  # what every S3 takes in a key
     r"|file:///.+"
@@ -103,12 +104,14 @@ class AdapterConfig:
 
     max_rank: int = 64
     """Largest rank served; a multiple of 8, at most 256."""
-    slots: int = 256
-    """Most adapters resident on the device at once (rows of the tables; pages are the true limit)."""
+    slots: int | None = None
+    """Most adapters resident on the device at once, which are rows of the tables; None takes as many as the pool may
+    hold, as far as the tables stay small beside it."""
     load_threads: int = 1
     """Threads that read, check and pack adapters."""
     load_share: float = 0.06
-    """CPU: what loading and copying adapters may take of one core while steps run, 0.01 to 1; 1 does not hold it up."""
+    """CPU: what loading and copying adapters may take of one core while steps run and no request waits for them, 0.01
+    to 1; 1 does not hold it up. More where requests wait, and where steps leave a core idle."""
 
     def __post_init__(self) -> None:
         _require(
@@ -117,7 +120,7 @@ class AdapterConfig:
             f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}",
             self.max_rank,
         )
-        _require(1 <= self.slots <= 65536, "adapter.slots", "1 to 65536", self.slots)
+        _require(self.slots is None or 1 <= self.slots <= MAX_SLOTS, "adapter.slots", f"1 to {MAX_SLOTS}", self.slots)
         _require(1 <= self.load_threads <= 64, "adapter.load_threads", "1 to 64", self.load_threads)
         _require(0.01 <= self.load_share <= 1, "adapter.load_share", "from 0.01 to 1", self.load_share)
 

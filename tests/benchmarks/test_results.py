@@ -27,11 +27,56 @@ def spread(median: float) -> dict[str, Any]:
     return {"median": median, "min": 0.9 * median, "max": 1.1 * median, "repeats": [median]}
 
 
+def times(value: float) -> dict[str, float]:
+    return {"p50": value, "p95": 2 * value, "p99": 3 * value, "max": 4 * value}
+
+
+def zipf_arm(adapters: int, ratio: float) -> dict[str, Any]:
+    return {"adapters": adapters, "ratio": {"cold": spread(ratio), "warm": spread(ratio + 0.1)}}
+
+
 def fact(adapters: float) -> dict[str, float]:
     return {"adapters_per_step": adapters}
 
 
+ZIPF = {"arms": {"5": zipf_arm(5, 1.0), "2000": zipf_arm(2000, 0.86), "tight": zipf_arm(100, 0.8)}}
 RESULTS: dict[str, dict[str, Any]] = {
+    "fairness-cpu": {
+        "arms": {
+            "alone": {"requests": 9, "ttft_ms": times(10.0), "kept": None},
+            "one": {"requests": 9, "ttft_ms": times(25.0), "kept": spread(0.97)},
+            "weights": {"requests": 0, "ttft_ms": {"p50": None, "p95": None, "max": None}, "kept": spread(1.0)},
+        },
+        "goals": [{"goal": "one: quiet TTFT p95, ms", "limit": 60.0}, {"goal": "one: kept", "limit": 0.95}],
+    },
+    "overload-cpu": {
+        "phases": [
+            {
+                "times": each,
+                "goodput": 0.9,
+                "ttft_ms": times(1000.0 * each),
+                "quiet_ttft_ms": times(50.0),
+                "refusal_ms": times(20.0) if each > 1 else dict.fromkeys(times(0)),
+            }
+            for each in (1.0, 20.0)
+        ]
+    },
+    "adapters-http-cpu": ZIPF,
+    "adapters-http-0.5b-cpu": ZIPF,
+    "batching-cpu": {
+        "modes": {
+            mode: {
+                load: {
+                    "requests/s": spread(20 * float(load)),
+                    "output tokens/s": spread(900 * float(load)),
+                    "mean latency, ms": spread(500.0),
+                    "p95 latency, ms": spread(900.0),
+                }
+                for load in ("0.5", "1")
+            }
+            for mode in ("static", "windowed", "continuous")
+        }
+    },
     "adapter-count-cpu": {
         "command": "python -P -m weft.benchmarks.adapter_count",
         "load": {"room": 20},
@@ -121,9 +166,9 @@ def test_the_readme_tells_each_result_with_its_command(folder: Path, monkeypatch
     assert "S2: KV cache needs more: **+29%**" in text
     assert "at most **2.7%** (A, B)" in text
     assert "**1.08 times** as long as without, the median 1.12 times. A load then takes 2.0 s" in text
-    assert all(f"`{result['command']}`" in text for name, result in RESULTS.items() if name != "step-cpu")
+    assert all(f"`{RESULTS[name]['command']}`" in text for name in readme.POOL)
     (folder / "cliff-cpu.json").unlink()
-    assert len(readme.pool_lines()) == len(RESULTS) - 2 + 3
+    assert len(readme.pool_lines()) == len(readme.POOL) - 1 + 3
 
 
 def test_the_readme_tells_where_a_step_goes() -> None:
@@ -157,6 +202,27 @@ def test_the_readme_tells_a_comparison_and_what_serving_adds() -> None:
     assert "Weft and other (1.0) over HTTP" in table[1]
     overhead = {"command": "c", "load": {"requests": 32}, "share of a step": {"all": spread(0.05)}}
     assert "take **5.0%** of a step of 32 requests (4.5% to 5.5%; `c`)" in readme.overhead_line(overhead)
+
+
+def test_the_page_of_fairness_tells_figures_beside_their_goals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = script("readme_speed")
+    monkeypatch.setattr(readme, "RESULTS", folder)
+    where = {key: RESULTS["step-cpu"][key] for key in ("hardware", "versions", "at", "command")}
+    goals = [{"goal": "TTFT", "figure": 25.0, "should be": "most", "limit": 30.0, "ok": True}]
+    goals += [{"goal": "goodput", "figure": None, "should be": "least", "limit": 0.9, "ok": False}]
+    for name in readme.FAIR:
+        (folder / f"{name}.json").unlink(missing_ok=True)
+    assert readme.fairness_section() == ""
+    measured = {"fairness-cpu": {**RESULTS["fairness-cpu"], "goals": goals}}
+    measured["overload-cpu"] = {"table": [{"times": 20.0, "goodput": None}], "goals": []}
+    for name, run in measured.items():
+        (folder / f"{name}.json").write_text(json.dumps({**run, **where}))
+    text = readme.fairness_section()
+    assert "| one | 25 ms | 50 ms | 100 ms | 2.5 | 97.0% |" in text
+    assert "| weights |" not in text
+    assert "| TTFT | 25 | at most 30 | reached |" in text
+    assert "| goodput | - | at least 0.9 | missed |" in text
+    assert "| times | goodput |\n|---|---|\n| 20 | - |" in text
 
 
 def test_plots_are_small_and_the_same_every_time(folder: Path) -> None:

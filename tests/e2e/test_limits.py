@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from idleness import seconds_until_idle
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, weft_server
 
 PAGES = 70
@@ -69,6 +76,112 @@ def test_a_full_queue_is_answered_with_a_time_and_everybody_else_is_served(
         else:
             assert answer.json()["usage"]["completion_tokens"] == 500
     assert sum(answer.status_code == 200 for answer in answers) >= 3
+
+
+LIMIT = 3000
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    with weft_server(tmp_path_factory.mktemp("paid")) as running:
+        yield running
+
+
+def limited_key(server: WeftServer, name: str) -> str:
+    server.tenant(name)
+    answer = server.admin.patch(f"/v1/tenants/{name}", json={"limits": {"tokens_per_minute": LIMIT}})
+    assert answer.status_code == 200, answer.text
+    return server.tenants[name]
+
+
+def minutes_since(started: float) -> int:
+    """Minutes that have begun: in each of them so many tokens may be computed."""
+    return 1 + int((time.monotonic() - started) / 60)
+
+
+async def hang_up(client: httpx.AsyncClient, rng: random.Random) -> int:
+    """Ask for something long and leave at a random moment; the status, 0 where it left before there was one."""
+    body = {
+        "model": DEMO_MODEL.name,
+        "prompt": [rng.randrange(10, 500) for _ in range(rng.choice([3, 3, 60, 500]))],
+        "max_tokens": rng.choice([100, 400]),
+        "ignore_eos": True,
+    }
+    with contextlib.suppress(httpx.TimeoutException):
+        if rng.random() < 0.5:
+            return (await client.post("/v1/completions", json=body, timeout=rng.uniform(0.001, 0.2))).status_code
+        return await read_some(client, "/v1/completions", body, rng.choice([0, 1, 1, 20]))
+    return 0
+
+
+async def read_some(client: httpx.AsyncClient, path: str, body: dict[str, Any], num_lines: int) -> int:
+    async with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        lines = answer.aiter_lines()
+        for _ in range(num_lines):
+            await anext(lines, None)
+        return answer.status_code
+
+
+async def until_refused(
+    server: WeftServer, key: str, num_refusals: int, ask: Callable[[httpx.AsyncClient, random.Random], Awaitable[int]]
+) -> Counter[int]:
+    """Eight clients ask again and again; returns the statuses."""
+    statuses: Counter[int] = Counter()
+
+    async def worker(seed: int) -> None:
+        rng = random.Random(seed)
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60, trust_env=False) as client:
+            while statuses[429] < num_refusals:
+                statuses[await ask(client, rng)] += 1
+
+    await asyncio.gather(*(worker(seed) for seed in range(8)))
+    return statuses
+
+
+def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for_it(roomy: WeftServer) -> None:
+    key, started = limited_key(roomy, "hurried"), time.monotonic()
+    statuses = asyncio.run(until_refused(roomy, key, 300, hang_up))
+    assert statuses[0] > 0 < statuses[200], statuses
+    assert set(statuses) <= {0, 200, 429}
+    seconds_until_idle(roomy)
+    computed = roomy.engine()["service_tokens"]["hurried"]
+    with roomy.client(key) as client:
+        counted = client.get("/v1/me").json()["used"]["tenant"]["tokens_per_minute"]
+        totals = client.get("/v1/usage").json()["totals"]
+        aborted = client.get("/v1/usage?status=aborted").json()["totals"]
+        events = client.get("/v1/usage/events?limit=1000").json()["data"]
+    assert 0 < computed <= minutes_since(started) * LIMIT
+    assert aborted["requests"] > 0
+    billed = totals["prompt_tokens"] + totals["completion_tokens"]
+    assert counted == billed or minutes_since(started) > 1
+    # An answer's last token is sampled and never computed again. What is found in the prefix cache is not computed.
+    worked = billed - totals["cached_tokens"] - sum(event["completion_tokens"] > 0 for event in events)
+    assert len(events) == totals["requests"]
+    assert computed == worked
+
+
+async def chat_openly(client: httpx.AsyncClient, rng: random.Random) -> int:
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": DEMO_MODEL.name, "messages": messages, "ignore_eos": True, "stream": rng.random() < 0.5}
+    if rng.random() < 0.5:
+        return await read_some(client, "/v1/chat/completions", body, rng.choice([1, 20, 500]))
+    answer = await client.post("/v1/chat/completions", json=body)
+    if answer.status_code == 200:
+        assert '"finish_reason":"length"' in answer.text
+    return answer.status_code
+
+
+def test_chats_without_a_bound_have_no_more_computed_than_the_limit(roomy: WeftServer) -> None:
+    key, started = limited_key(roomy, "talkative"), time.monotonic()
+    statuses = asyncio.run(until_refused(roomy, key, 20, chat_openly))
+    assert set(statuses) == {200, 429}, statuses
+    seconds_until_idle(roomy)
+    with roomy.client(key) as client:
+        totals = client.get("/v1/usage").json()["totals"]
+    most = minutes_since(started) * LIMIT
+    assert LIMIT // 2 < totals["prompt_tokens"] + totals["completion_tokens"] <= most
+    assert roomy.engine()["service_tokens"]["talkative"] <= 1.1 * most  # a few steps pass until the engine is told
 
 
 def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(server: WeftServer, acme: httpx.Client) -> None:

@@ -216,6 +216,23 @@ def test_an_abort_ends_the_iterator(engine: Engine, prompt: list[int]) -> None:
     engine.run(main())
 
 
+def test_the_output_after_an_abort_tells_what_was_computed(engine: Engine, prompt: list[int]) -> None:
+    async def main() -> None:
+        outputs = []
+        async for output in engine.client.generate(endless("cut", prompt)):
+            outputs.append(output)
+            if len(outputs) == 3:
+                engine.client.abort("cut")
+        assert (outputs[-1].finish_reason, outputs[-1].computed_prompt_tokens) == ("abort", len(prompt))
+        reading = asyncio.create_task(collect(engine.client, endless("at once", prompt)))
+        await asyncio.sleep(0)
+        engine.client.abort("at once")
+        *tokens, last = await reading  # it may be met in the queue, or after its first step
+        assert (last.finish_reason, last.computed_prompt_tokens) == ("abort", len(prompt) if tokens else 0)
+
+    engine.run(main())
+
+
 def test_pinned_adapters_are_marked_and_dropped_ones_leave(
     engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]
 ) -> None:

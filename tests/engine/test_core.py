@@ -221,6 +221,33 @@ def test_status_counts_backlog_and_service_by_tenant() -> None:
     assert (load.running, load.waiting, load.queued) == (1, 0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("num_pumps", "computed", "outputs"), [(0, 0, 0), (1, 8, 0), (2, 16, 0), (3, 20, 1), (5, 20, 3)]
+)
+def test_the_last_output_of_an_aborted_request_tells_what_was_computed_for_it(
+    num_pumps: int, computed: int, outputs: int
+) -> None:
+    simulator = Simulator(step_tokens=8)
+    simulator.core.submit(request("one", prompt=20, max_tokens=9))
+    for _ in range(num_pumps):
+        simulator.pump()
+    simulator.core.abort("one")
+    simulator.pump()
+    last = simulator.last("one")
+    assert (last.finish_reason, last.token_ids, last.computed_prompt_tokens) == ("abort", [], computed)
+    assert len(simulator.tokens("one")) == outputs
+
+
+@pytest.mark.parametrize("max_tokens", [3, 0])
+def test_the_last_output_of_a_request_that_ends_by_itself_tells_of_its_whole_prompt(max_tokens: int) -> None:
+    simulator = Simulator(step_tokens=8)
+    simulator.core.submit(request("one", prompt=20, max_tokens=max_tokens))
+    simulator.run()
+    outputs = simulator.outputs["one"]
+    assert (outputs[-1].finish_reason, outputs[-1].computed_prompt_tokens) == ("length", 20)
+    assert [output.computed_prompt_tokens for output in outputs[:-1]] == [0] * (len(outputs) - 1)
+
+
 def test_only_the_last_steps_are_kept() -> None:
     simulator = Simulator(checked=False, max_model_len=2000, num_pages=512)
     simulator.core.submit(request("one", prompt=5, max_tokens=NUM_KEPT_STEPS + 20))

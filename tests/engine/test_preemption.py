@@ -103,6 +103,15 @@ def test_a_step_that_only_swaps_computes_nothing() -> None:
     finish(simulator, requests)
 
 
+@pytest.mark.parametrize("costs", [SWAPS, RECOMPUTES])
+def test_a_preempted_request_that_is_aborted_tells_what_was_computed_before(costs: PageCosts) -> None:
+    simulator, (old, _) = pressed(costs=costs, has_prefixes=False)
+    until_preempted(simulator)
+    simulator.core.abort("new")
+    finish(simulator, [old])
+    assert simulator.last("new").computed_prompt_tokens == 18
+
+
 def test_a_request_that_was_aborted_while_swapped_gives_its_host_pages_back() -> None:
     simulator, (old, _) = pressed()
     until_preempted(simulator)

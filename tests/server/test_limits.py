@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from api_server import api as open_api
 from weft.engine.request import RequestError
 from weft.errors import CapacityError
 from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
+from weft.server import routes_generation
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]
@@ -175,6 +177,77 @@ async def test_a_chat_without_a_bound_takes_part_of_the_limit_and_is_not_refused
     client = await limited(api, tokens_per_minute=3)
     never = await client.post("/v1/chat/completions", json=CHAT)
     assert (refusal(never), never.headers["x-should-retry"]) == (RATE, "false")
+
+
+@pytest.mark.parametrize("limit", ["tokens_per_minute", "tokens_per_month"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_without_a_bound_ends_where_the_limit_does(
+    api: Api, clocks: Clocks, limit: str, stream: bool
+) -> None:
+    """Each token beyond its reservation is taken as it comes, so requests beside it are refused."""
+    api.engine.token_s = 0.001
+    client = await limited(api, None, **{limit: 150})
+    account = api.services.accounts.of((await client.get("/v1/me")).json()["tenant"]["id"], 0.0)
+    body = {**CHAT, "ignore_eos": True, "stream": stream, "n": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await eventually(lambda: account.reserved > 140)
+        refused = await complete(client, max_tokens=16)
+        answer = await running
+    assert refused.status_code == 429
+    prompt, *rest = [len(request.prompt_token_ids) for request in api.engine.requests]
+    assert rest == [prompt]
+    reasons = re.findall(r'"finish_reason":"(\w+)"', answer.text)
+    assert reasons == ["length", "length"]
+    totals = (await client.get("/v1/usage")).json()["totals"]
+    assert totals["prompt_tokens"] + totals["completion_tokens"] == 150
+    assert (await used(client))[limit] == 150
+    computed = sum(work.output_tokens for work in api.engine.work.values())
+    assert totals["completion_tokens"] <= computed <= totals["completion_tokens"] + 4  # until the engine was told
+    assert refusal(await complete(client, prompt=[5], max_tokens=1)) == (
+        RATE if limit == "tokens_per_minute" else QUOTA
+    )
+
+
+async def test_a_chat_without_a_bound_is_free_to_grow_where_nothing_limits(api: Api) -> None:
+    client = await limited(api)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
+    assert answer.json()["usage"]["total_tokens"] == api.services.ready.max_model_len
+    assert (await used(client))["tokens_per_minute"] == api.services.ready.max_model_len
+
+
+async def hang_up(api: Api, client: httpx.AsyncClient, body: dict[str, Any], after_s: float) -> int:
+    """Leave a request some time after the engine met it; its status, 0 if it was not answered by then."""
+    num_before = len(api.engine.work)
+    asked = asyncio.create_task(client.post("/v1/completions", json=body))
+    await eventually(lambda: asked.done() or len(api.engine.work) > num_before)
+    await asyncio.sleep(after_s)
+    asked.cancel()
+    (answer,) = await asyncio.gather(asked, return_exceptions=True)
+    return answer.status_code if isinstance(answer, httpx.Response) else 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_long_prompt", [False, True])
+async def test_what_is_computed_for_clients_that_hang_up_stays_within_the_limit(
+    api: Api, clocks: Clocks, stream: bool, is_long_prompt: bool
+) -> None:
+    api.engine.token_s, api.engine.chunk_tokens = 0.001, 4
+    body = {**SHORT, "prompt": [7] * (150 if is_long_prompt else 5), "max_tokens": 100, "stream": stream}
+    await limited(api, tokens_per_minute=600)
+    statuses = Counter[int]()
+    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
+        while statuses[429] < 4:
+            statuses[await hang_up(api, client, body, after_s=0.001 * (statuses.total() % 20))] += 1
+            await eventually(lambda: not api.engine.running and not api.services.drain.num_running)
+            computed = sum(work.prompt_tokens + work.output_tokens for work in api.engine.work.values())
+            assert computed == (await used(client))["tokens_per_minute"] <= 600
+        totals = (await client.get("/v1/usage")).json()["totals"]
+    assert totals["prompt_tokens"] + totals["completion_tokens"] == computed > 300
+    assert statuses[0] >= 4
 
 
 async def test_the_streams_refusal_is_a_real_one(api: Api, clocks: Clocks) -> None:

@@ -147,17 +147,44 @@ def test_an_answer_without_a_bound_reserves_no_more_than_the_limits_allow() -> N
     }
 
 
-def test_what_is_used_beyond_a_reservation_counts_when_it_is_known() -> None:
-    desk = Desk(tenant=Limits(tokens_per_minute=100))
+def test_what_grows_beyond_a_reservation_counts_at_once_from_then_on() -> None:
+    desk = Desk(tenant=Limits(tokens_per_minute=100, tokens_per_month=400))
     lease = desk.admit()
-    lease.reserve(11, 1034, is_open=True)
+    lease.reserve(11, 40, is_open=True)
     desk.now_s += 30
-    lease.settle("use_1", 130, NOON)
-    lease.end()
-    assert desk.accounts[0].tokens.total(desk.now_s) == 130
-    assert lease.headers()["x-ratelimit-remaining-tokens"] == "0"
+    assert lease.grow(40)
+    assert desk.accounts[0].tokens.total(desk.now_s) == 40
+    assert lease.grow(70)
+    assert lease.headers()["x-ratelimit-remaining-tokens"] == "30"
+    assert desk.accounts[0].used(desk.now_s)["tokens_per_month"] == 70
     desk.now_s += 31
     assert desk.accounts[0].tokens.total(desk.now_s) == 30
+    lease.settle("use_1", 60, NOON)
+    lease.end()
+    assert desk.accounts[0].used(desk.now_s) == {
+        "requests_per_minute": 0,
+        "tokens_per_minute": 20,
+        "concurrent_requests": 0,
+        "tokens_per_month": 60,
+    }
+    assert not lease.grow(71)
+    assert desk.accounts[0].reserved == 0
+
+
+@pytest.mark.parametrize("limits", [{"tokens_per_minute": 100}, {"tokens_per_month": 100}])
+def test_a_request_does_not_grow_beyond_a_limit(limits: dict[str, int]) -> None:
+    desk = Desk(key=Limits(**limits))
+    lease, other = desk.admit(), desk.admit()
+    lease.reserve(2, 50, is_open=True)
+    other.reserve(2, 30, is_open=True)
+    assert lease.grow(70)
+    assert not lease.grow(71)
+    assert desk.refused == list(limits)
+    assert [account.used(desk.now_s)[name] for account in desk.accounts for name in limits] == [100, 100]
+    other.settle("use_1", 3, NOON)
+    assert lease.grow(97)
+    lease.end()
+    assert [account.reserved for account in desk.accounts] == [0, 0]
 
 
 def test_tokens_unused_are_there_for_others_at_once() -> None:
@@ -323,8 +350,8 @@ class LimitsMachine(RuleBasedStateMachine):
     def begin(self, tenant: Limits, key: Limits) -> None:
         self.desk = Desk(tenant=tenant, key=key)
         self.admitted: list[float] = []
-        self.taken: dict[Lease, tuple[float, int]] = {}
-        """When each reserved, and what of it counts: what was reserved or, once settled, used."""
+        self.taken: dict[Lease, list[tuple[float, int]]] = {}
+        """When each reserved how much, and what of it counts: what was reserved or, once settled, used."""
         self.running: list[Lease] = []
         self.reserved: dict[Lease, int] = {}
         self.billed = 0
@@ -351,7 +378,22 @@ class LimitsMachine(RuleBasedStateMachine):
         self.reserved[lease] = self.desk.accounts[0].reserved - before
         assert 1 <= self.reserved[lease] <= tokens
         self.admitted.append(self.desk.now_s)
-        self.taken[lease] = (self.desk.now_s, self.reserved[lease])
+        self.taken[lease] = [(self.desk.now_s, self.reserved[lease])]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), more=st.integers(0, 60))
+    def grow(self, data: Any, more: int) -> None:
+        lease = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+        used = [account.used(self.desk.now_s) for account in self.desk.accounts]
+        has_room = all(
+            getattr(limits, name) is None or counts[name] + more <= getattr(limits, name)
+            for counts, limits in zip(used, (self.desk.tenant, self.desk.key), strict=True)
+            for name in ("tokens_per_minute", "tokens_per_month")
+        )
+        assert lease.grow(self.reserved[lease] + more) == (has_room or more == 0)
+        if has_room:
+            self.reserved[lease] += more
+            self.taken[lease].append((self.desk.now_s, more))
 
     def _come_again(self, wait_s: float | None) -> None:
         """Whoever comes after the time told is let in by the rates; whoever is told not to, never is."""
@@ -370,12 +412,14 @@ class LimitsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def settle(self, data: Any) -> None:
         lease = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        moment, reserved = self.taken[lease]
-        used = data.draw(st.integers(0, reserved))
+        used = data.draw(st.integers(0, self.reserved[lease]))
         self.ends += 1
         for _ in range(2):
             lease.settle(f"use_{self.ends}", used, NOON)
-        self.taken[lease] = (moment, used)
+        left = used
+        for place, (moment, reserved) in enumerate(self.taken[lease]):
+            self.taken[lease][place] = (moment, min(left, reserved))
+            left -= min(left, reserved)
         self.billed += used
         for _ in range(2):
             lease.end()
@@ -385,13 +429,14 @@ class LimitsMachine(RuleBasedStateMachine):
     def fail(self) -> None:
         lease = self.running.pop()
         lease.end()
-        self.taken[lease] = (self.taken[lease][0], 0)
+        self.taken[lease] = []
 
     @invariant()
     def never_more_than_the_limit(self) -> None:
         now_s = self.desk.now_s
         requests = sum(now_s - moment < 60 for moment in self.admitted)
-        tokens = sum(count for moment, count in self.taken.values() if now_s - moment < 60)
+        taken = [each for takes in self.taken.values() for each in takes]
+        tokens = sum(count for moment, count in taken if now_s - moment < 60)
         for account, limits in zip(self.desk.accounts, (self.desk.tenant, self.desk.key), strict=True):
             used = account.used(now_s)
             assert used["requests_per_minute"] >= requests

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import ADMIN_KEY, BASE, Api, eventually, new_client
 from api_server import api as open_api
 from fake_engine import demo_tokenizer
+from weft.engine.request import GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.text import TextStream
+from weft.server import generation
 from weft.server.http_protocol import IS_CLOSING
 from weft.server.incoming import Pace
+from weft.server.prompts import Prompt
 
 pytestmark = pytest.mark.anyio
 LONG = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
@@ -62,7 +68,7 @@ async def test_chunks_come_while_the_engine_writes(api: Api, url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_it_got(
+async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_was_computed(
     api: Api, url: str, stream: bool
 ) -> None:
     api.engine.token_s = 0.005
@@ -76,21 +82,98 @@ async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_it_got(
                         break
         else:
             task = asyncio.create_task(client.post("/v1/completions", json=LONG))
-            await eventually(lambda: api.engine.running)
+            await eventually(lambda: any(work.output_tokens >= 5 for work in api.engine.work.values()))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
     await wait_until_idle(api)
     assert len(api.engine.aborted) == 1
     used = await totals(api)
+    (work,) = api.engine.work.values()
     assert used["requests"] == 1
-    if stream:
-        assert received <= used["completion_tokens"] < 200
-        assert used["prompt_tokens"] == len(demo_tokenizer().encode("x"))
-    else:
-        assert (used["prompt_tokens"], used["completion_tokens"]) == (0, 0)
+    assert max(received, 5) <= used["completion_tokens"] == work.output_tokens < 200
+    assert used["prompt_tokens"] == work.prompt_tokens == len(demo_tokenizer().encode("x"))
 
 
-async def test_what_a_closing_connection_drops_is_not_billed(api: Api) -> None:
+async def cut(api: Api, url: str, when: Callable[[], object], **fields: Any) -> dict[str, int]:
+    """Leave a request that does not stream at a moment; returns what is billed then."""
+    async with new_client(await api.key("acme"), url) as client:
+        task = asyncio.create_task(client.post("/v1/completions", json={**LONG, **fields}))
+        await eventually(when)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await wait_until_idle(api)
+    (event,) = (await api.admin.get("/v1/usage/events")).json()["data"]
+    assert event["status"] == "aborted"
+    return {name: event[f"{name}_tokens"] for name in ("prompt", "cached", "completion")}
+
+
+async def test_a_request_cut_in_its_prompt_pays_for_the_part_that_was_computed(api: Api, url: str) -> None:
+    api.engine.token_s, api.engine.chunk_tokens = 0.05, 2
+    api.engine.cached = lambda _: 6
+    billed = await cut(api, url, lambda: work_of(api) >= 14, prompt=[7] * 200, max_tokens=50)
+    assert 14 <= billed["prompt"] == work_of(api) < 200
+    assert (billed["cached"], billed["completion"]) == (6, 0)
+
+
+def work_of(api: Api) -> int:
+    """Prompt tokens computed for the only request."""
+    return sum(work.prompt_tokens for work in api.engine.work.values())
+
+
+async def test_a_request_cut_in_the_queue_costs_nothing(api: Api, url: str) -> None:
+    api.engine.token_s = 30
+    api.engine.cached = lambda _: 6
+    billed = await cut(api, url, lambda: api.engine.running, prompt=[7] * 20)
+    assert billed == {"prompt": 0, "cached": 0, "completion": 0}
+
+
+async def test_choices_that_are_cut_pay_their_prompt_once_and_each_its_output(api: Api, url: str) -> None:
+    api.engine.token_s = 0.005
+    prompts = [[7] * 9, [8] * 5]
+
+    def has_run() -> bool:
+        return len(api.engine.work) == 6 and all(work.output_tokens >= 3 for work in api.engine.work.values())
+
+    billed = await cut(api, url, has_run, prompt=prompts, n=3)
+    assert billed["prompt"] == 9 + 5
+    assert billed["completion"] == sum(work.output_tokens for work in api.engine.work.values()) >= 18
+
+
+async def test_a_silent_engine_is_waited_for_in_bounds_and_what_it_said_is_billed(
+    api: Api, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "LAST_OUTPUT_S", 0.05)
+    api.engine.token_s, api.engine.is_silent = 0.01, True
+    api.engine.cached = lambda _: 2
+    billed = await cut(api, url, lambda: work_of(api), prompt=[7] * 20)
+    (work,) = api.engine.work.values()
+    assert 1 <= billed["completion"] <= work.output_tokens
+    assert (billed["prompt"], billed["cached"]) == (20, 2)
+
+
+async def test_an_engine_that_dies_before_it_answers_an_abort_is_not_waited_for(api: Api, url: str) -> None:
+    api.engine.token_s, api.engine.is_silent, api.engine.failure_after = 0.3, True, 4
+    billed = await cut(api, url, lambda: work_of(api), prompt=[7] * 20)
+    assert (billed["prompt"], billed["completion"]) == (20, 4)
+
+
+async def test_a_client_that_left_before_the_engine_was_asked_gives_it_no_work(api: Api) -> None:
+    prompt = Prompt(token_ids=[7, 8, 9])
+    request = GenerationRequest(request_id="x", prompt_token_ids=prompt.token_ids, params=SamplingParams(max_tokens=5))
+    text = TextStream(demo_tokenizer(), request.params)
+    run = generation.Generation(
+        api.engine, [generation.Choice(index=0, prompt_index=0, prompt=prompt, request=request, text=text)]
+    )
+    run.cut(ClientDisconnect())
+    async with run:
+        with pytest.raises(ClientDisconnect):
+            await anext(run.steps())
+        (computed,) = await run.abort()
+    assert (computed.prompt_tokens, computed.cached_tokens, computed.output_tokens) == (0, 0, 0)
+    assert api.engine.requests == []
+
+
+async def test_a_closing_connection_is_a_cut_before_the_event_loop_tells_so(api: Api) -> None:
     """Many tokens can come before the event loop gets to tell that the client is gone."""
     sent: list[bytes] = []
 
@@ -107,7 +190,9 @@ async def test_what_a_closing_connection_drops_is_not_billed(api: Api) -> None:
     async with new_client(await api.key("acme"), "http://test", httpx.ASGITransport(app=app)) as client:
         answer = await client.post("/v1/completions", json={**LONG, "stream": True})
     assert answer.text.count("data: {") == 5
-    assert (await totals(api))["completion_tokens"] in (4, 5)
+    (work,) = api.engine.work.values()
+    assert 5 <= (await totals(api))["completion_tokens"] == work.output_tokens < 200
+    assert len(api.engine.aborted) == 1
 
 
 async def test_a_client_that_leaves_before_the_first_token_frees_its_request(api: Api, url: str) -> None:

@@ -133,7 +133,7 @@ async def api(
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
         check=AdapterCheck(ready, blobs, base_names(config)),
-        metrics=Metrics(config.adapter.slots),
+        metrics=Metrics(ready.memory.slots),
         drain=Drain(),
         staged=StagedFiles(server.data_dir / "uploads"),
         default_tenant=default,

@@ -263,9 +263,14 @@ class SimulatedResidency:
         self.load_seconds = 0.0
         self.load_p95_s: dict[str, float] = {}
         self.reserve_pages = 0
+        self.expected: list[str] = []
 
     def _size(self, digest: str) -> int:
         return self._pages if isinstance(self._pages, int) else self._pages[digest]
+
+    @property
+    def is_copying(self) -> bool:
+        return False  # an adapter is there in the tick in which it gets pages
 
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         entry = self._entries.get(digest)
@@ -293,6 +298,10 @@ class SimulatedResidency:
         for digest, entry in self._entries.items():
             entry.holds = entry.holds if digest == keep else 0
             self._settle(entry)
+
+    def expect(self, digests: Sequence[str]) -> None:
+        """Remember the order; every load takes as long, so nothing follows from it."""
+        self.expected = list(digests)
 
     def acquire(self, digest: str) -> Lease | None:
         entry = self._entries.get(digest)

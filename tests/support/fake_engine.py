@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def demo_ready(max_model_len: int = 256, num_pages: int = 4096) -> EngineReady:
         kv_tokens=num_pages * geometry.page_tokens,
         rank16_pages=4,
         rank16_adapters=num_pages // 4,
+        slots=256,
+        table_bytes=1,
         host_pages=1,
     )
     return EngineReady(
@@ -77,6 +80,21 @@ def write_plainly(request: GenerationRequest) -> str:
     return said if request.choice_index == 0 else f"{said} choice {request.choice_index}"
 
 
+@dataclass(slots=True)
+class Work:
+    """What was computed for a request, as far as the engine lived to say so."""
+
+    prompt_tokens: int = 0
+    """With those from the prefix cache."""
+    output_tokens: int = 0
+
+    def lose(self, output: RequestOutput, *, is_dead: bool) -> None:
+        """Forget an output that nobody will hear of; a dead engine cannot tell how far it came with a prompt either."""
+        self.output_tokens -= len(output.token_ids)
+        if is_dead and not self.output_tokens:
+            self.prompt_tokens = 0
+
+
 class FakeEngine:
     """Writes what `write` says, a token per turn of the event loop (or per `token_s` seconds), then stops."""
 
@@ -89,8 +107,15 @@ class FakeEngine:
         self.logprob: Callable[[GenerationRequest], float] = lambda _: -0.25
         """Of every token."""
         self.token_s = 0.0
+        self.chunk_tokens: int | None = None
+        """Prompt tokens computed in a turn; None computes a prompt together with the first token."""
+        self.work: dict[str, Work] = {}
+        """What was computed, by request."""
+        self.is_silent = False
+        """Whether it does not say that a request was aborted."""
         self.refusal: RequestError | None = None
-        """Answer every request with this error at once."""
+        """Answer every request with this error, at once or after `refusal_after` tokens."""
+        self.refusal_after = 0
         self.failure_after: int | None = None
         """Die after so many tokens."""
         self.residents: list[ResidentAdapter] = []
@@ -102,6 +127,7 @@ class FakeEngine:
         self.requests: list[GenerationRequest] = []
         self.running: set[str] = set()
         self.aborted: list[str] = []
+        self._aborts: dict[str, asyncio.Event] = {}
         self.dropped: list[str] = []
         self.pinned: set[str] = set()
         self.told_pins: list[tuple[AdapterRef, bool]] = []
@@ -110,24 +136,75 @@ class FakeEngine:
         self.requests.append(request)
         if self.ready is None:
             raise EngineUnavailableError("The engine restarts.", retry_after_s=2)
-        if self.refusal is not None:
-            yield RequestOutput(request_id=request.request_id, finish_reason="error", error=self.refusal)
+        refusal, failure_after = self.refusal, self.failure_after
+        if refusal is not None and not self.refusal_after:
+            yield RequestOutput(request_id=request.request_id, finish_reason="error", error=refusal)
             return
         self.running.add(request.request_id)
+        abort = self._aborts[request.request_id] = asyncio.Event()
+        work = self.work[request.request_id] = Work()
         has_ended = False
         try:
-            outputs = self._outputs(request)
-            for count, output in enumerate(outputs):
-                await asyncio.sleep(self.token_s)
-                if self.failure_after is not None and count >= self.failure_after:
-                    has_ended = True
-                    raise EngineUnavailableError("The engine died under this request.", retry_after_s=1)
-                has_ended = output.finish_reason is not None
-                yield output
+            async with aclosing(self._turns(request, work, abort)) as outputs:
+                async for output in outputs:
+                    if failure_after is not None and work.output_tokens > failure_after:
+                        has_ended = True
+                        work.lose(output, is_dead=True)
+                        raise EngineUnavailableError("The engine died under this request.", retry_after_s=1)
+                    if refusal is not None and work.output_tokens > self.refusal_after:
+                        has_ended = True
+                        work.lose(output, is_dead=False)
+                        yield RequestOutput(
+                            request_id=request.request_id,
+                            finish_reason="error",
+                            error=refusal,
+                            cached_tokens=output.cached_tokens,
+                            computed_prompt_tokens=work.prompt_tokens,
+                        )
+                        return
+                    has_ended = output.finish_reason not in (None, "abort")
+                    yield output
         finally:
             self.running.discard(request.request_id)
+            del self._aborts[request.request_id]
             if not has_ended:
                 self.aborted.append(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._aborts:
+            self._aborts[request_id].set()
+
+    async def _turns(
+        self, request: GenerationRequest, work: Work, abort: asyncio.Event
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs as they are computed; the prompt first, in chunks. The first turn is the wait in the queue."""
+        num_prompt, outputs = len(request.prompt_token_ids), self._outputs(request)
+        while outputs:
+            await self.turn(request, abort)
+            if abort.is_set():
+                is_first = not work.output_tokens
+                yield RequestOutput(
+                    request_id=request.request_id,
+                    finish_reason="abort",
+                    cached_tokens=outputs[0].cached_tokens if is_first and work.prompt_tokens else 0,
+                    computed_prompt_tokens=work.prompt_tokens,
+                )
+                return
+            start = work.prompt_tokens or min(outputs[0].cached_tokens, num_prompt - 1)
+            work.prompt_tokens = min(start + (self.chunk_tokens or num_prompt), num_prompt)
+            if work.prompt_tokens == num_prompt:
+                work.output_tokens += len(outputs[0].token_ids)
+                yield outputs.pop(0)
+
+    async def turn(self, request: GenerationRequest, abort: asyncio.Event) -> None:  # noqa: ARG002 - for heirs
+        """Wait as long as a step takes, or until the request is aborted."""
+        if self.is_silent or not self.token_s:
+            await asyncio.sleep(self.token_s)
+            if self.is_silent:
+                abort.clear()
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(abort.wait(), self.token_s)
 
     def _outputs(self, request: GenerationRequest) -> list[RequestOutput]:
         """One token each; of a beam search all at once, as many sequences as it is wide."""
@@ -165,6 +242,7 @@ class FakeEngine:
                     logprobs=self._logprobs(request, token),
                     finish_reason="stop" if is_stop else "length" if is_last else None,
                     stop_token_id=token if is_stop else None,
+                    computed_prompt_tokens=len(request.prompt_token_ids) if is_stop or is_last else 0,
                 )
             )
             if is_stop:

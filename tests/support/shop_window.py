@@ -50,14 +50,16 @@ class ShopWindow:
 
     async def write_answer(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         if self.fault == "503":
-            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
+            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy")
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         for event in self.events(body):
             if event is None:
                 writer.close()
                 return
-            payload = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+            payload = (
+                f"data: {event if isinstance(event, str) else json.dumps(event, separators=(',', ':'))}\n\n".encode()
+            )
             half = len(payload) // 2
             for piece in (payload[:half], payload[half:]):
                 writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")

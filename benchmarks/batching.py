@@ -1,0 +1,125 @@
+"""What do three generations of batching make of the same requests?
+
+    weft bench batching [--requests 150] [--json benchmarks/results/batching-cpu.json]
+
+    static      waits until a batch is full, and answers when its longest request has ended
+    windowed    the same, but waits for a time at most (often called dynamic batching)
+    continuous  a request joins the next step and is answered when it has ended (Weft)
+
+One engine in this process computes all three; the older two only hold requests back. That is kinder to them than they
+were: what has ended is not computed on as padding. Requests of S-LoRA's generator come in an open loop, at shares of
+the rate that continuous batching reaches when it is saturated, in turns, after one round that is not counted. Latency
+counts from when a request was due. Prints a table and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.benchmarks.adapter_count import make_load
+from weft.benchmarks.metrics import percentile
+from weft.benchmarks.pool_options import pool_parser
+from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, measure_pool_costs, pool_config
+from weft.benchmarks.pool_shape import RANKS, make_pool_shape
+from weft.benchmarks.report import spread, tell
+
+MODES = ("static", "windowed", "continuous")
+
+
+@dataclass(slots=True)
+class Batches:
+    """Admits requests in batches that run together to their end."""
+
+    size: int
+    window_s: float | None
+    """Longest wait of the oldest request for a full batch; None waits for it however long."""
+    sizes: list[int] = field(default_factory=list)
+    """Of the batches so far."""
+
+    def admit(self, due: int, in_flight: int, waited_s: float, is_last: bool) -> int:
+        """As the engine's driver asks."""
+        is_over = self.window_s is not None and waited_s >= self.window_s
+        if in_flight or not due or not (due >= self.size or is_over or is_last):
+            return 0
+        self.sizes.append(min(due, self.size))
+        return self.sizes[-1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit status."""
+    return tell("batching", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All modes at all rates, in turns."""
+    if options.quick:
+        options.requests, options.repeats, options.files, options.max_running, options.loads = 12, 1, 8, 4, [0.5]
+    shape = make_pool_shape(options.cache, options.files)
+    room = options.adapters * max(shape.pages(rank) for rank in RANKS)
+    kv_pages = options.max_running * shape.geometry.pages(2 * options.lengths[1])
+    config = pool_config(shape, num_pages=room + kv_pages, host_pages=2 * room, max_running=options.max_running)
+    engine = build_pool_engine(config, shape.adapters(options.adapters), measure_pool_costs(shape))
+    runs: dict[tuple[str, float], list[dict[str, float]]] = {(m, x): [] for x in options.loads for m in MODES}
+    try:
+        full = engine.run(make_load(options, options.adapters, 0), seed=[0], in_flight=2 * options.max_running)
+        rate = full.output_tokens_per_s / (sum(r.completion_tokens for r in full.records) / len(full.records))
+        for round_ in range(options.repeats + 1):
+            for mode, load in runs if round_ % 2 else reversed(runs):
+                found = run_mode(options, engine, mode, load * rate, round_)
+                if round_:
+                    runs[mode, load].append(found)
+    finally:
+        engine.close()
+    arms: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
+    for (mode, load), each in runs.items():
+        arms[mode][f"{load:g}"] = {name: spread([run[name] for run in each]) for name in each[0]}
+    table = [
+        {"mode": mode, "load": load, **{name: value["median"] for name, value in found.items()}}
+        for mode, by_load in arms.items()
+        for load, found in by_load.items()
+    ]
+    return {"model": shape.kind.about, "saturated_requests_per_s": rate, "modes": arms, "table": table, "goals": []}
+
+
+def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: float, round_: int) -> dict[str, float]:
+    """One mode at one rate."""
+    batches = Batches(options.max_running, None if mode == "static" else options.window_ms / 1e3)
+    load = make_load(options, options.adapters, round_)
+    # The trace has all its arrivals within a second, on the average.
+    scale = options.requests / rate
+    admit = None if mode == "continuous" else batches.admit
+    run = engine.run(load, seed=[round_], scale=scale, admit=admit)
+    first = 0
+    for size in batches.sizes:
+        batch = run.records[first : first + size]
+        end_s = max(record.done_s for record in batch)
+        for record in batch:
+            record.done_s = end_s  # all are answered together
+        first += size
+    latency_ms = [1e3 * record.latency_s for record in run.records]
+    return {
+        "requests/s": rate,
+        "output tokens/s": sum(record.completion_tokens for record in run.records) / run.seconds,
+        "mean latency, ms": sum(latency_ms) / len(latency_ms),
+        "p95 latency, ms": percentile(latency_ms, 95),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = pool_parser("batching", __doc__, requests=150, repeats=2, max_running=16)
+    parser.prog = "weft bench batching"
+    add = parser.add_argument
+    add("--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], help="shares of the saturated rate")
+    add("--window-ms", type=float, default=100.0, help="longest wait for a full batch in windowed batching")
+    add("--adapters", type=int, default=8, help="all on the device")
+    add("--lengths", type=int, nargs=2, default=(8, 128), help="prompt and output tokens, from and below")
+    add("--alpha", type=float, default=1.0, help="popularity of adapters; 1 uniform, smaller more skewed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

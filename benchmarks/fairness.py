@@ -1,0 +1,234 @@
+"""How long does a quiet tenant wait for its first token while another tenant floods the server?
+
+    weft bench fairness [--seconds 20] [--repeats 3] [--json benchmarks/results/fairness-cpu.json]
+
+The flood keeps 200 streams of 400 tokens open, from a process of its own. The quiet tenant sends one request at a time,
+with pauses. One server, all arms in turn, in the other order in every second repeat:
+
+    alone      the quiet tenant, nobody else
+    one        both have one adapter
+    all        the flood goes to all adapters and the base
+    hundred    the flood goes to 100 adapters
+    same       the quiet requests are the flooding tenant's own, for another adapter
+    weights    two flooding tenants, weights 3 to 1, no quiet one
+
+Each arm also has a span without the quiet requests, which tells what they cost the flood. A step of the flood is
+what the engine takes for one on the average of that span. Prints tables and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.benchmarks.arguments import positive
+from weft.benchmarks.calls import Reply, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.flood import Stream, flood
+from weft.benchmarks.metrics import distribution, percentile
+from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
+from weft.benchmarks.report import goal, spread, tell
+from weft.errors import WeftError
+
+WEIGHTS = {"heavy": 3, "light": 1}
+MAX_RATIO = 3.0
+"""Quiet TTFT p95 in those of alone."""
+MAX_STEPS = 5.0
+"""Or in steps of the flood, where that is more."""
+MAX_SAME_RATIO = 10.0
+"""For another adapter of the flooding tenant itself."""
+MIN_KEPT = 0.95
+"""Of the flood's own tokens/s."""
+MAX_WEIGHT_ERROR = 0.05
+RAMP_S = 4.0
+"""From the first request of a flood to the first span: by then its streams are admitted, as far as there is room."""
+_OTHERS = 1 << 16
+"""Number of the adapter of quiet requests: none of those that the flood brings to the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Who floods, and who is quiet."""
+
+    groups: tuple[Stream, ...]
+    quiet: tuple[str, str] | None
+    """Key and model of the quiet requests, if there are any."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit status."""
+    return tell("fairness", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All arms against a server of their own."""
+    with plain_server(options.model, options.set) as server:
+        arms, skipped = make_arms(options, server)
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+        carry_out(options, server, arms["all"], repeat=0)  # warms up
+        for repeat in range(1, options.repeats + 1):
+            for name in arms if repeat % 2 else reversed(arms):
+                runs[name].append(carry_out(options, server, arms[name], repeat))
+                print(f"repeat {repeat} {name}: TTFT {runs[name][-1]['ttft_ms']}", file=sys.stderr)
+    return {**make_result(runs), "skipped": skipped}
+
+
+def make_arms(options: argparse.Namespace, server: OwnServer) -> tuple[dict[str, Arm], dict[str, str]]:
+    """Tenants and adapters of all arms; arms that this server cannot have, with the reason."""
+    keys = {name: server.add_tenant(name) for name in ("flood", "quiet", *WEIGHTS)}
+    seeds = itertools.count(1)
+
+    def adapters(tenant: str, count: int, first: int) -> list[str]:
+        return server.upload_copies(keys[tenant], options.adapters, count, first)
+
+    def group(tenant: str, models: Sequence[str], streams: int = options.streams) -> Stream:
+        return Stream(
+            url=server.url,
+            key=keys[tenant],
+            models=tuple(models),
+            count=streams,
+            prompt_tokens=options.prompt_tokens,
+            output_tokens=options.flood_tokens,
+            vocab_size=server.ready["vocab_size"],
+            seed=next(seeds),
+        )
+
+    few = adapters("flood", 5, 0)
+    quiet = (keys["quiet"], adapters("quiet", 1, _OTHERS)[0])
+    arms = {"alone": Arm((), quiet)}
+    for name, models in (("one", few[:1]), ("all", [BASE_NAME, *few]), ("hundred", adapters("flood", options.many, 5))):
+        arms[name] = Arm((group("flood", models),), quiet)
+    arms["same"] = Arm((group("flood", few[:1]),), (keys["flood"], adapters("flood", 1, _OTHERS + 1)[0]))
+    both = tuple(group(name, adapters(name, 1, 0), options.streams // 2) for name in WEIGHTS)
+    try:
+        for tenant, weight in WEIGHTS.items():
+            server.call("PATCH", f"/v1/tenants/{tenant}", json={"weight": weight})
+    except WeftError as error:
+        return arms, {"weights": f"this server does not know a tenant's weight: {error}"}
+    return {**arms, "weights": Arm(both, None)}, {}
+
+
+def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int) -> dict[str, Any]:
+    """One arm, once: a span with the quiet requests and one without, in the other order in every second repeat."""
+    replies: list[Reply] = []
+    delays_s: list[float] = []
+    spans = {}
+    step_s = math.nan
+    with flood(arm.groups) as report:
+        time.sleep(min(RAMP_S, options.seconds) if arm.groups else 0)
+        for name in ("with", "without") if repeat % 2 else ("without", "with"):
+            start_s = time.perf_counter()
+            if arm.quiet and name == "with":
+                asyncio.run(_ask_quietly(options, server, *arm.quiet, replies, delays_s))
+            elif arm.groups:
+                step_s = _watch_steps(options, server)
+            spans[name] = (start_s, time.perf_counter())
+    server.wait_idle()
+    if failed := first_error(replies) or first_error([reply for group in report.replies for reply in group]):
+        raise WeftError(f"A request failed: {failed}")
+    rates = {name: [tokens_per_s(group, *span) for group in report.replies] for name, span in spans.items()}
+    return {
+        "ttft_ms": [1e3 * reply.ttft_s for reply in replies if reply.token_times_s],
+        "refused": sum(reply.is_refused for reply in replies),
+        "client_delay_ms": [1e3 * delay for delay in delays_s],
+        "flood_client_delay_ms": [1e3 * delay for delay in report.delays_s],
+        "flood_refused": sum(reply.is_refused for group in report.replies for reply in group),
+        "flood_step_ms": 1e3 * step_s,
+        "rates": rates["with"],
+        "kept": sum(rates["with"]) / sum(rates["without"]) if arm.groups else None,
+    }
+
+
+def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
+    """Seconds per step while nothing but the flood is there."""
+    first, start_s = int(server.engine()["num_steps"]), time.perf_counter()
+    time.sleep(options.seconds)
+    steps = int(server.engine()["num_steps"]) - first
+    return (time.perf_counter() - start_s) / max(1, steps)
+
+
+async def _ask_quietly(
+    options: argparse.Namespace, server: OwnServer, key: str, model: str, replies: list[Reply], delays_s: list[float]
+) -> None:
+    """One request at a time until the time is over; the last one is waited for."""
+    watch = asyncio.create_task(watch_delay(delays_s))
+    draw = random.Random(options.seed)
+    calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
+    async with calls.client:
+        end_s = time.perf_counter() + options.seconds
+        while time.perf_counter() < end_s:
+            await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
+            replies.append(Reply(model, due_s=time.perf_counter()))
+            await calls.make(model, options.prompt_tokens, options.quiet_tokens, len(replies)).send(replies[-1])
+    watch.cancel()
+
+
+def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Quiet times by arm and as multiples of alone, what the flood had, and the goals."""
+    arms = {name: _arm_result(each) for name, each in runs.items()}
+    alone = arms["alone"]["ttft_ms"]["p95"]
+    table, goals = [], []
+    for name, arm in arms.items():
+        ttft, step_ms = arm["ttft_ms"], arm["flood_step_ms"]
+        row = {
+            "arm": name,
+            **{f"TTFT {key}, ms": value for key, value in ttft.items()},
+            "p95 / alone": ttft["p95"] / alone,
+        }
+        late = {"client late p99, ms": arm["client_delay_ms"]["p99"], "flood step, ms": step_ms}
+        table.append(
+            {**row, **late, "flood tokens/s": arm["tokens_per_s"], "kept": arm["kept"] and arm["kept"]["median"]}
+        )
+        if name == "weights":
+            ratio = arm["rates"][0] / arm["rates"][1] / (WEIGHTS["heavy"] / WEIGHTS["light"])
+            goals.append(goal("weights 3:1: error of the ratio of tokens/s", abs(ratio - 1), MAX_WEIGHT_ERROR))
+        elif name != "alone":
+            limit = MAX_SAME_RATIO * alone if name == "same" else max(MAX_RATIO * alone, MAX_STEPS * step_ms)
+            goals.append(goal(f"{name}: quiet TTFT p95, ms", ttft["p95"], limit))
+            kept = arm["kept"]["median"]
+            goals.append(goal(f"{name}: part of its tokens/s that the flood keeps", kept, MIN_KEPT, is_least=True))
+            goals.append(goal(f"{name}: quiet requests refused", arm["refused"], 0))
+    return {"arms": arms, "table": table, "goals": goals}
+
+
+def _arm_result(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    ttft = [value for run in runs for value in run["ttft_ms"]]
+    delays = ("client_delay_ms", "flood_client_delay_ms")
+    rates = [sum(each) / len(each) for each in zip(*(run["rates"] for run in runs), strict=True)]
+    return {
+        "requests": len(ttft),
+        "ttft_ms": {"p50": percentile(ttft, 50), "p95": percentile(ttft, 95), "max": max(ttft, default=None)},
+        "ttft_p95_ms_by_repeat": [percentile(run["ttft_ms"], 95) for run in runs],
+        **{name: distribution([value for run in runs for value in run[name]]) for name in delays},
+        **{name: sum(run[name] for run in runs) for name in ("refused", "flood_refused")},
+        "flood_step_ms": statistics.mean(run["flood_step_ms"] for run in runs),
+        "rates": rates,
+        "tokens_per_s": sum(rates),
+        "kept": spread([run["kept"] for run in runs]) if rates else None,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = demo_parser("fairness", __doc__)
+    add = parser.add_argument
+    add("--seconds", type=float, default=20.0, help="of a span; an arm has two")
+    add("--repeats", type=positive, default=3)
+    add("--streams", type=positive, default=200, help="that the flood keeps open")
+    add("--many", type=positive, default=100, help="adapters of the flood in the arm that is called hundred")
+    add("--flood-tokens", type=positive, default=400, help="output tokens of a stream of the flood")
+    add("--quiet-tokens", type=positive, default=16, help="output tokens of a quiet request")
+    add("--prompt-tokens", type=positive, default=32)
+    add("--pause-ms", type=float, default=100.0, help="mean pause between quiet requests")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

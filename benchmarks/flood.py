@@ -1,0 +1,91 @@
+"""Clients that keep streams open without pause, in a process of their own.
+
+The clients whose times are measured beside the flood must not wait while its tokens are counted, so the flood has an
+event loop and an interpreter of its own. Both processes read the same clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from weft.benchmarks.calls import Call, Calls, Reply, closed_loop, watch_delay
+from weft.benchmarks.http_stream import EventClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Streams of one tenant."""
+
+    url: str
+    """With /v1."""
+    key: str
+    models: tuple[str, ...]
+    """Asked in turn."""
+    count: int
+    prompt_tokens: int
+    output_tokens: int
+    vocab_size: int
+    seed: int
+    """Of the prompts."""
+
+    def calls(self) -> Iterator[Call]:
+        """Requests without end."""
+        calls = Calls(EventClient(self.url, {"Authorization": f"Bearer {self.key}"}), self.vocab_size, self.seed)
+        for index, model in enumerate(itertools.cycle(self.models)):
+            yield calls.make(model, self.prompt_tokens, self.output_tokens, index)
+
+
+@dataclass(frozen=True, slots=True)
+class FloodReport:
+    """What came of a flood; complete when its block has ended."""
+
+    replies: list[list[Reply]]
+    """Per group of streams, in the order in which they were sent; those of the end are cut short."""
+    delays_s: list[float]
+    """How late the flood's own event loop was."""
+
+
+@contextlib.contextmanager
+def flood(groups: Sequence[Stream]) -> Iterator[FloodReport]:
+    """Keep streams open until the block is left, and then close them all."""
+    report = FloodReport([], [])
+    if not groups:
+        yield report
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pipe, other = spawn.Pipe()
+    process = spawn.Process(target=_run, args=(other, groups), daemon=True)
+    process.start()
+    pipe.recv()
+    try:
+        yield report
+    finally:
+        pipe.send(None)
+        found = pipe.recv()
+        report.replies.extend(found.replies)
+        report.delays_s.extend(found.delays_s)
+        process.join()
+
+
+def _run(pipe: Connection, groups: Sequence[Stream]) -> None:
+    asyncio.run(_keep_open(pipe, groups))
+
+
+async def _keep_open(pipe: Connection, groups: Sequence[Stream]) -> None:
+    report = FloodReport([[] for _ in groups], [])
+    loops = [
+        closed_loop(group.calls(), group.count, found) for group, found in zip(groups, report.replies, strict=True)
+    ]
+    tasks = [asyncio.create_task(each) for each in (*loops, watch_delay(report.delays_s))]
+    pipe.send(None)
+    await asyncio.to_thread(pipe.recv)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    pipe.send(report)

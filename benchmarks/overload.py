@@ -1,0 +1,336 @@
+"""What is left of a server that is asked for many times what it can answer?
+
+    weft bench overload [--factors 1,1.6,20] [--seconds 60] [--json benchmarks/results/overload-cpu.json]
+
+Measures the capacity in a closed loop, then sends Poisson arrivals at multiples of it, whatever the server answers.
+Three tenants of equal weight send 70, 20 and 10% of them; a quiet tenant stays far below its share. Of the clients one
+in ten hammers (comes again at once when it is refused), some are honest (wait as long as Retry-After says, three
+tries), all others are impatient (do not come again). All honest ones together ask for 30% of the capacity at most: if
+they asked for more than there is, no answer could serve them all. Some refused requests are followed by probes, which
+come at fractions of the told time until one is admitted: that is the truth about Retry-After.
+
+Goodput is what ends within the objectives, after a sixth of the time, in which the server fills up. Prints tables and,
+last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.benchmarks.arguments import positive
+from weft.benchmarks.calls import Call, Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.metrics import Objective, distribution
+from weft.benchmarks.own_server import OwnServer, demo_parser, plain_server
+from weft.benchmarks.report import goal, tell
+from weft.benchmarks.workloads import gamma_arrivals
+from weft.errors import WeftError
+
+SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
+"""Of the demand, by tenant."""
+QUIET = "quiet"
+QUIET_SHARE = 0.05
+"""Of the capacity; a fair share is a quarter."""
+TRIES = {"impatient": 1, "hammering": 4, "honest": 3, QUIET: 1}
+HAMMERING_SHARE = 0.1
+"""Of the demand."""
+HONEST_SHARE = 0.3
+"""Of the capacity."""
+PROBE_AT = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
+"""When probes come, as parts of the told time."""
+NO_WORD_S = 1.0
+"""What an honest client waits where there is no Retry-After."""
+NORMAL_RATIO = 2.0
+"""Normal is a TTFT within this multiple of the idle one, three times in a row."""
+_POLL_S = 0.1
+_FILLED = 1 / 6
+
+
+@dataclass(slots=True)
+class Visit:
+    """A client, with all its tries."""
+
+    kind: str
+    call: Call
+    arrival_s: float
+    tries: list[Reply] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Phase:
+    """One span of overload: what came of it."""
+
+    visits: list[Visit]
+    start_s: float = 0.0
+    truths: list[tuple[float, float | None]] = field(default_factory=list)
+    """Seconds that a refused request was told, and those after which such a request was admitted; None is later."""
+    rss_mib: list[float] = field(default_factory=list)
+    """Once a second."""
+    delays_s: list[float] = field(default_factory=list)
+    """Of the clients' event loop."""
+    normal_after_s: float | None = None
+    """From the last arrival; None: not within the time given."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit status."""
+    return tell("overload", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Capacity, then each multiple of it."""
+    with plain_server(options.model, options.set) as server:
+        return asyncio.run(_measure(options, server))
+
+
+async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
+    async with contextlib.AsyncExitStack() as clients:
+        made = [_calls(options, server, name, place) for place, name in enumerate((*SHARES, QUIET))]
+        for each, _ in made:
+            await clients.enter_async_context(each.client)
+        return await _measure_all(
+            options, server, dict(zip((*SHARES, QUIET), (calls for _, calls in made), strict=True))
+        )
+
+
+async def _measure_all(
+    options: argparse.Namespace, server: OwnServer, calls: Mapping[str, Iterator[Call]]
+) -> dict[str, Any]:
+    capacity = options.capacity or await measure_capacity(options, calls)
+    idle: list[Reply] = []
+    await closed_loop(itertools.islice(calls[QUIET], 10), 1, idle)
+    idle_s = statistics.median(reply.ttft_s for reply in idle)
+    print(f"capacity {capacity:.1f} requests/s, idle TTFT {1e3 * idle_s:.1f} ms", file=sys.stderr)
+    phases = []
+    for factor in options.factors:
+        phase = Phase(plan_visits(options, calls, capacity, factor))
+        await _Overload(options, server, calls[QUIET], phase, NORMAL_RATIO * idle_s).run()
+        phases.append(phase_result(options, phase, capacity, factor))
+        server.wait_idle()
+    goals = make_goals(max(phases, key=lambda each: float(each["times"])))
+    facts = {"capacity_requests_per_s": capacity, "idle_ttft_ms": 1e3 * idle_s}
+    return {**facts, "phases": phases, "table": [_row(phase) for phase in phases], "goals": goals}
+
+
+async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]) -> float:
+    """Requests per second that a closed loop of the tenants in their shares comes to while it is full."""
+    draw = random.Random(options.seed)
+    mixed = (next(calls[draw.choices(list(SHARES), list(SHARES.values()))[0]]) for _ in itertools.count())
+    replies: list[Reply] = []
+    start_s = time.perf_counter() + options.capacity_seconds / 3
+    end_s = start_s + options.capacity_seconds
+    await closed_loop(mixed, options.in_flight, replies, until_s=end_s)
+    if failed := first_error(replies):
+        raise WeftError(f"The server cannot answer a load without overload: {failed}")
+    return tokens_per_s(replies, start_s, end_s) / float(options.output_tokens)
+
+
+def plan_visits(
+    options: argparse.Namespace, calls: Mapping[str, Iterator[Call]], capacity: float, factor: float
+) -> list[Visit]:
+    """Who comes when, by time."""
+    draw = random.Random(options.seed)
+    honest = HONEST_SHARE / max(1.0, factor)
+    weights = [1 - HAMMERING_SHARE - honest, HAMMERING_SHARE, honest]
+    visits = []
+    demand = {**{name: share * factor for name, share in SHARES.items()}, QUIET: QUIET_SHARE}
+    for place, (name, share) in enumerate(demand.items()):
+        rate = share * capacity
+        arrivals = gamma_arrivals(int(2 * rate * options.seconds) + 9, rate, 1.0, options.seed + place)
+        for arrival_s in itertools.takewhile(lambda at: at < options.seconds, arrivals):
+            kind = QUIET if name == QUIET else draw.choices(list(TRIES)[:3], weights)[0]
+            visits.append(Visit(kind, next(calls[name]), arrival_s))
+    return sorted(visits, key=lambda visit: visit.arrival_s)
+
+
+class _Overload:
+    """Carries out one phase."""
+
+    def __init__(
+        self, options: argparse.Namespace, server: OwnServer, quiet: Iterator[Call], phase: Phase, normal_s: float
+    ) -> None:
+        self._options, self._server, self._quiet, self._phase, self._normal_s = options, server, quiet, phase, normal_s
+        self._next_probe_s = 0.0
+
+    async def run(self) -> None:
+        phase = self._phase
+        watches = [asyncio.create_task(watch_delay(phase.delays_s)), asyncio.create_task(self._watch_memory())]
+        phase.start_s = time.perf_counter()
+        end_s = phase.start_s + self._options.seconds
+        clients = []
+        for visit in phase.visits:
+            await _sleep_until(phase.start_s + visit.arrival_s)
+            clients.append(asyncio.create_task(self._visit(visit)))
+        await _sleep_until(end_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.settle_s):
+                await self._until_normal(end_s)
+                await asyncio.gather(*clients)
+        for task in (*watches, *clients):
+            task.cancel()
+        await asyncio.wait([*watches, *clients])
+
+    async def _visit(self, visit: Visit) -> None:
+        due_s = self._phase.start_s + visit.arrival_s
+        for _ in range(TRIES[visit.kind]):
+            visit.tries.append(reply := Reply(visit.call.model, due_s=due_s))
+            await visit.call.send(reply)
+            if not reply.is_refused:
+                return
+            if visit.kind == "honest":
+                await asyncio.sleep(reply.retry_after_s or NO_WORD_S)
+            due_s = time.perf_counter()
+        if visit.kind == "impatient" and reply.retry_after_s and due_s >= self._next_probe_s:
+            self._next_probe_s = due_s + self._options.seconds / self._options.probes
+            await self._probe(visit.call, reply.retry_after_s)
+
+    async def _probe(self, call: Call, told_s: float) -> None:
+        """Come at parts of the told time until a request is admitted."""
+        start_s = time.perf_counter()
+        for part in PROBE_AT:
+            await _sleep_until(start_s + part * told_s)
+            reply = Reply(call.model, due_s=time.perf_counter())
+            await call.send(reply)
+            if reply.status == 200:
+                self._phase.truths.append((told_s, reply.due_s - start_s))
+                return
+        self._phase.truths.append((told_s, None))
+
+    async def _until_normal(self, end_s: float) -> None:
+        since_s, in_row = end_s, 0
+        while in_row < 3:
+            reply = Reply(QUIET, due_s=time.perf_counter())
+            await next(self._quiet).send(reply)
+            if reply.ttft_s <= self._normal_s:
+                in_row += 1
+            else:
+                since_s, in_row = time.perf_counter(), 0
+            await asyncio.sleep(_POLL_S)
+        self._phase.normal_after_s = since_s - end_s
+
+    async def _watch_memory(self) -> None:
+        while (rss := self._server.rss_mib()) is not None:
+            self._phase.rss_mib.append(rss)
+            await asyncio.sleep(1)
+
+
+def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, factor: float) -> dict[str, Any]:
+    """What one phase came to; the time of a refusal counts from its sending."""
+    objective = Objective(ttft_s=options.ttft_s, tpot_s=options.tpot_ms / 1e3)
+    filled_s, end_s = phase.start_s + _FILLED * options.seconds, phase.start_s + options.seconds
+    replies = [reply for visit in phase.visits for reply in visit.tries]
+    good = sum(objective.is_met(reply) for reply in replies if filled_s <= reply.done_s < end_s)
+    refused = [reply for reply in replies if reply.is_refused]
+    told_s = [reply.retry_after_s for reply in refused if reply.retry_after_s is not None]
+    quiet = [reply for visit in phase.visits if visit.kind == QUIET for reply in visit.tries]
+    settled = phase.rss_mib[len(phase.rss_mib) // 6 :]
+    return {
+        "times": factor,
+        "offered_per_s": len(phase.visits) / options.seconds,
+        "sent_per_s": len(replies) / options.seconds,
+        "goodput": good / (end_s - filled_s) / capacity,
+        "statuses": dict(Counter(str(reply.status or reply.error or "cut at the end") for reply in replies)),
+        "ttft_ms": distribution([reply.ttft_s for reply in replies], 1e3),
+        "quiet_ttft_ms": distribution([reply.ttft_s for reply in quiet], 1e3),
+        "refusal_ms": distribution([reply.head_s - reply.sent_s for reply in refused], 1e3),
+        "with_retry_after": len(told_s) / len(refused) if refused else None,
+        "retry_after_s": distribution(told_s),
+        "probes": [{"told_s": told, "admitted_after_s": after} for told, after in phase.truths],
+        "told_over_truth": distribution([told / after for told, after in phase.truths if after]),
+        "true_within_twice": _mean([is_true(*truth) for truth in phase.truths]),
+        "served": {kind: _mean([_is_served(v) for v in phase.visits if v.kind == kind]) for kind in TRIES},
+        "normal_after_s": phase.normal_after_s,
+        "rss_mib": phase.rss_mib,
+        "rss_growth": settled[-1] / settled[0] if settled else None,
+        "client_delay_ms": distribution(phase.delays_s, 1e3),
+    }
+
+
+def is_true(told_s: float, after_s: float | None) -> bool:
+    """Whether a Retry-After was right within a factor of two, or within the second that is its unit."""
+    if after_s is None or after_s > 2.1 * told_s:  # probes come a little later than planned
+        return False
+    return after_s >= told_s / 2 or told_s - after_s <= 1
+
+
+def make_goals(phase: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of the hardest phase."""
+    at = f"{phase['times']:g} times"
+    refusal = f"refusals p99, ms, at {phase['sent_per_s']:.0f} requests/s"
+    return [
+        goal(f"{at}: goodput over capacity", phase["goodput"], 0.9, is_least=True),
+        goal(f"{at}: {refusal}", phase["refusal_ms"]["p99"], 50.0 if phase["sent_per_s"] <= 100 else 150.0),
+        goal(f"{at}: share of refusals with Retry-After", phase["with_retry_after"], 1.0, is_least=True),
+        goal(f"{at}: share of Retry-After true within twice", phase["true_within_twice"], 0.95, is_least=True),
+        goal(f"{at}: honest clients served within 3 tries", phase["served"]["honest"], 0.99, is_least=True),
+        goal(f"{at}: quiet tenant served", phase["served"][QUIET], 1.0, is_least=True),
+        goal(f"{at}: normal again after, s", phase["normal_after_s"], 5.0),
+        goal(f"{at}: growth of memory", phase["rss_growth"], 1.05),
+    ]
+
+
+def _row(phase: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: phase[name] for name in ("times", "sent_per_s", "goodput")},
+        "TTFT p99, ms": phase["ttft_ms"]["p99"],
+        "quiet": phase["quiet_ttft_ms"]["p99"],
+        **{f"refusal {name}, ms": phase["refusal_ms"][name] for name in ("p50", "p99")},
+        **{f"{kind} served": phase["served"][kind] for kind in ("honest", QUIET)},
+        "normal after, s": phase["normal_after_s"],
+    }
+
+
+def _calls(options: argparse.Namespace, server: OwnServer, tenant: str, place: int) -> tuple[Calls, Iterator[Call]]:
+    """Requests of a tenant for its own adapter, without end."""
+    key = server.add_tenant(tenant)
+    (model,) = server.upload_copies(key, options.adapters, 1, first=place)
+    calls = server.calls(key, seed=len(SHARES) * options.seed + place)
+    numbers = itertools.count()
+    return calls, (calls.make(model, options.input_tokens, options.output_tokens, index) for index in numbers)
+
+
+def _is_served(visit: Visit) -> bool:
+    return bool(visit.tries) and visit.tries[-1].error is None and visit.tries[-1].completion_tokens > 0
+
+
+def _mean(values: Sequence[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+async def _sleep_until(time_s: float) -> None:
+    await asyncio.sleep(max(0.0, time_s - time.perf_counter()))
+
+
+def _factors(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = demo_parser("overload", __doc__)
+    add = parser.add_argument
+    add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
+    add("--seconds", type=float, default=60.0, help="of each")
+    add("--capacity", type=float, default=None, help="requests per second; measured when not given")
+    add("--capacity-seconds", type=float, default=15.0)
+    add("--in-flight", type=positive, default=96, help="requests of the closed loop that measures the capacity")
+    add("--input-tokens", type=positive, default=32)
+    add("--output-tokens", type=positive, default=96)
+    add("--ttft-s", type=float, default=10.0, help="objective: time to the first token")
+    add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
+    add("--probes", type=positive, default=40, help="refused requests whose Retry-After is tested")
+    add("--settle-s", type=float, default=120.0, help="how long to wait for what is left when no more arrive")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Static and windowed batching: whom they admit, and a small run beside continuous batching."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.benchmarks.batching import MODES, Batches, main
+
+
+@pytest.mark.parametrize(
+    ("due", "in_flight", "waited_s", "is_last", "static", "windowed"),
+    [
+        (0, 0, -1.0, False, 0, 0),
+        (3, 0, 0.05, False, 0, 0),
+        (3, 0, 0.10, False, 0, 3),
+        (4, 0, 0.00, False, 4, 4),
+        (9, 0, 0.00, False, 4, 4),
+        (9, 1, 9.00, True, 0, 0),
+        (2, 0, 0.00, True, 2, 2),
+    ],
+)
+def test_batches_start_when_they_are_full_and_none_runs(
+    due: int, in_flight: int, waited_s: float, is_last: bool, static: int, windowed: int
+) -> None:
+    for window_s, admitted in ((None, static), (0.1, windowed)):
+        batches = Batches(4, window_s)
+        assert batches.admit(due, in_flight, waited_s, is_last) == admitted
+        assert batches.sizes == [admitted][: admitted > 0]
+
+
+def test_three_generations_answer_the_same_requests(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    small = ["--quick", "--lengths", "4", "16", "--window-ms", "20", "--cache", str(tmp_path)]
+    assert main([*small, "--json", str(path)]) == 0
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert tuple(result["modes"]) == MODES
+    for found in result["modes"].values():
+        assert found["0.5"]["requests/s"]["median"] == pytest.approx(result["saturated_requests_per_s"] / 2, rel=1e-3)
+        assert 0 < found["0.5"]["mean latency, ms"]["median"] <= found["0.5"]["p95 latency, ms"]["max"]

@@ -1,0 +1,121 @@
+"""Counting clients against a small OpenAI-shaped server over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shop_window import ShopWindow, shop_window
+from weft.benchmarks.calls import Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.flood import Stream, flood
+from weft.benchmarks.http_stream import EventClient
+
+
+@pytest.fixture
+def server() -> Iterator[ShopWindow]:
+    with shop_window() as window:
+        yield window
+
+
+def ask(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> list[Reply]:
+    replies: list[Reply] = []
+
+    async def run() -> None:
+        async with EventClient(url, {"Authorization": "Bearer key"}) as client:
+            calls = Calls(client, 64, 0)
+            made = (calls.make("a", 3, output_tokens, index) for index in range(count))
+            await closed_loop(made, in_flight, replies)
+
+    asyncio.run(run())
+    return replies
+
+
+def test_every_token_is_counted_with_its_time(server: ShopWindow) -> None:
+    replies = ask(server.url, 6, in_flight=2)
+    assert [len(reply.token_times_s) for reply in replies] == [4] * 6
+    assert [reply.completion_tokens for reply in replies] == [4] * 6
+    assert first_error(replies) is None
+    for reply in replies:
+        assert reply.due_s <= reply.sent_s <= reply.head_s <= reply.token_times_s[0] < reply.token_times_s[-1]
+        assert reply.token_times_s[-1] <= reply.done_s
+    assert server.most_in_flight == 2
+    assert server.connections == 2, "connections are reused"
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 6
+    spans = (replies[0].sent_s, replies[-1].done_s)
+    assert tokens_per_s(replies, *spans) == pytest.approx(24 / (spans[1] - spans[0]))
+
+
+def test_a_refusal_is_no_failure_and_tells_when_to_come_again(server: ShopWindow) -> None:
+    server.fault = "503"
+    replies = ask(server.url, 2)
+    assert [(reply.status, reply.is_refused, reply.retry_after_s) for reply in replies] == [(503, True, 7.0)] * 2
+    assert first_error(replies) is None
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("short", "without 4 tokens"), ("no usage", "without 4 tokens"), ("cut", "before the end of the answer")],
+)
+def test_a_wrong_answer_is_an_error(server: ShopWindow, fault: str, message: str) -> None:
+    server.fault = fault
+    assert message in (first_error(ask(server.url, 1)) or "")
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    (reply,) = ask("http://127.0.0.1:9/v1", 1)
+    assert "ConnectionRefusedError" in (reply.error or "")
+    assert reply.status == 0
+
+
+def test_the_clients_own_delay_is_seen() -> None:
+    async def run() -> list[float]:
+        delays_s: list[float] = []
+        watch = asyncio.create_task(watch_delay(delays_s))
+        await asyncio.sleep(0.01)
+        time.sleep(0.1)  # noqa: ASYNC251 - what it must notice
+        await asyncio.sleep(0.01)
+        watch.cancel()
+        return delays_s
+
+    assert max(asyncio.run(run())) >= 0.09
+
+
+def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow) -> None:
+
+    def group(key: str, models: tuple[str, ...], count: int) -> Stream:
+        return Stream(
+            url=server.url,
+            key=key,
+            models=models,
+            count=count,
+            prompt_tokens=3,
+            output_tokens=50,
+            vocab_size=64,
+            seed=count,
+        )
+
+    groups = [group("one", ("a", "b"), 3), group("two", ("c",), 2)]
+    with flood(groups) as report:
+        start_s = time.perf_counter()
+        while server.most_in_flight < 5 or time.perf_counter() < start_s + 0.7:
+            time.sleep(0.01)
+    assert server.most_in_flight == 5
+    assert server.authorizations == {"Bearer one", "Bearer two"}
+    assert {body["model"] for body in server.bodies} == {"a", "b", "c"}
+    assert [len(replies) >= group.count for replies, group in zip(report.replies, groups, strict=True)] == [True] * 2
+    assert all(tokens_per_s(replies, start_s, start_s + 0.5) > 0 for replies in report.replies)
+    assert report.delays_s
+    deadline = time.monotonic() + 10
+    while server.in_flight and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.in_flight == 0
+
+
+def test_no_groups_are_no_flood() -> None:
+    with flood([]) as report:
+        pass
+    assert report.replies == []

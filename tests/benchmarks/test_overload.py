@@ -1,0 +1,155 @@
+"""The overload benchmark: who it sends when, what it makes of the answers, and a small run."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.benchmarks.calls import Call, Calls, Reply
+from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.overload import QUIET, SHARES, Phase, Visit, is_true, main, make_goals, phase_result, plan_visits
+
+OPTIONS = argparse.Namespace(seed=0, seconds=60.0, ttft_s=10.0, tpot_ms=100.0)
+
+
+def calls(model: str) -> Iterator[Call]:
+    made = Calls(EventClient("http://127.0.0.1:9/v1", {}), 64, 0)
+    return (made.make(model, 1, 1, index) for index in itertools.count())
+
+
+@pytest.mark.parametrize("factor", [1.0, 20.0])
+def test_the_offered_load_is_what_was_asked_for(factor: float) -> None:
+    visits = plan_visits(OPTIONS, {name: calls(name) for name in (*SHARES, QUIET)}, 10.0, factor)
+    arrivals = [visit.arrival_s for visit in visits]
+    assert arrivals == sorted(arrivals)
+    assert 0 < arrivals[0] < arrivals[-1] < OPTIONS.seconds
+    sent = Counter(visit.call.model for visit in visits)
+    demand = 600 * factor
+    for name, share in SHARES.items():
+        assert sent[name] == pytest.approx(share * demand, rel=0.25)
+    assert sent[QUIET] == pytest.approx(30, rel=0.5)
+    kinds = Counter(visit.kind for visit in visits)
+    assert kinds[QUIET] == sent[QUIET]
+    assert kinds["honest"] == pytest.approx(0.3 * 600, rel=0.25), "honest clients ask for a part of the capacity"
+    assert kinds["hammering"] == pytest.approx(0.1 * demand, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("told_s", "after_s", "right"),
+    [
+        (10, 10, True),
+        (10, 5, True),
+        (10, 20.5, True),
+        (10, 2.5, False),
+        (10, 40, False),
+        (10, None, False),
+        (1, 0.25, True),
+        (2, 1.0, True),
+    ],
+)
+def test_retry_after_is_right_within_twice_or_a_second(told_s: float, after_s: float | None, right: bool) -> None:
+    assert is_true(told_s, after_s) is right
+
+
+def served(at_s: float, ttft_s: float, tpot_s: float = 0.01) -> Reply:
+    times = [at_s + ttft_s, at_s + ttft_s + tpot_s]
+    return Reply("m", due_s=at_s, sent_s=at_s, status=200, token_times_s=times, done_s=times[-1], completion_tokens=2)
+
+
+def refused(at_s: float, told: bytes | None, took_s: float = 0.02) -> Reply:
+    headers = {} if told is None else {b"retry-after": told}
+    return Reply("m", due_s=at_s, sent_s=at_s, status=429, headers=headers, head_s=at_s + took_s, error="HTTP 429")
+
+
+def visit(kind: str, *tries: Reply) -> Visit:
+    return Visit(kind, next(calls("m")), tries[0].due_s, list(tries))
+
+
+def make_phase() -> Phase:
+    return Phase(
+        [
+            visit("impatient", served(1.0, 0.1)),  # while the server fills up
+            visit("impatient", served(20.0, 0.1)),
+            visit("impatient", served(30.0, 11.0)),  # first token too late
+            visit("impatient", served(31.0, 0.1, tpot_s=0.2)),  # too slow
+            visit("honest", refused(20.0, b"3"), served(23.0, 0.1)),
+            visit("honest", refused(20.0, b"3"), refused(23.0, b"3"), refused(26.0, None, took_s=0.2)),
+            visit(QUIET, served(40.0, 0.5)),
+        ],
+        truths=[(3.0, 3.0), (3.0, None)],
+        rss_mib=[100.0, 200.0, 200.0, 200.0, 200.0, 200.0, 210.0],
+        normal_after_s=2.0,
+    )
+
+
+def test_figures_of_a_phase() -> None:
+    result = phase_result(OPTIONS, make_phase(), 1.0, 20.0)
+    assert result["goodput"] == pytest.approx(3 / 50)
+    assert result["statuses"] == {"200": 6, "429": 4}
+    assert result["with_retry_after"] == 0.75
+    assert result["refusal_ms"]["p50"] == pytest.approx(20)
+    assert result["refusal_ms"]["max"] == pytest.approx(200)
+    assert result["served"] == {"impatient": 1.0, "hammering": None, "honest": 0.5, QUIET: 1.0}
+    assert result["true_within_twice"] == 0.5
+    assert result["quiet_ttft_ms"]["max"] == pytest.approx(500)
+    assert result["rss_growth"] == pytest.approx(1.05)
+    reached = {goal["goal"]: goal["ok"] for goal in make_goals(result)}
+    assert reached == {
+        "20 times: goodput over capacity": False,
+        "20 times: refusals p99, ms, at 0 requests/s": False,
+        "20 times: share of refusals with Retry-After": False,
+        "20 times: share of Retry-After true within twice": False,
+        "20 times: honest clients served within 3 tries": False,
+        "20 times: quiet tenant served": True,
+        "20 times: normal again after, s": True,
+        "20 times: growth of memory": True,
+    }
+
+
+def test_what_was_not_measured_reaches_no_goal() -> None:
+    phase = Phase([visit(QUIET, served(40.0, 0.5))])
+    reached = {goal["goal"]: goal["ok"] for goal in make_goals(phase_result(OPTIONS, phase, 1.0, 20.0))}
+    assert [name for name, ok in reached.items() if ok] == ["20 times: quiet tenant served"]
+
+
+@pytest.mark.slow
+def test_a_small_run_tells_of_every_phase(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    small = [
+        "--seconds",
+        "2",
+        "--capacity-seconds",
+        "1",
+        "--settle-s",
+        "30",
+        "--output-tokens",
+        "4",
+        "--in-flight",
+        "4",
+    ]
+    settings = ["--set=memory.gib=0.05", "--set=memory.host_gib=0.05", "--set=model.threads=1"]
+    full = "--set=scheduler.max_waiting=1"
+    assert main(["--factors", "1,4", *small, *settings, full, "--json", str(path)]) == 0
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert result["hardware"]["cores"] >= 1
+    assert result["capacity_requests_per_s"] > 0
+    assert [phase["times"] for phase in result["phases"]] == [1, 4]
+    for phase in result["phases"]:
+        assert phase["statuses"]["200"] > 0
+        assert set(phase["statuses"]) <= {"200", "429", "503"}, "whatever is not served is refused"
+        assert len(phase["rss_mib"]) >= 2
+    assert len(result["goals"]) == 8
+
+
+def test_a_server_that_does_not_start_is_told_with_its_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", str(tmp_path)]) == 1
+    assert "config.json" in capsys.readouterr().err

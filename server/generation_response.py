@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, WeftError
 from weft.server import sse
+from weft.server.best_of import best_choices
 from weft.server.drain import Drain
 from weft.server.generation import Generation, Step
 from weft.server.http_protocol import IS_CLOSING
@@ -32,6 +33,8 @@ class Manner:
     head: JsonObject
     """`id`, `created`, `model`, `system_fingerprint`: the same in every chunk."""
     headers: dict[str, str]
+    n: int
+    """Choices of each prompt that are returned, of as many candidates or more."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -83,14 +86,19 @@ class GenerationResponse(Response):
             raise ClientDisconnect
         for step in arrived:
             self._meter.deliver(step)
-        choices = [self._shape.whole_choice(choice, joined(parts[choice.index])) for choice in self._generation.choices]
+        best = best_choices(self._generation.choices, arrived, self._manner.n)
+        ends = [joined(parts[choice.index]) for choice in best]
+        choices = [
+            self._shape.whole_choice(replace(choice, index=index), end)
+            for index, (choice, end) in enumerate(zip(best, ends, strict=True))
+        ]
         body: JsonObject = {
             "object": self._shape.whole_object,
             **self._manner.head,
             "choices": choices,
             "usage": self._meter.usage.body(),
         }
-        await self._meter.finish(_overall([joined(part) for part in parts.values()]))
+        await self._meter.finish(_overall(ends))
         response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})

@@ -14,10 +14,6 @@ IGNORED = frozenset({"metadata", "store", "service_tier"})
 """Accepted with any value."""
 
 SHARED: Neutral = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -156,7 +156,7 @@ class _Call:
             weight=self.caller.weight,
             adapter=ref.digest if ref else None,
             num_bytes=len(raw),
-            num_choices=self.body.n * num_prompts,
+            num_choices=self.body.num_candidates * num_prompts,
             max_tokens=services.ready.max_model_len if max_tokens is None else max_tokens,
             deadline_s=deadline_s(self.request.headers),
             key=hash((self.caller.tenant_id, self.caller.identity.key_id, raw)),
@@ -189,6 +189,7 @@ def _respond(
             "system_fingerprint": services.fingerprint,
         },
         headers=call.model.headers,
+        n=body.n,
         stream=body.stream,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
@@ -203,11 +204,13 @@ def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, Sampli
     is_open = isinstance(body, ChatBody) and body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
     outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
-    lease.reserve(prompts + body.n * len(plan), prompts + body.n * outputs, is_open=is_open)
+    count = body.num_candidates
+    lease.reserve(prompts + count * len(plan), prompts + count * outputs, is_open=is_open)
     return prompts
 
 
 def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
+    """All candidates; those of a beam search have one request."""
     flow = FlowKey(
         tenant=call.caller.tenant_id or "",
         weight=call.caller.weight,
@@ -215,18 +218,21 @@ def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: 
         deadline_s=deadline_s(call.request.headers),
     )
     choices = []
+    beam, count = call.body.beam, call.body.num_candidates
     for prompt_index, (prompt, params) in enumerate(plan):
-        for choice_index in range(call.body.n):
-            index = prompt_index * call.body.n + choice_index
+        for choice_index in range(count):
+            index = prompt_index * count + choice_index
             first_id = f"{ledger_id}-{index - choice_index}"
+            fork_index = 0 if beam is not None else choice_index
             request = GenerationRequest(
-                request_id=f"{ledger_id}-{index}",
+                request_id=f"{ledger_id}-{index - choice_index + fork_index}",
                 prompt_token_ids=prompt.token_ids,
                 params=params,
                 adapter=call.model.ref,
                 flow=flow,
-                choice_index=choice_index,
-                fork_of=first_id if choice_index else None,
+                choice_index=fork_index,
+                fork_of=first_id if fork_index else None,
+                beam=beam,
             )
             text = TextStream(call.services.tokenizer, params, prompt.token_ids)
             choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.config import MAX_RANK_LIMIT
+from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
 from weft.registry.names import MAX_DESCRIPTION
@@ -110,6 +111,12 @@ def _stops(value: object) -> list[str]:
     return stops
 
 
+def _stopping(value: object) -> object:
+    if value is True or value is False or value == "never":
+        return value
+    raise InvalidRequestError(f'early_stopping must be true, false or "never", got {value!r}.', param="early_stopping")
+
+
 def _biases(value: object) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise InvalidRequestError(f"logit_bias must be an object of at most {MAX_BIASES} entries.", param="logit_bias")
@@ -192,6 +199,14 @@ _CONTENT_SCHEMA = {
 }
 
 
+NOT_IN_BEAM_SEARCH = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "stop", "echo"),
+)
+"""Fields that beam search takes with values that change nothing, and no others."""
+ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
+
+
 class StreamOptions(Body):
     """What a stream carries besides text."""
 
@@ -218,6 +233,16 @@ class GenerationBody(Body):
     n: int = Field(1, ge=1, le=4096)
     priority: int = Field(0, ge=-100, le=100)
     """Order among the tenant's own waiting requests of one adapter: lower goes first."""
+    best_of: int | None = Field(None, ge=1, le=4096)
+    """Candidates to generate for each prompt, `n` if not given: the `n` with the highest log-probability per token are
+    returned, all are billed. For beam search the beam width."""
+    use_beam_search: bool = False
+    """Search instead of sampling: the `n` best of `best_of` beams are returned, best first."""
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
+    """For beam search: power of the length that a sequence's sum of log-probabilities is divided by."""
+    early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_stopping)] = False
+    """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
+    possible, and false when none is likely."""
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -240,6 +265,42 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true.", param="stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _candidates_can_be_compared(self) -> GenerationBody:
+        if self.num_candidates < self.n:
+            raise InvalidRequestError(f"best_of must be at least n = {self.n}, got {self.best_of}.", param="best_of")
+        if self.stream and (self.use_beam_search or self.num_candidates > self.n):
+            param = "use_beam_search" if self.use_beam_search else "best_of"
+            message = f"{param} compares finished candidates, so it cannot be streamed. Send stream: false."
+            raise InvalidRequestError(message, param=param)
+        return self
+
+    @model_validator(mode="after")
+    def _beam_search_is_not_sampling(self) -> GenerationBody:
+        for name in NOT_IN_BEAM_SEARCH if self.use_beam_search else ONLY_IN_BEAM_SEARCH:
+            if name not in type(self).model_fields:
+                continue
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            value = getattr(self, name)
+            # Greedy decoding and "all tokens", as vLLM's clients write them.
+            if value != default and (name, value) not in (("temperature", 0), ("top_k", -1)):
+                goes = "does not go" if self.use_beam_search else "goes only"
+                message = f"{name} {goes} with use_beam_search: true; expected {default}, got {value}."
+                raise InvalidRequestError(message, param=name)
+        return self
+
+    @property
+    def num_candidates(self) -> int:
+        """Generations of each prompt, of which `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def beam(self) -> BeamParams | None:
+        """The beam search that is asked for."""
+        width, penalty, stopping = self.num_candidates, self.length_penalty, self.early_stopping
+        search = BeamParams(width=width, length_penalty=penalty, early_stopping=stopping)
+        return search if self.use_beam_search else None
 
     @property
     def include_usage(self) -> bool:

@@ -36,6 +36,39 @@ class Manner:
     continuous_usage: bool
 
 
+class WholeAnswer:
+    """All steps of a generation as one body."""
+
+    def __init__(self, shape: Shape, meter: Meter) -> None:
+        self.headers: dict[str, str] = {}
+        """Those that the engine's word decides."""
+        self._shape = shape
+        self._meter = meter
+        self._parts: dict[int, list[Part]] = {}
+        self._steps: list[Step] = []
+
+    async def collect(self, steps: AsyncIterator[Step]) -> None:
+        """Take all steps; raises what ends them early."""
+        async for step in steps:
+            self._meter.observe(step)
+            self._parts.setdefault(step.choice.index, []).append(self._shape.part(step))
+            self.headers.update(_state_header(step))
+            self._steps.append(step)
+
+    def body(self, head: JsonObject) -> tuple[JsonObject, str]:
+        """The answer, which is counted as delivered, and the status that is recorded of it."""
+        for step in self._steps:
+            self._meter.deliver(step)
+        ends = {step.choice.index: (step.choice, joined(self._parts[step.choice.index])) for step in self._steps}
+        body: JsonObject = {
+            "object": self._shape.whole_object,
+            **head,
+            "choices": [self._shape.whole_choice(*ends[index]) for index in sorted(ends)],
+            "usage": self._meter.usage.body(),
+        }
+        return body, _overall([part for _, part in ends.values()])
+
+
 class GenerationResponse(Response):
     """Runs the generation when it is called as an ASGI application."""
 
@@ -67,26 +100,13 @@ class GenerationResponse(Response):
             watcher.cancel()
 
     async def _whole(self, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]) -> None:
-        parts: dict[int, list[Part]] = {}
-        headers = dict(self._manner.headers)
-        arrived = []
-        async for step in steps:
-            self._meter.observe(step)
-            parts.setdefault(step.choice.index, []).append(self._shape.part(step))
-            headers.update(_state_header(step))
-            arrived.append(step)
+        answer = WholeAnswer(self._shape, self._meter)
+        await answer.collect(steps)
         if is_gone():
             raise ClientDisconnect
-        for step in arrived:
-            self._meter.deliver(step)
-        choices = [self._shape.whole_choice(choice, joined(parts[choice.index])) for choice in self._generation.choices]
-        body: JsonObject = {
-            "object": self._shape.whole_object,
-            **self._manner.head,
-            "choices": choices,
-            "usage": self._meter.usage.body(),
-        }
-        await self._meter.finish(_overall([joined(part) for part in parts.values()]))
+        body, status = answer.body(self._manner.head)
+        headers = {**self._manner.headers, **answer.headers}
+        await self._meter.finish(status)
         response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions, in OpenAI's shapes."""
+"""POST /v1/completions and /v1/chat/completions, in OpenAI's shapes; lines of batches are planned here too."""
 
 from __future__ import annotations
 
@@ -46,15 +46,7 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 async def complete(request: Request, services: Wired, caller: GeneratingCaller) -> GenerationResponse:
     """Continue one or many prompts."""
     body = await json_body(request, CompletionBody, services.config.server.max_body_bytes, services.pace)
-    model = await _resolve(request, services, caller, body)
-    limits = limits_of(services)
-    params = completion_params(body, limits)
-    prompts = await _off_loop(
-        lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
-    )
-    plan = [(prompt, params) for prompt in prompts]
-    call = _Call(request=request, services=services, caller=caller, model=model, body=body)
-    return _respond(call, plan, CompletionShape(body, services.tokenizer))
+    return _respond(await plan_completion(_origin(request, services, caller), body))
 
 
 @router.post(
@@ -66,14 +58,62 @@ async def complete(request: Request, services: Wired, caller: GeneratingCaller) 
 async def chat(request: Request, services: Wired, caller: GeneratingCaller) -> GenerationResponse:
     """Answer a conversation."""
     body = await json_body(request, ChatBody, services.config.server.max_body_bytes, services.pace)
-    model = await _resolve(request, services, caller, body)
+    return _respond(await plan_chat(_origin(request, services, caller), body))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Whose request it is, and how it came."""
+
+    services: Services
+    caller: Caller
+    lease: Lease
+    """Admitted, nothing reserved."""
+    endpoint: str
+    request_id: str
+    session: str | None = None
+    line_id: str | None = None
+    """For a line of a batch: its ledger id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGeneration:
+    """A request that can run: checked, resolved and reserved."""
+
+    origin: Origin
+    generation: Generation
+    shape: Shape
+    meter: Meter
+    manner: Manner
+
+
+async def plan_completion(origin: Origin, body: CompletionBody) -> PlannedGeneration:
+    """Make a completions body a generation.
+
+    Raises:
+        RequestError: The body asks for what cannot be; the model is missing; a limit is reached.
+    """
+    services = origin.services
+    model = await _resolve(origin, body)
+    limits = limits_of(services)
+    params = completion_params(body, limits)
+    prompts = await _off_loop(
+        lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
+    )
+    plan = [(prompt, params) for prompt in prompts]
+    return _plan(_Call(origin=origin, model=model, body=body), plan, CompletionShape(body, services.tokenizer))
+
+
+async def plan_chat(origin: Origin, body: ChatBody) -> PlannedGeneration:
+    """Make a chat body a generation; raises like `plan_completion`."""
+    services = origin.services
+    model = await _resolve(origin, body)
     limits = limits_of(services)
     prompt = await _off_loop(
         lambda: chat_prompt(body, services.tokenizer, limits), sum(len(message.content) for message in body.messages)
     )
     plan = [(prompt, chat_params(body, prompt, limits))]
-    call = _Call(request=request, services=services, caller=caller, model=model, body=body)
-    return _respond(call, plan, ChatShape(body, services.tokenizer))
+    return _plan(_Call(origin=origin, model=model, body=body), plan, ChatShape(body, services.tokenizer))
 
 
 def limits_of(services: Services) -> Limits:
@@ -86,10 +126,22 @@ def limits_of(services: Services) -> Limits:
     )
 
 
-async def _resolve(request: Request, services: Services, caller: Caller, body: GenerationBody) -> ResolvedModel:
-    sticky = body.user or request.headers.get(SESSION_HEADER) or secrets.token_hex(8)
+def _origin(request: Request, services: Services, caller: Caller) -> Origin:
+    return Origin(
+        services=services,
+        caller=caller,
+        lease=lease_of(request),
+        endpoint=request.url.path,
+        request_id=str(request.state.request_id),
+        session=request.headers.get(SESSION_HEADER),
+    )
+
+
+async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
+    services = origin.services
+    sticky = body.user or origin.session or secrets.token_hex(8)
     model = await resolve_model(
-        services.registry, caller, services.served_name, body.model, body.adapter_id, sticky=sticky
+        services.registry, origin.caller, services.served_name, body.model, body.adapter_id, sticky=sticky
     )
     if model.adapter is not None and model.version is not None:
         services.metrics.learn_adapter(model.version.digest, model.adapter.tenant, model.adapter.name)
@@ -105,19 +157,28 @@ async def _off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT
 class _Call:
     """What the steps of answering share."""
 
-    request: Request
-    services: Services
-    caller: Caller
+    origin: Origin
     model: ResolvedModel
     body: GenerationBody
 
 
-def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape) -> GenerationResponse:
-    services, body = call.services, call.body
-    request_id = str(call.request.state.request_id)
-    lease = lease_of(call.request)
+def _respond(planned: PlannedGeneration) -> GenerationResponse:
+    drain = planned.origin.services.drain
+    return GenerationResponse(planned.generation, planned.shape, planned.meter, drain, planned.manner)
+
+
+def _plan(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape) -> PlannedGeneration:
+    origin, services, body, lease = call.origin, call.origin.services, call.body, call.origin.lease
     _reserve(lease, body, plan)
-    meter = Meter(services, call.caller, call.model, lease, endpoint=call.request.url.path, request_id=request_id)
+    meter = Meter(
+        services,
+        origin.caller,
+        call.model,
+        lease,
+        endpoint=origin.endpoint,
+        request_id=origin.request_id,
+        line_id=origin.line_id,
+    )
     manner = Manner(
         head={
             "id": shape.id_prefix + secrets.token_hex(16),
@@ -131,7 +192,7 @@ def _respond(call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shap
         continuous_usage=body.continuous_usage,
     )
     generation = Generation(services.engine, _choices(call, plan, meter.ledger_id))
-    return GenerationResponse(generation, shape, meter, services.drain, manner)
+    return PlannedGeneration(origin=origin, generation=generation, shape=shape, meter=meter, manner=manner)
 
 
 def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> None:
@@ -143,7 +204,7 @@ def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, Sampli
 
 
 def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
-    choices = []
+    choices, origin = [], call.origin
     for prompt_index, (prompt, params) in enumerate(plan):
         for choice_index in range(call.body.n):
             index = prompt_index * call.body.n + choice_index
@@ -153,10 +214,10 @@ def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: 
                 prompt_token_ids=prompt.token_ids,
                 params=params,
                 adapter=call.model.ref,
-                flow=FlowKey(tenant=call.caller.tenant_id or ""),
+                flow=FlowKey(lane=int(origin.line_id is not None), tenant=origin.caller.tenant_id or ""),
                 choice_index=choice_index,
                 fork_of=first_id if choice_index else None,
             )
-            text = TextStream(call.services.tokenizer, params, prompt.token_ids)
+            text = TextStream(origin.services.tokenizer, params, prompt.token_ids)
             choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))
     return choices

@@ -108,7 +108,15 @@ def test_a_written_file_reads_as_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "weft.yaml"
     file.write_text(uncommented)
     assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
-    assert set(yaml.safe_load(uncommented)) == {"model", "memory", "adapter", "scheduler", "server", "registry"}
+    assert set(yaml.safe_load(uncommented)) == {
+        "model",
+        "memory",
+        "adapter",
+        "scheduler",
+        "server",
+        "registry",
+        "batch",
+    }
 
 
 def test_a_database_password_is_never_shown() -> None:

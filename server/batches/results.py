@@ -61,17 +61,18 @@ class ResultCommits:
                 self._pending = [] if self._is_stopped else some + self._pending
                 await asyncio.sleep(RETRY_S)
                 continue
-            except BaseException as error:
+            except Exception as error:
+                log.exception("batch_results_failed")
                 for _, done in some:
                     if not done.done():
                         done.set_exception(error)
-                raise
+                continue
             for result, done in some:
                 if not done.done():
                     done.set_result((result.batch_id, result.line) in written)
 
 
-async def write_files(services: Services, batch: Batch, owner: str, input_sha256: str | None, now_status: str) -> None:
+async def write_files(services: Services, batch: Batch, owner: str, input_sha256: str | None, status: str) -> None:
     """End a batch: its results become an output file and an error file, with the lines that never ran in the latter.
 
     Args:
@@ -79,7 +80,7 @@ async def write_files(services: Services, batch: Batch, owner: str, input_sha256
         batch: Takes no more results.
         owner: This server.
         input_sha256: The blob of its input; None where that is lost.
-        now_status: How it ends: completed, cancelled, expired or failed.
+        status: How it ends: completed, cancelled, expired or failed.
     """
     registry, counts = services.registry, {False: 0, True: 0}
     with ExitStack() as stack:
@@ -92,22 +93,17 @@ async def write_files(services: Services, batch: Batch, owner: str, input_sha256
                 after = line
                 await in_thread(blobs[is_error].write, f"{text}\n".encode())
         if len(done) < batch.total and input_sha256 is not None:
-            counts[True] += await _write_left(services, batch, input_sha256, done, blobs[True], now_status)
-        names = {False: ("output_file_id", "output"), True: ("error_file_id", "errors")}
-        files = {
-            names[is_error][0]: _file(services, batch, f"{batch.id}_{names[is_error][1]}.jsonl", blob)
-            for is_error, blob in blobs.items()
-            if counts[is_error]
-        }
-        for blob in blobs.values():
+            counts[True] += await _write_left(services, batch, input_sha256, done, blobs[True], status)
+        kept = {"error" if is_error else "output": blobs[is_error] for is_error in blobs if counts[is_error]}
+        files = {f"{name}_file_id": _file(services, batch, f"{batch.id}_{name}.jsonl", kept[name]) for name in kept}
+        for blob in kept.values():
             await in_thread(blob.prepare)
 
         async def store() -> None:
-            for is_error, blob in blobs.items():
-                if counts[is_error]:
-                    await in_thread(blob.commit)
+            for blob in kept.values():
+                await in_thread(blob.commit)
 
-        await registry.batches.end(batch, owner, now_status, files, counts[True], store)
+        await registry.batches.end(batch, owner, status, files, counts[True], store)
 
 
 async def _write_left(

@@ -113,10 +113,10 @@ async def get_file(file_id: str, services: Wired, caller: InferTenant) -> FileVi
 async def get_content(file_id: str, services: Wired, caller: InferTenant) -> StreamingResponse:
     """Send a file's bytes."""
     file = await services.registry.files.get(caller.tenant_id, file_id)
-    pieces = _pieces(services, file.sha256)
-    first = await anext(pieces)  # a blob that is missing is an error while there can still be one
+    await in_thread(services.blobs.peek, file.sha256, 0)  # a blob that is missing is an error while there can be one
     headers = {"content-length": str(file.size_bytes)}
-    return StreamingResponse(_with_first(first, pieces), media_type="application/octet-stream", headers=headers)
+    pieces = _pieces(services, file.sha256)
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
 @router.delete("/v1/files/{file_id}")
@@ -192,7 +192,6 @@ async def _pieces(services: Services, sha256: str) -> AsyncIterator[bytes]:
     reader = await in_thread(opened.__enter__)
     try:
         left = reader.size
-        yield b""
         while left:
             piece = bytearray(min(left, PIECE_BYTES))
             left -= await in_thread(reader.readinto, memoryview(piece))
@@ -201,9 +200,3 @@ async def _pieces(services: Services, sha256: str) -> AsyncIterator[bytes]:
             yield bytes(piece)
     finally:
         await in_thread(opened.__exit__, None, None, None)
-
-
-async def _with_first(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for piece in rest:
-        yield piece

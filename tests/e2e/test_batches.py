@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import openai
 import psutil
@@ -20,7 +20,7 @@ from weft_server import DEMO_ADAPTERS, WeftServer, engine_pid, expected_answers,
 ANSWERS = expected_answers()
 ADAPTERS = sorted(folder.name for folder in DEMO_ADAPTERS.iterdir())
 ENDED = ("completed", "failed", "expired", "cancelled")
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_another_tenants_files_and_batches_look_missing(shop: WeftServer, client
     batch = until(client, start(client, [line("a", question("pirate"))]), *ENDED)
     shop.tenant("stranger")
     with client_of(shop, "stranger") as stranger:
-        calls = [
+        calls: list[Callable[[], object]] = [
             lambda: stranger.files.retrieve(batch.input_file_id),
             lambda: stranger.files.content(batch.output_file_id or ""),
             lambda: stranger.files.delete(batch.input_file_id),
@@ -208,22 +208,22 @@ def test_a_cancelled_batch_keeps_its_results(shop: WeftServer, client: openai.Op
 
 @pytest.mark.timeout(600)
 def test_kill_9_leaves_every_line_once_in_the_result_and_once_in_the_bill(tmp_path: Path) -> None:
-    lines = [line(f"l{n}", endless(n, 20 + n % 40), "/v1/completions") for n in range(600)]
+    lines = [line(f"l{n}", endless(n, 20 + n % 40), "/v1/completions") for n in range(240)]
     with life(tmp_path, {}) as server:
         for name in ADAPTERS:
             assert server.upload(server.tenant("acme"), name, DEMO_ADAPTERS / name).status_code == 201
         keys = server.tenants
         with client_of(server, "acme") as client:
             batch = start(client, lines, "/v1/completions")
-            until_done(client, batch, 130, len(lines))
+            until_done(client, batch, 50, len(lines))
         kill(server)
     with life(tmp_path, keys) as server, client_of(server, "acme") as client:
-        until_done(client, batch, 260, len(lines))
+        until_done(client, batch, 100, len(lines))
         psutil.Process(engine_pid(server)).kill()  # its lines run again
         time.sleep(1.0)
         kill(server)
     with life(tmp_path, keys) as server, client_of(server, "acme") as client:
-        until_done(client, batch, 390, len(lines))
+        until_done(client, batch, 150, len(lines))
         assert server.stop() == 0  # the batch leaves off at once
     with life(tmp_path, keys) as server, client_of(server, "acme") as client:
         done = until(client, batch, *ENDED, within_s=300)

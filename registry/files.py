@@ -81,14 +81,19 @@ class Files:
             await session.flush()
             await store()
 
-    async def get(self, tenant_id: str, file_id: str) -> StoredFile:
+    async def get(self, tenant_id: str, file_id: str, *, has_begun: bool = False) -> StoredFile:
         """One of a tenant's files.
+
+        Args:
+            tenant_id: Whose.
+            file_id: Which.
+            has_begun: A batch runs from it, so it counts also when its time is over.
 
         Raises:
             NotFoundError: The tenant has none of this id, or it has expired.
         """
         async with self._database.read() as session:
-            return _file(await file_row(session, tenant_id, file_id, self._clock()))
+            return _file(await file_row(session, tenant_id, file_id, None if has_begun else self._clock()))
 
     async def list(
         self, tenant_id: str, purpose: str | None, after: str | None, limit: int, *, is_oldest_first: bool
@@ -151,11 +156,11 @@ def add_file(session: AsyncSession, file: StoredFile) -> None:
     session.add(FileRow(**{field.name: getattr(file, field.name) for field in fields(StoredFile)}))
 
 
-async def file_row(session: AsyncSession, tenant_id: str, file_id: str, now: datetime) -> FileRow:
-    """The row of a tenant's file; raises NotFoundError."""
+async def file_row(session: AsyncSession, tenant_id: str, file_id: str, now: datetime | None) -> FileRow:
+    """The row of a tenant's file, where it has not expired, or with `now` as None anyway; raises NotFoundError."""
     own = (FileRow.id == check_text(file_id, "file", 512), FileRow.tenant_id == tenant_id)
-    row = await session.scalar(select(FileRow).where(*own, FileRow.expires_at > to_micros(now)))
-    if row is None:
+    row = await session.scalar(select(FileRow).where(*own))
+    if row is None or (now is not None and row.expires_at <= to_micros(now)):
         raise NotFoundError("There is no such file.")
     return row
 

@@ -137,7 +137,9 @@ class _Run:
 
     async def _input(self) -> str | None:
         try:
-            file = await self._services.registry.files.get(self._batch.tenant_id, self._batch.input_file_id)
+            file = await self._services.registry.files.get(
+                self._batch.tenant_id, self._batch.input_file_id, has_begun=True
+            )
         except NotFoundError:
             return None
         return file.sha256

@@ -96,6 +96,10 @@ async def test_an_input_that_is_needed_stays(registry: Registry, clock: Standing
     assert refused.value.code == "file.in_use"
     clock.now += timedelta(days=31)
     assert await registry.files.forget_expired() == 0
+    with pytest.raises(NotFoundError):
+        await registry.files.get(batch.tenant_id, batch.input_file_id)
+    still = await registry.files.get(batch.tenant_id, batch.input_file_id, has_begun=True)
+    assert still.id == batch.input_file_id
     await registry.batches.cancel(batch.tenant_id, batch.id)
     await registry.batches.claim("a")
     await registry.batches.end(batch, "a", "cancelled", {}, 0, _store)

@@ -25,10 +25,10 @@ from weft.adapters.residency import Residency
 from weft.adapters.tables import AdapterTables
 from weft.config import Config
 from weft.engine.core import EngineCore
-from weft.engine.costs import measure_costs
+from weft.engine.costs import measure_costs, measure_prices
 from weft.engine.eos import read_eos_token_ids
 from weft.engine.fit import ModelLimits
-from weft.engine.memory_plan import format_plan, free_memory, max_model_len, plan_memory
+from weft.engine.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads
 from weft.engine.model.heap import keep_freed_memory
@@ -112,6 +112,14 @@ def build_engine(
     if device.type == "cpu" and not keep_freed_memory():
         logger.debug("the C library does not keep memory that is freed; steps of many tokens take longer")
     costs = costs or measure_costs(decoder, memory.arena, memory.pool, memory.slab, memory.copier, max_tokens=longest)
+    prices = measure_prices(
+        decoder,
+        memory.arena,
+        memory.pool,
+        costs,
+        lora_bytes_per_rank=plan.rank16_pages * geometry.page_bytes // REFERENCE_RANK,
+        max_tokens=longest,
+    )
     prefixes = (
         PrefixCache(memory.pool, memory.evictor, block_s=geometry.page_tokens * costs.token_s)
         if config.memory.prefix_cache
@@ -144,6 +152,7 @@ def build_engine(
             swap=swap,
             costs=costs,
             prefix_seed=prefix_seed(base.digest, ready.dtype, spec.rope),
+            prices=prices,
         ),
         _runner(decoder, memory, residency),
         residency,

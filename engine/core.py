@@ -25,7 +25,6 @@ from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT_TENANTS = 256
 MAX_FAILED_PLANS = 3
 """Plans in a row that may fail before the engine gives up; the supervisor starts a fresh one."""
 CHECK_SHARE = 100
@@ -151,10 +150,7 @@ class EngineCore:
             prefix_queries=self._prefixes.num_queries if self._prefixes is not None else 0,
             prefix_hits=self._prefixes.num_hits if self._prefixes is not None else 0,
             host_pages=self._swap.counts() if self._swap is not None else {},
-            waiting_by_tenant=self._scheduler.waiting_by_tenant(),
-            backlog_tokens=self._scheduler.backlog_tokens(),
-            service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
-            tenants=self._scheduler.load(self._boot_id, self._status_seq).tenants,
+            tenants=self._scheduler.tenants(),
             page_map=page_map(self._pool) if is_detailed else None,
             batches=self._history.batches() if is_detailed else None,
         )
@@ -205,6 +201,7 @@ class EngineCore:
         self._completed_step = plan.step
         self._scheduler.complete(plan.step)
         self._last_step_s = self._clock()
+        self._scheduler.note_step(self._last_step_s - started_s)
         self._history.record(plan, self._last_step_s - started_s)
         return outputs
 

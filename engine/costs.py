@@ -1,7 +1,7 @@
-"""Measures, when the engine starts, what it takes on this machine to have a page again.
+"""Measures, when the engine starts, what it takes on this machine to have a page again, and what a step's work costs.
 
-The figures decide what is evicted first and whether a preempted request is swapped; they need be right within a factor,
-so each is the best of a few short runs.
+The figures decide what is evicted first, whether a preempted request is swapped, and how service is counted among
+tenants. They need be right within a factor, so each is the best of a few short runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from weft.engine.batch import build_batch
 from weft.engine.model.decoder import Decoder, KvViews
 from weft.engine.plan import Chunk, StepPlan
+from weft.engine.prices import Prices
 from weft.memory.arena import Arena
 from weft.memory.block_table import BlockTable
 from weft.memory.copies import PageCopier
@@ -69,6 +70,87 @@ def measure_costs(
         costs.token_s * 1e6,
     )
     return costs
+
+
+DECODE_ROWS = 16
+SHORT_CONTEXT, LONG_CONTEXT = 16, 256
+"""Tokens of context in the two decode steps whose difference is the price of context."""
+
+
+def measure_prices(
+    decoder: Decoder,
+    arena: Arena,
+    pool: PagePool,
+    costs: PageCosts,
+    *,
+    lora_bytes_per_rank: int,
+    max_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Prices:
+    """Time decode steps of a short and a long context; the rest follows from what a page and a token cost.
+
+    Args:
+        decoder: The base model.
+        arena: Its pages, which nobody uses yet.
+        pool: Whose pages these are; all are given back.
+        costs: From `measure_costs`.
+        lora_bytes_per_rank: Bytes of one rank of an adapter on all linear layers. A step reads them once for each
+            distinct adapter, at the speed at which pages are copied.
+        max_tokens: The longest prompt that the model takes.
+        clock: Monotonic seconds.
+    """
+    long_context = min(LONG_CONTEXT, max_tokens - 1, _room(arena, pool) // DECODE_ROWS - 1)
+    if long_context < 1:
+        return Prices()  # a pool of a few pages
+    short_s = _decode_s(decoder, arena, pool, min(SHORT_CONTEXT, long_context), clock) / DECODE_ROWS
+    long_s = _decode_s(decoder, arena, pool, long_context, clock) / DECODE_ROWS
+    context_s = max(long_s - short_s, 0.0) / max(long_context - SHORT_CONTEXT, 1)
+    rank_s = costs.copy_s * lora_bytes_per_rank / arena.geometry.page_bytes
+    prices = Prices(
+        output=max(short_s / costs.token_s, 1.0),
+        context=context_s / costs.token_s,
+        rank=rank_s / costs.token_s,
+        page_load=costs.copy_s / costs.token_s,
+    )
+    logger.info(
+        "in units of a prompt token: an output token costs %.2f and %.5f for each token before it, an adapter in a "
+        "step %.4f for each rank, a page of an adapter that is loaded %.2f",
+        prices.output,
+        prices.context,
+        prices.rank,
+        prices.page_load,
+    )
+    return prices
+
+
+def _room(arena: Arena, pool: PagePool) -> int:
+    """Tokens of KV cache that fit into what is free."""
+    return pool.num_free // arena.geometry.num_groups * arena.geometry.page_tokens
+
+
+@torch.inference_mode()
+def _decode_s(decoder: Decoder, arena: Arena, pool: PagePool, context: int, clock: Callable[[], float]) -> float:
+    """Seconds of a step in which `DECODE_ROWS` requests of so much context have one token each."""
+    geometry = arena.geometry
+    pages = pool.allocate(DECODE_ROWS * geometry.pages(context + 1), "kv") or []
+    arena.zero(pages)
+    per_row = len(pages) // DECODE_ROWS
+    chunks = []
+    for row in range(DECODE_ROWS):
+        table = BlockTable(geometry)
+        table.append(pages[row * per_row : (row + 1) * per_row])
+        chunks.append(Chunk(request_id=str(row), token_ids=[0], start=context, block_table=table.pages))
+
+    def compute() -> None:
+        batch = build_batch(StepPlan(step=0, chunks=chunks), geometry, arena.num_pages, decoder.device)
+        hidden = decoder.forward(batch.rows, KvViews.of(arena), None)
+        decoder.logits(hidden)[0, 0].item()  # waits for the device
+
+    try:
+        compute()
+        return _best(compute, clock)
+    finally:
+        pool.free(pages, 0)
 
 
 def _best(run: Callable[[], object], clock: Callable[[], float]) -> float:

@@ -13,8 +13,12 @@ class Draft:
     """Filled by the scheduler and by what it asks for pages."""
 
     step: int
-    budget: int
+    budget: int = 0
     """Tokens left for prompts."""
+    prefilling: list[tuple[tuple[float, ...], int]] = field(default_factory=list)
+    """Of each row whose prompt is not computed yet: its place in the fair order, and the tokens left."""
+    started: set[str] = field(default_factory=set)
+    """Requests that got their pages in this plan."""
     chunks: list[Chunk] = field(default_factory=list)
     swap_out: list[PageMove] = field(default_factory=list)
     zero_pages: list[int] = field(default_factory=list)
@@ -23,6 +27,10 @@ class Draft:
     promised: int = 0
     """Pages that requests which sit this step out get when what is swapped out in it is on the host."""
 
+    def may_preempt(self, state: RequestState) -> bool:
+        """Whether a request with pages may lose them in this step: not what the step itself is to fill."""
+        return not state.is_protected and state.request_id not in self.started
+
     def add(self, state: RequestState, count: int) -> None:
         """Compute the next `count` tokens of a request."""
         self.chunks.append(state.chunk(count))
@@ -30,7 +38,7 @@ class Draft:
 
     def plan(self) -> StepPlan | None:
         """The finished plan; None where there is nothing to do."""
-        if not self.chunks and not self.swap_out:
+        if not (self.chunks or self.swap_out or self.zero_pages or self.swap_in or self.copies):
             return None
         return StepPlan(
             step=self.step,

@@ -17,6 +17,12 @@ UNSOUND = RequestError(
 )
 """The doing of the request or its adapter; others in the step are not touched."""
 
+EXPIRED = RequestError(
+    code="deadline.queue",
+    message="The request waited for longer than its deadline allows and was not begun. Send it again later.",
+    kind="capacity",
+)
+
 
 def request_error(error: errors.WeftError) -> RequestError:
     """What the client is told: the error's own words, unless the fault is ours."""

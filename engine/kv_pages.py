@@ -152,10 +152,9 @@ class KvPages:
             Whether it has them; if not, nothing was taken or evicted.
         """
         blocks, pages = beginning.blocks, state.pages
-        count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
-        unheld = sum(block.num_pages for block in blocks if block.refs == 0)
-        if self._evictor.num_available - unheld < count + room:
+        if self._evictor.num_available < self.num_lacking(beginning, num_tokens) + room:
             return False
+        count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
         self._hold(blocks)
         own = self._take(state, count)
         if own is None:
@@ -173,6 +172,12 @@ class KvPages:
             pages.swapped = None
         state.num_computed = beginning.num_tokens
         return True
+
+    def num_lacking(self, beginning: Beginning, num_tokens: int) -> int:
+        """Pages that `start` takes from what is free or idle, cached blocks that nobody holds among them."""
+        blocks = beginning.blocks
+        count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
+        return count + sum(block.num_pages for block in blocks if block.refs == 0)
 
     def note_lookup(self, num_queried: int, num_found: int) -> None:
         """Count the prompt tokens of a request that starts for the first time."""

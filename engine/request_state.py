@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -49,6 +50,8 @@ class RequestState:
     leader: RequestState | None = None
     """The request with the same prompt whose pages it is going to share."""
     lease: SlotLease | None = None
+    slot_ref: SlotRef | None = None
+    """The lease, as plans tell it."""
     is_holding: bool = False
     """Whether it holds its adapter while it waits."""
     num_charged: int = 0
@@ -62,24 +65,51 @@ class RequestState:
     """It may be preempted again once this many tokens are computed."""
     num_bypasses: int = 0
     """Steps in which a request behind it was admitted while it lacked pages."""
+    priority: int = 0
+    """Lower goes first, within its tenant."""
+    predicted_tokens: int = 0
+    """Output tokens that it is expected to have, from what its tenant and adapter had before."""
+    queued_units: float = 0.0
+    """Predicted price of what is to be computed, as counted when it began to wait."""
+    start_by_s: float = math.inf
+    """The last second at which a start keeps its deadline."""
+    share: object = None
+    """Its place in the fair order; the order's own."""
+    queue_key: tuple[float, ...] = ()
+    """By which the fair order sorted it when it was queued."""
+    has_row: bool = False
+    """Whether it is in the steps. One that runs without a row is paused: it keeps its pages."""
+    paused_s: float = 0.0
+    """When it was paused."""
+    level: int | None = None
+    """Of the multi-level feedback queue."""
+    level_below_front: int = 0
+    """The level to return to after a turn at the front."""
+    level_units: float = 0.0
+    """Units used at this level."""
+    caused_load: bool = False
+    """Whether its adapter is brought to the device for it."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
     sent_first_output: bool = False
+    num_prompt: int = field(init=False)
+    """Tokens in the prompt."""
+    tenant: str = field(init=False)
+    """Whom it is served for."""
+    digest: str | None = field(init=False)
+    """Its adapter; None is the base."""
+    request_id: str = field(init=False)
+    """The id its client gave it."""
+    in_batch_lane: bool = field(init=False)
+    """Whether it gives way to interactive requests."""
 
-    @property
-    def request_id(self) -> str:
-        """The id its client gave it."""
-        return self.request.request_id
-
-    @property
-    def tenant(self) -> str:
-        """Whom it is served for."""
-        return self.request.flow.tenant
-
-    @property
-    def digest(self) -> str | None:
-        """Its adapter; None is the base."""
-        return self.request.adapter.digest if self.request.adapter else None
+    def __post_init__(self) -> None:
+        # Asked for many times in every step, so looked up once.
+        self.request_id = self.request.request_id
+        self.in_batch_lane = self.request.flow.lane > 0
+        self.num_prompt = len(self.request.prompt_token_ids)
+        self.tenant = self.request.flow.tenant
+        self.digest = self.request.adapter.digest if self.request.adapter else None
 
     @property
     def age_key(self) -> tuple[int, int]:
@@ -87,9 +117,14 @@ class RequestState:
         return self.request.flow.lane, self.arrival_index
 
     @property
-    def num_prompt(self) -> int:
-        """Tokens in the prompt."""
-        return len(self.request.prompt_token_ids)
+    def is_paused(self) -> bool:
+        """Whether it has pages and sits steps out."""
+        return self.status == "running" and not self.has_row
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it ever had pages."""
+        return self.status == "running" or self.num_preemptions > 0
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +134,7 @@ class RequestState:
     @property
     def num_left(self) -> int:
         """Known tokens that are still to be computed; 1 while it decodes."""
-        return self.num_tokens - self.num_computed
+        return self.num_prompt + len(self.output_token_ids) - self.num_computed
 
     @property
     def keeps_prompt_logprobs(self) -> bool:
@@ -118,26 +153,28 @@ class RequestState:
             return 0
         return max(self.num_tokens, min(self.progress_mark, kv_tokens(self.request)))
 
-    @property
-    def backlog_tokens(self) -> int:
-        """Tokens still to compute, as far as its limits say."""
-        return max(self.num_prompt + self.request.params.max_tokens - self.num_computed, 0)
-
     def chunk(self, count: int) -> Chunk:
         """The next `count` tokens as part of a step; its pages are there already."""
         start, end = self.num_computed, self.num_computed + count
         num_blocks = self.geometry.blocks(end)
-        lease = self.lease
         return Chunk(
             request_id=self.request_id,
             token_ids=self.tokens(start, end),
             start=start,
             block_table=[pages[:num_blocks] for pages in self.pages.table.pages],
-            adapter=SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest) if lease else None,
+            adapter=self._slot_ref(),
             sample=self._sample_spec() if end == self.num_tokens else None,
             prompt_targets=self._prompt_targets(start, end),
             num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
         )
+
+    def _slot_ref(self) -> SlotRef | None:
+        lease, ref = self.lease, self.slot_ref
+        if lease is None:
+            return None
+        if ref is None or (ref.slot, ref.generation) != (lease.slot, lease.generation):
+            ref = self.slot_ref = SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest)
+        return ref
 
     def restart(self) -> None:
         """Back to waiting with its tokens and no device pages."""

@@ -1,55 +1,68 @@
 """Decides what each step computes. Knows pages, digests and tokens; no tensors, no names, no transport.
 
-A step holds one token of every request that decodes and, in what the token budget leaves, chunks of prompts: first of
-those that run, then of those that are admitted. Waiting is a reason, not a place: each plan looks at all candidates,
-and one that is blocked does not block those behind it.
+Being in memory and being in the step are two things. A step has at most `max_running` rows, one per request; requests
+with pages may be more. Who has the rows is the fair order's choice (`weft.engine.fair_order`). A request without a row
+is paused: it keeps its pages and its adapter, and is the first to give pages up. In a step every row that decodes
+has one token, and chunks of prompts share the rest of the token budget, the most entitled first.
 
-Why everything that waits moves on. Entitlement to pages goes by age (lane, then arrival). A request that waits has no
-device pages and no lease, so nobody waits for it but a fork (5), and what nobody runs with can be evicted.
+Waiting is a reason, not a place: each plan looks at the first requests in the fair order, and one that is blocked does
+not block those behind it.
 
-1. Among running requests the oldest goes first. For a page it evicts idle adapters and cached prefixes, then drops the
-   holds of waiting requests, the newest first, then preempts the newest that runs. One that finds nothing keeps its
-   pages and sits the step out. Pages that are swapped out are free only after the step that copies them: they are
-   promised to those who made others give them up, who sit out this one step, in which nobody is admitted. Such a step
-   may compute nothing at all; each has a preemption, so (2) bounds them.
-2. A preempted request returns with pages for one page of progress beyond where it stood, and cannot be preempted before
-   it has made it. Meanwhile it needs no pages, so it advances in every step in which it gets tokens; hence no request
-   is preempted twice without progress, and the oldest sits out only while such requests advance. That holds whether its
-   KV cache comes back from the host, from the prefix cache, or is computed anew, since "where it stood" is kept.
-3. A waiting request that lacks pages is overtaken in at most `MAX_BYPASSES` steps. Then only it may be admitted, and
-   the pages of those that run come to it. While its adapter is still to be read, which may hang, others go on.
+Why everything that waits moves on. The fair order's `place` says who is most entitled to pages; shares change with the
+service that was given, so whoever is not served becomes the most entitled. A request that waits has no device pages and
+no lease, so nobody waits for it but a fork (5), and what nobody runs with can be evicted.
+
+1. Among requests with rows the most entitled goes first. For a page it evicts idle adapters and cached prefixes, then
+   drops the holds of waiting requests, the newest first, then preempts requests that are less entitled: paused ones
+   before those with rows. One that finds nothing keeps its pages and sits the step out. Pages that are swapped out are
+   free only after the step that copies them: they are promised to those who made others give them up, who sit out
+   this one step. Such a step may compute nothing at all; each has a preemption, so (2) bounds them.
+2. A preempted request returns with a row, and with pages for one page of progress beyond where it stood. It keeps both
+   until it has made that progress. Meanwhile it needs no pages, so it advances in every step in which it gets tokens;
+   hence no request is preempted twice without progress, and the most entitled sits out only while such requests
+   advance. That holds whether its KV cache comes back from the host, from the prefix cache, or is computed anew, since
+   "where it stood" is kept.
+3. A waiting request that lacks pages takes them from requests of shares that are more than a quantum ahead of its own.
+   Where there is none it is overtaken in at most `MAX_BYPASSES` steps. Then only it may be admitted, and the pages of
+   those that run come to it. While its adapter is still to be read, which may hang, others go on.
 4. When nothing can be computed although something wants to, only adapters can be in the way: cached prefixes that
    nobody runs with are evicted for whoever needs the pages. All holds but those of the first in line are dropped, so
    that their adapters can be evicted too. If that changes nothing while nothing is being copied and no freed page is in
-   quarantine, the first in line cannot fit beside what is pinned, and is refused. First in line is who runs longest,
-   or else the first whose adapter has been read.
-5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which so stands before
-   it in any order. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of
-   forks go back to ever older requests, so there is no circle.
+   quarantine, the first in line cannot fit beside what is pinned, and is refused. First in line is the most entitled
+   that runs, or else the first whose adapter has been read.
+5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which waits for no
+   younger one. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of forks go
+   back to ever older requests, so there is no circle.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import secrets
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 
 from weft.config import SchedulerConfig
 from weft.engine.draft import Draft
-from weft.engine.failures import INTERNAL, UNSOUND, request_error
+from weft.engine.failures import EXPIRED, INTERNAL, UNSOUND, request_error
+from weft.engine.fair_order import QUANTUM_TOKENS, FairOrder
 from weft.engine.fit import ModelLimits, check_fits, check_limits
-from weft.engine.kv_pages import PREEMPTIONS, KvPages
+from weft.engine.inner_order import inner_order
+from weft.engine.kv_pages import PREEMPTIONS, Beginning, KvPages
+from weft.engine.lengths import Lengths
 from weft.engine.neighbours import AdapterResidency
-from weft.engine.order import admission_order
 from weft.engine.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.prices import Prices
 from weft.engine.progress import advance, ended
 from weft.engine.request import FinishReason, GenerationRequest, RequestError, RequestOutput
 from weft.engine.request_pages import RequestPages
 from weft.engine.request_state import RequestState, WaitingReason
 from weft.engine.status import EngineLoad, TenantLoad
+from weft.engine.step_budget import StepBudget
 from weft.engine.tenant_service import TenantService
 from weft.engine.waiting import MAX_BYPASSES, WaitingQueue
 from weft.errors import (
@@ -72,13 +85,17 @@ from weft.memory.swap_space import SwapSpace
 logger = logging.getLogger(__name__)
 
 MIN_LOOK_AHEAD = 64
-"""Waiting requests looked at in a step; twice `max_running` if that is more."""
+"""Requests without a row looked at in a step that has room; `max_running` if that is more."""
+GLANCE = 16
+"""Requests looked at in a step whose rows are all taken."""
+GLANCE_STEPS = 4
+"""While all rows are taken and nothing changes, requests are looked at every so many steps."""
+WHOLE_LOOK_STEPS = 8
+"""While all rows are taken, the whole look-ahead is looked at, and its adapters are loaded, every so many steps."""
 HOLD_PAUSE_STEPS = 16
 """Steps without new holds after running requests needed the pages of held adapters."""
 MAX_STALLS = 16
 """Plans that may come to nothing, with nothing under way, before the first in line is refused."""
-FULL_SCAN_STEPS = 8
-"""While no more requests may run, an unchanged queue is looked at only every so many steps."""
 GROWTH_SHARE = 16
 """Running requests keep a block each for themselves to grow into, but at most one in so many pages of the pool."""
 
@@ -97,6 +114,7 @@ class Scheduler:
         swap: Host memory of preempted requests; None does without.
         costs: Decide between swapping and computing anew.
         prefix_seed: What a request's KV cache depends on besides its tokens, and who may share it.
+        prices: What the work of a step costs its tenant.
         clock: Monotonic seconds.
         draw_seed: Seeds for requests that bring none.
     """
@@ -114,6 +132,7 @@ class Scheduler:
         swap: SwapSpace | None,
         costs: PageCosts,
         prefix_seed: Callable[[GenerationRequest], bytes],
+        prices: Prices | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
@@ -125,11 +144,24 @@ class Scheduler:
         self._clock = clock
         self._draw_seed = draw_seed
         self._kv = KvPages(geometry, pool, evictor, prefixes=prefixes, swap=swap, costs=costs, prefix_seed=prefix_seed)
-        order = admission_order(config.policy)
-        self._service = TenantService(order)
+        prices = prices or Prices()
+        self._token_s = costs.token_s
+        self._order = FairOrder(
+            config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output, config.max_running
+        )
+        self._service = TenantService(prices, Lengths(), clock)
+        self._budget = StepBudget(config)
         self._requests: dict[str, RequestState] = {}
-        self._waiting = WaitingQueue(order, residency, max(MIN_LOOK_AHEAD, 2 * config.max_running))
+        self._waiting = WaitingQueue(residency)
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap of (second, request) of all that were to start by then."""
         self._running: list[RequestState] = []
+        self._prefilling: set[RequestState] = set()
+        """Running requests that have more to compute than their last token."""
+        self._last_units = 0.0
+        """Price of the step that was committed last."""
+        self._budget_used = 0
+        """Tokens of the budget in the step that was planned last."""
         self._outbox: list[RequestOutput] = []
         self._arrivals = 0
         self._step = 0
@@ -140,8 +172,13 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests with pages."""
+        """Requests with pages, in the step or paused."""
         return len(self._running)
+
+    @property
+    def num_rows(self) -> int:
+        """Requests in the step."""
+        return len(self._requests) - self._order.num_queued
 
     @property
     def num_waiting(self) -> int:
@@ -151,7 +188,7 @@ class Scheduler:
     @property
     def num_held_up(self) -> int:
         """Requests that wait for their adapters to be loaded though there are places for them in a step."""
-        places = self._config.max_running - len(self._running)
+        places = self._config.max_running - self.num_rows
         return min(places, self._waiting.num_loading()) if places > 0 else 0
 
     def has_work(self) -> bool:
@@ -189,23 +226,26 @@ class Scheduler:
             pages=RequestPages(table=BlockTable(self._geometry)),
             adapter_pages=adapter_pages,
             output_token_ids=list(request.generated_token_ids),
+            priority=request.flow.priority if self._config.policy == "fair" else 0,
         )
+        self._predict(state)
         leader = self._requests.get(request.fork_of) if request.fork_of is not None else None
         if leader is not None and self._kv.may_fork(leader, state):
             state.leader = leader
         self._requests[state.request_id] = state
-        self._waiting.add(state)
+        self._service.arrive(state)
+        self._order.enter(state)
+        self._wait(state)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
             self.finish(state.request_id, "length")
 
     def plan(self) -> StepPlan | None:
         """What to compute next; None when nothing can be computed now."""
         self._kv.begin_plan()
-        num_decoding = sum(state.num_left == 1 for state in self._running)
-        draft = Draft(step=self._step + 1, budget=self._config.step_tokens - num_decoding)
-        self._plan_running(draft)
-        if not draft.promised:
-            self._admit_waiting(draft)
+        self._end_expired()
+        draft = Draft(step=self._step + 1)
+        self._fill_rows(draft)
+        self._plan_rows(draft)
         self._residency.reserve_pages = self._room_to_grow() + draft.promised
         plan = draft.plan()
         if plan is None:
@@ -223,11 +263,22 @@ class Scheduler:
         """
         if [chunk.request_id for chunk in plan.chunks] != [result.request_id for result in results]:
             raise EngineError(f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them")
+        computed = []
         for chunk, result in zip(plan.chunks, results, strict=True):
             state = self._requests.get(chunk.request_id)
             if state is not None and state.status == "running" and state.last_step == plan.step:
-                self._commit_chunk(state, chunk, result)
+                computed.append((state, chunk, result))
+        charges = self._service.charge((state, chunk) for state, chunk, _ in computed)
+        self._order.charge(charges)
+        self._last_units = sum(units for _, units in charges)
+        for state, chunk, result in computed:
+            self._commit_chunk(state, chunk, result)
         return self.take_outputs()
+
+    def note_step(self, seconds: float) -> None:
+        """Take note of how long the step took that was committed last."""
+        self._service.note_step(self._last_units, seconds, is_full=self._order.num_queued > 0)
+        self._budget.note_step(self._budget_used, seconds)
 
     def complete(self, step: int) -> None:
         """Note that a step is complete, so that pages which it read may be used again."""
@@ -273,39 +324,32 @@ class Scheduler:
         """Requests that wait, by reason."""
         return self._waiting.reasons()
 
-    def backlog_tokens(self) -> dict[str, int]:
-        """Tokens still to compute, by tenant."""
-        backlog: Counter[str] = Counter()
-        for state in self._requests.values():
-            backlog[state.tenant] += state.backlog_tokens
-        return dict(backlog)
-
-    def waiting_by_tenant(self) -> dict[str, int]:
-        """Requests that wait, by tenant."""
-        return dict(Counter(state.tenant for state in self._waiting))
-
     def load(self, boot_id: str, seq: int) -> EngineLoad:
-        """What each tenant has here."""
-        running = Counter(state.tenant for state in self._running)
-        waiting = self.waiting_by_tenant()
-        backlog = self.backlog_tokens()
+        """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
             boot_id=boot_id,
             seq=seq,
-            rows=len(self._running),
-            tenants={
-                tenant: TenantLoad(running=running[tenant], waiting=waiting.get(tenant, 0), backlog=backlog[tenant])
-                for tenant in backlog
-            },
+            rate=self._service.full_rate,
+            rows=self.num_rows,
+            tenants=self._service.loads(self._running, self._waiting.by_tenant, {}),
+            prices=self._service.prices,
         )
+
+    def tenants(self) -> dict[str, TenantLoad]:
+        """What each tenant has here, with the reasons why its requests wait."""
+        reasons: dict[str, Counter[str]] = {}
+        for state in self._waiting:
+            reasons.setdefault(state.tenant, Counter())[state.waiting_reason] += 1
+        told = {tenant: dict(counts) for tenant, counts in reasons.items()}
+        return self._service.loads(self._running, self._waiting.by_tenant, told)
+
+    def service(self, tenant: str) -> float:
+        """Units computed for a tenant since start; what is computed again after a preemption is not counted."""
+        return self._service.service(tenant)
 
     def num_running_base(self) -> int:
         """Running requests of the base model."""
         return sum(state.lease is None for state in self._running)
-
-    def service_tokens(self, limit: int) -> dict[str, int]:
-        """Tokens computed since start, of the `limit` busiest tenants."""
-        return self._service.tokens(limit)
 
     def check(self) -> None:
         """Verify that every request is in one place, and that pages and references are those of the requests.
@@ -318,9 +362,11 @@ class Scheduler:
         waiting = self._waiting.request_ids
         if running & waiting or running | waiting != self._requests.keys():
             raise EngineError("a request is not in exactly one of waiting and running")
+        if self._order.check() != self._requests.keys() or self.num_rows > self._config.max_running:
+            raise EngineError("the fair order has other requests, or more rows than a step")
         for state in self._waiting:
-            if state.status != "waiting" or state.lease is not None:
-                raise EngineError("a waiting request holds a lease")
+            if state.status != "waiting" or state.lease is not None or state.has_row:
+                raise EngineError("a waiting request holds a lease or a row")
             if state.num_computed and state.pages.swapped is None:
                 raise EngineError("a waiting request counts tokens as computed that are nowhere")
         for state in self._running:
@@ -328,88 +374,96 @@ class Scheduler:
                 raise EngineError("a running request has no lease, or still a hold")
         self._kv.check(self._running, list(self._waiting))
 
-    def _plan_running(self, draft: Draft) -> None:
-        for state in list(self._running):
-            if state.status != "running" or not self._check_lease(state):
-                continue  # it was preempted for an older one, or its slot is not what it was
-            is_decoding = state.num_left == 1
-            count = 1 if is_decoding else min(state.num_left, draft.budget)
-            if count == 0 or not self._grow(state, state.num_computed + count, draft):
-                continue
-            draft.add(state, count)
-            draft.budget -= 0 if is_decoding else count
-
-    def _check_lease(self, state: RequestState) -> bool:
-        lease = state.lease
-        if lease is None:
-            return True
-        try:
-            self._residency.check_slot(lease.slot, lease.generation, lease.digest)
-        except StaleSlotError:
-            logger.exception("request %s lost its adapter slot", state.request_id)
-            self.finish(state.request_id, "error", INTERNAL)
-            return False
-        return True
-
-    def _grow(self, state: RequestState, num_tokens: int, draft: Draft) -> bool:
-        """Give a running request pages for `num_tokens` tokens, if need be from what is idle and newer requests."""
-        count = self._kv.lacking(state, num_tokens)
-        if count == 0:
-            return True
-        while self._kv.num_available < count + draft.promised:
-            if self._waiting.yield_hold():
-                self._no_holds_until = self._step + HOLD_PAUSE_STEPS
-            elif (victim := self._newest_to_preempt(state)) is not None:
-                self._preempt(victim, draft)
-            else:
-                return False
-        if self._kv.grow(state, count, draft):
-            return True
-        draft.promised += count
-        return False
-
-    def _newest_to_preempt(self, state: RequestState) -> RequestState | None:
-        newer = reversed(self._running[self._running.index(state) + 1 :])
-        return next((candidate for candidate in newer if not candidate.is_protected), None)
-
-    def _preempt(self, state: RequestState, draft: Draft) -> None:
-        how = self._kv.suspend(state, draft)
-        self._release_lease(state)
-        self._running.remove(state)
-        state.restart()
-        if how == "recompute":
-            state.lose_kv()
+    def _wait(self, state: RequestState) -> None:
         self._waiting.add(state)
-        self.preemptions[how] += 1
+        self._service.wait(state)
 
-    def _lose_swapped(self, step: int) -> None:
-        """Have requests compute anew what a step that failed should have copied to the host."""
-        for state in self._waiting:
-            if state.pages.swapped is not None and state.pages.swapped.step == step:
-                self._kv.forget_swapped(state)
-                state.lose_kv()
+    def _predict(self, state: RequestState) -> None:
+        request, flow = state.request, state.request.flow
+        cap = max(request.params.max_tokens, 1)
+        state.predicted_tokens = self._service.lengths.p50(flow.tenant, state.digest, cap)
+        if flow.deadline_s is not None:
+            expires_s = state.arrived_s + flow.deadline_s
+            state.start_by_s = expires_s - self._token_s * state.num_prompt
+            heapq.heappush(self._deadlines, (expires_s, request.request_id))
 
-    def _admit_waiting(self, draft: Draft) -> None:
-        is_full = len(self._running) >= self._config.max_running
-        if not self._waiting or (is_full and not self._waiting.has_changed and draft.step % FULL_SCAN_STEPS):
+    def _end_expired(self) -> None:
+        """End requests that were to have their first token by now and never started."""
+        now_s = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            state = self._requests.get(request_id)
+            if state is not None and not state.has_started and state.start_by_s < math.inf:
+                self.finish(request_id, "error", EXPIRED)
+        self._order.tick(now_s)
+
+    def _fill_rows(self, draft: Draft) -> None:
+        """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
+        is_whole_look = draft.step % WHOLE_LOOK_STEPS == 0
+        has_room = self.num_rows < self._config.max_running
+        is_due = has_room or is_whole_look or self._waiting.has_changed or draft.step % GLANCE_STEPS == 0
+        if not self._order.num_queued or not (is_due or self._waiting.num_loading()):
             return
         self._waiting.has_changed = False
-        draft.budget = self._config.step_tokens - sum(len(chunk.token_ids) for chunk in draft.chunks)
+        draft.budget = self._budget.tokens(self._num_decoding())
+        draft.prefilling = [(self._order.place(state), state.num_left) for state in self._prefilling if state.has_row]
+        overdue = self._waiting.overdue()
+        looked = {overdue.request_id: overdue} if overdue is not None else {}
+        if overdue is not None:
+            self._try_row(overdue, draft)
         blocked: list[RequestState] = []
         num_bypassed = 0
-        for state in self._waiting.candidates():
-            reason = self._try_admit(state, draft)
-            if reason is None:
-                num_bypassed = len(blocked)
-            else:
-                state.waiting_reason = reason
-                if reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
+        line = self._order.candidates(max(MIN_LOOK_AHEAD, self._config.max_running))
+        for state in line:
+            if overdue is None or state.status == "running":
+                looked[state.request_id] = state
+                reason = self._try_row(state, draft)
+                if reason is None:
+                    num_bypassed = len(blocked)
+                elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
                     blocked.append(state)
+            is_full = self.num_rows >= self._config.max_running
+            if is_full and not is_whole_look and len(looked) >= GLANCE:
+                break
+        line.close()
         for state in blocked[:num_bypassed]:
-            state.num_bypasses += 1
+            self._waiting.bypass(state)
+        if has_room or is_whole_look:
+            self._waiting.keep_holds(looked)
 
-    def _try_admit(self, state: RequestState, draft: Draft) -> WaitingReason | None:
-        """Let a waiting request run, or say what it lacks."""
+    def _try_row(self, state: RequestState, draft: Draft) -> WaitingReason | None:
+        """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
+        if state.status == "running":
+            return self._resume(state)
+        reason = self._why_not(state)
+        if reason is None:
+            row = None if self.num_rows < self._config.max_running else self._order.row_for(state)
+            if row is None and self.num_rows >= self._config.max_running:
+                reason = "NEW"
+            else:
+                reason = self._start(state, row, draft)
+        elif reason == "NO_ROOM" and state.is_holding:
+            self._make_way(state, (state.adapter_pages or 0) + self._room_to_grow(), draft)
+        if reason is not None and state.status == "waiting":
+            state.waiting_reason = reason
+        return reason
+
+    def _resume(self, state: RequestState) -> WaitingReason | None:
+        if self.num_rows >= self._config.max_running:
+            row = self._order.row_for(state)
+            if row is None:
+                return "NEW"
+            self._pause(row)
+        self._order.start(state)
+        return None
+
+    def _pause(self, state: RequestState) -> None:
+        """Take the row from a request, which keeps its pages."""
+        state.paused_s = self._clock()
+        self._order.stop(state)
+
+    def _why_not(self, state: RequestState) -> WaitingReason | None:
+        """What a waiting request lacks besides a row and pages for its tokens."""
         adapter = state.request.adapter
         if adapter is not None:
             if not self._check_fits(state):
@@ -420,9 +474,125 @@ class Scheduler:
                 return self._residency.waiting_reason(adapter.digest) if state.is_holding else "NO_ROOM"
         if self._waits_for_leader(state):
             return "FORK"
-        if draft.budget <= 0 or len(self._running) >= self._config.max_running or not self._kv.may_look_up(state):
-            return "NEW"
-        return self._start(state, draft)
+        return None if self._kv.may_look_up(state) else "NEW"
+
+    def _plan_rows(self, draft: Draft) -> None:
+        """One token for each row that decodes, and chunks of prompts in what the budget leaves."""
+        rows = self._rows()
+        draft.budget = self._budget.tokens(self._num_decoding())
+        page_tokens = self._geometry.page_tokens
+        counts: dict[str, int] = {}
+        leases: set[int] = set()
+        needy: list[tuple[tuple[float, ...], bool, RequestState]] = []
+        for state in rows:
+            if state.lease is not None and state.lease.slot not in leases and not self._check_lease(state, leases):
+                continue
+            num_computed = state.num_computed
+            is_free = state.num_tokens == num_computed + 1 and not (state.in_batch_lane and self._budget.is_bounded)
+            if is_free and num_computed < state.pages.table.num_blocks * page_tokens:
+                counts[state.request_id] = 1
+            else:
+                needy.append((self._order.place(state), is_free, state))
+        needy.sort(key=itemgetter(0))
+        budget = draft.budget
+        for _, is_free, state in needy:
+            if state.status != "running":
+                continue  # it was preempted for one that is more entitled
+            count = 1 if is_free else min(state.num_left, draft.budget)
+            if count > 0 and self._grow(state, state.num_computed + count, counts, draft):
+                counts[state.request_id] = count
+                draft.budget -= 0 if is_free else count
+        self._budget_used = budget - draft.budget
+        for state in rows:
+            if count := counts.get(state.request_id, 0):
+                draft.add(state, count)
+
+    def _num_decoding(self) -> int:
+        """Rows whose token is not counted in the budget."""
+        counted = sum(state.has_row for state in self._prefilling)
+        if self._budget.is_bounded:
+            counted += sum(
+                state.has_row and state.in_batch_lane for state in self._running if state not in self._prefilling
+            )
+        return self.num_rows - counted
+
+    def _rows(self) -> list[RequestState]:
+        return [state for state in self._running if state.has_row]
+
+    def _check_lease(self, state: RequestState, checked: set[int]) -> bool:
+        """Whether its adapter slot is still what its lease says; a slot that is goes to `checked`."""
+        lease = state.lease
+        if lease is None:
+            return True
+        try:
+            self._residency.check_slot(lease.slot, lease.generation, lease.digest)
+        except StaleSlotError:
+            logger.exception("request %s lost its adapter slot", state.request_id)
+            self.finish(state.request_id, "error", INTERNAL)
+            return False
+        checked.add(lease.slot)
+        return True
+
+    def _grow(self, state: RequestState, num_tokens: int, counts: dict[str, int], draft: Draft) -> bool:
+        """Give a request with a row pages for `num_tokens` tokens, if need be from what is idle and less entitled.
+
+        `counts` is what the step computes so far; a request that is preempted computes nothing.
+        """
+        count = self._kv.lacking(state, num_tokens)
+        if count == 0:
+            return True
+        while self._kv.num_available < count + draft.promised:
+            if self._waiting.yield_hold():
+                self._no_holds_until = self._step + HOLD_PAUSE_STEPS
+            elif (victim := self._less_entitled(state, draft)) is not None:
+                counts.pop(victim.request_id, None)
+                self._preempt(victim, draft)
+            else:
+                return False
+        if self._kv.grow(state, count, draft):
+            return True
+        draft.promised += count
+        return False
+
+    def _less_entitled(self, state: RequestState, draft: Draft) -> RequestState | None:
+        """Whom to preempt for the growth of a request: of all behind it the last, paused ones first."""
+        behind = [other for other in self._running if other is not state and draft.may_preempt(other)]
+        last = max(behind, key=self._order.place, default=None)
+        return last if last is not None and self._order.place(last) > self._order.place(state) else None
+
+    def _make_way(self, state: RequestState, num_pages: int, draft: Draft) -> None:
+        """Have pages come free for a waiting request, from those whose shares are far ahead of its own."""
+        while self._kv.num_available < num_pages:
+            behind = [
+                other
+                for other in self._order.paused
+                if draft.may_preempt(other) and self._order.is_behind(other, state)
+            ]
+            victim = max(behind, key=self._order.place, default=None) or self._order.row_for(state)
+            if victim is None or not draft.may_preempt(victim):
+                return
+            self._preempt(victim, draft)
+
+    def _preempt(self, state: RequestState, draft: Draft) -> None:
+        how = self._kv.suspend(state, draft)
+        self._release_lease(state)
+        self._running.remove(state)
+        self._prefilling.discard(state)
+        state.restart()
+        if how == "recompute":
+            state.lose_kv()
+        if state.has_row:
+            self._order.stop(state)
+        self._order.paused.discard(state)
+        self._wait(state)
+        self.preemptions[how] += 1
+
+    def _lose_swapped(self, step: int) -> None:
+        """Have requests compute anew what a step that failed should have copied to the host."""
+        for state in self._waiting:
+            if state.pages.swapped is not None and state.pages.swapped.step == step:
+                self._kv.forget_swapped(state)
+                state.lose_kv()
 
     def _waits_for_leader(self, state: RequestState) -> bool:
         leader = state.leader
@@ -444,27 +614,47 @@ class Scheduler:
                 return False
         return True
 
-    def _start(self, state: RequestState, draft: Draft) -> WaitingReason | None:
+    def _start(self, state: RequestState, row: RequestState | None, draft: Draft) -> WaitingReason | None:
+        """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
+        place = self._order.place(state)
+        num_ahead = sum(left for other, left in draft.prefilling if (other[0], other[2:]) < (place[0], place[2:]))
+        if num_ahead >= draft.budget:
+            return "NEW"
         if state.digest is not None:
             state.lease = self._residency.acquire(state.digest)
             if state.lease is None:
                 return self._residency.waiting_reason(state.digest)
         beginning = self._kv.beginning(state)
-        count = min(state.num_tokens - beginning.num_tokens, draft.budget)
+        count = min(state.num_tokens - beginning.num_tokens, draft.budget - num_ahead)
         num_tokens = max(beginning.num_tokens + count, state.tokens_to_reserve)
-        if not self._kv.start(state, beginning, num_tokens, self._room_to_grow(), draft):
+        if not self._find_pages(state, beginning, num_tokens, draft):
             if state.lease is not None:
                 self._residency.release(state.lease.digest)  # no step has used it
                 state.lease = None
             return "NO_PAGES"
+        if row is not None and row.has_row:  # else it was preempted for its pages
+            self._pause(row)
         self._waiting.remove(state)
+        self._service.stop_waiting(state)
         state.status, state.num_bypasses, state.leader = "running", 0, None
-        insort(self._running, state, key=lambda other: other.age_key)
+        self._running.append(state)
+        self._prefilling.add(state)
+        self._order.start(state)
+        draft.prefilling.append((place, state.num_left))
+        draft.started.add(state.request_id)
         if state.queue_s is None:
             self._note_first_start(state)
-        draft.add(state, count)
-        draft.budget -= count
         return None
+
+    def _find_pages(self, state: RequestState, beginning: Beginning, num_tokens: int, draft: Draft) -> bool:
+        """Give a waiting request its pages, from what is free or idle or from shares that are far ahead."""
+        room = self._room_to_grow()
+        if self._kv.start(state, beginning, num_tokens, room, draft):
+            return True
+        before = sum(self.preemptions.values())
+        self._make_way(state, self._kv.num_lacking(beginning, num_tokens) + room, draft)
+        # What was swapped out is there only in the next step.
+        return sum(self.preemptions.values()) > before and self._kv.start(state, beginning, num_tokens, room, draft)
 
     def _note_first_start(self, state: RequestState) -> None:
         state.queue_s = self._clock() - state.arrived_s
@@ -478,9 +668,11 @@ class Scheduler:
 
     def _resolve_stall(self) -> None:
         """Nothing can be computed: make way for the first in line, or refuse it (see the module's docstring, 4)."""
-        first = self._running[0] if self._running else None
+        first = min(self._running, key=self._order.place, default=None)
         if first is None:
-            first = next((state for state in self._waiting.candidates() if not self._waiting.is_unread(state)), None)
+            line = self._order.candidates(MIN_LOOK_AHEAD)
+            first = next((state for state in line if not self._waiting.is_unread(state)), None)
+            line.close()
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
         is_under_way = self._pool.num_quarantined or any(
             adapter.tier == "loading" and self._residency.state(adapter.digest) != "stored"
@@ -491,7 +683,7 @@ class Scheduler:
         self._waiting.drop_holds(keep=first.digest)
         self._no_holds_until = 0
         if first.status == "waiting":
-            first.num_bypasses = MAX_BYPASSES
+            self._waiting.bypass(first, MAX_BYPASSES)
         self._stalls += 1
         if self._stalls > MAX_STALLS:
             self._stalls = 0
@@ -505,24 +697,29 @@ class Scheduler:
 
     def _remove(self, state: RequestState) -> None:
         del self._requests[state.request_id]
+        self._order.leave(state)
         if state.status == "waiting":
             self._waiting.remove(state)
+            self._service.stop_waiting(state)
             self._kv.forget_swapped(state)
         else:
             self._running.remove(state)
+            self._prefilling.discard(state)
             self._kv.give_back(state, state.last_step)
             self._release_lease(state)  # only now: cached blocks of an adapter go with it
-        self._service.note_end(self._clock())
+        self._service.note_end(state)
 
     def _commit_chunk(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
         if result.is_unsound:
             self.finish(state.request_id, "error", UNSOUND)
             return
         output = advance(state, chunk, result, self._limits)
-        self._service.charge(state, chunk)
+        if state.num_left <= 1:
+            self._prefilling.discard(state)
         self._kv.publish(state)
         if output is None:
             return
         if output.finish_reason is not None:
+            self._service.lengths.observe(state.tenant, state.digest, len(state.output_token_ids))
             self._remove(state)
         self._outbox.append(output)

@@ -146,12 +146,6 @@ class EngineStatus:
     """Of these, the tokens that were found."""
     host_pages: dict[str, int] = field(default_factory=dict)
     """Pages of the host slab by kind: free, adapter, kv; they sum to `MemoryPlan.host_pages`."""
-    waiting_by_tenant: dict[str, int] = field(default_factory=dict)
-    """Requests that wait, by tenant id."""
-    backlog_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens still to compute for waiting and running requests, by tenant id."""
-    service_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens computed since start, by tenant id (the 256 busiest)."""
     tenants: dict[str, TenantLoad] = field(default_factory=dict)
     """Tenants with requests in the engine, by tenant id."""
     page_map: PageMap | None = None

@@ -1,44 +1,194 @@
-"""What was computed for whom, and how fast requests end. Knows tenants by id and tokens by number."""
+"""What each tenant was given and still asks for, in units. Knows tenants by id."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
-from weft.engine.order import AdmissionOrder
+from weft.engine.lengths import Lengths
 from weft.engine.plan import Chunk
+from weft.engine.prices import Prices
 from weft.engine.request_state import RequestState
+from weft.engine.status import TenantLoad
 
 NUM_KEPT_ENDS = 64
 MAX_RETRY_AFTER_S = 60.0
+MAX_KNOWN_TENANTS = 4096
+"""More tenants than this are remembered only while they have requests."""
+RATE_HALF_LIFE_S = 1.0
+"""What was computed so long ago counts half for a rate."""
+
+
+class Rate:
+    """Units per second of late: what was noted, decaying by half every `RATE_HALF_LIFE_S` seconds."""
+
+    __slots__ = ("_last_s", "_seconds", "_units")
+
+    def __init__(self) -> None:
+        self._units = 0.0
+        self._seconds = 0.0
+        self._last_s: float | None = None
+
+    def note(self, units: float, seconds: float) -> None:
+        """Count units that took so many seconds."""
+        kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
+        self._units = self._units * kept + units
+        self._seconds = self._seconds * kept + seconds
+
+    def note_until(self, units: float, now_s: float) -> None:
+        """Count units since the last call."""
+        if self._last_s is not None:
+            self.note(units, max(now_s - self._last_s, 0.0))
+        self._last_s = now_s
+
+    @property
+    def per_s(self) -> float:
+        """Units per second; 0 before anything took time."""
+        return self._units / self._seconds if self._seconds > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Tenant:
+    weight: float = 1.0
+    num_requests: int = 0
+    queued: float = 0.0
+    service: float = 0.0
+    told_service: float = 0.0
+    rate: Rate = field(default_factory=Rate)
 
 
 class TenantService:
-    """Counts tokens for the order of admission and for status, and ends for the time a refused client should wait.
+    """Prices what is computed, and tells what is left to compute.
 
     Args:
-        order: Is told what each tenant is charged.
+        prices: Of the work of a step.
+        lengths: Predicts how many output tokens a request will have.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, order: AdmissionOrder) -> None:
-        self._order = order
-        self._tokens: Counter[str] = Counter()
+    def __init__(self, prices: Prices, lengths: Lengths, clock: Callable[[], float] = time.monotonic) -> None:
+        self.prices = prices
+        self.lengths = lengths
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
         self._ends_s: deque[float] = deque(maxlen=NUM_KEPT_ENDS)
+        self._full_rate = Rate()
 
-    def charge(self, state: RequestState, chunk: Chunk) -> None:
-        """Count a chunk that was just committed; what is computed again after a preemption is on the house."""
-        self._tokens[state.tenant] += len(chunk.token_ids)
-        first_time = max(state.num_computed - max(chunk.start, state.num_charged), 0)
-        state.num_charged = max(state.num_charged, state.num_computed)
-        prompt_tokens = min(first_time, max(state.num_prompt - (state.num_computed - first_time), 0))
-        self._order.charge(state.tenant, state.request.flow.weight, prompt_tokens, first_time - prompt_tokens)
+    def arrive(self, state: RequestState) -> None:
+        """A request comes to the engine."""
+        tenant = self._tenants.get(state.tenant)
+        if tenant is None:
+            tenant = self._tenants[state.tenant] = _Tenant()
+            if len(self._tenants) > MAX_KNOWN_TENANTS:
+                self._tenants = {
+                    key: kept for key, kept in self._tenants.items() if kept.num_requests or kept is tenant
+                }
+        tenant.weight = state.request.flow.weight
+        tenant.num_requests += 1
 
-    def tokens(self, limit: int) -> dict[str, int]:
-        """Tokens computed since start, of the `limit` busiest tenants."""
-        return dict(self._tokens.most_common(limit))
+    def note_end(self, state: RequestState) -> None:
+        """A request has left the engine."""
+        self._tenants[state.tenant].num_requests -= 1
+        self._ends_s.append(self._clock())
 
-    def note_end(self, now_s: float) -> None:
-        """A request has ended."""
-        self._ends_s.append(now_s)
+    def wait(self, state: RequestState) -> None:
+        """A request begins to wait: its predicted work is in the queue."""
+        state.queued_units = self.units_left(state)
+        self._tenants[state.tenant].queued += state.queued_units
+
+    def stop_waiting(self, state: RequestState) -> None:
+        """It no longer waits."""
+        self._tenants[state.tenant].queued -= state.queued_units
+
+    def units_left(self, state: RequestState) -> float:
+        """Predicted price of what is still to be computed for a request."""
+        prices, num_prompt = self.prices, state.num_prompt
+        prompt = max(num_prompt - max(state.num_computed, state.num_charged), 0)
+        output = max(state.predicted_tokens - len(state.output_token_ids), 1)
+        context = num_prompt + len(state.output_token_ids) + output / 2
+        return prompt * (prices.prompt + prices.context * num_prompt / 2) + output * (
+            prices.output + prices.context * context
+        )
+
+    def charge(self, chunks: Iterable[tuple[RequestState, Chunk]]) -> list[tuple[RequestState, float]]:
+        """The price of each chunk that was just computed, in units. Tokens computed again cost nothing.
+
+        A distinct adapter in the step has its price once, divided among the requests that use it.
+        """
+        charges: list[tuple[RequestState, float]] = []
+        users: dict[str, list[int]] = {}
+        prices = self.prices
+        for state, chunk in chunks:
+            end = chunk.start + len(chunk.token_ids)
+            start = max(chunk.start, state.num_charged)
+            count = max(end - start, 0)
+            state.num_charged = max(state.num_charged, end)
+            prompt = min(count, max(state.num_prompt - start, 0))
+            units = (
+                prompt * prices.prompt + (count - prompt) * prices.output + count * prices.context * (start + end) / 2
+            )
+            if state.caused_load:
+                state.caused_load = False
+                units += prices.page_load * (state.adapter_pages or 0)
+            if chunk.adapter is not None:
+                users.setdefault(chunk.adapter.digest, []).append(len(charges))
+            charges.append((state, units))
+        for indices in users.values():
+            state = charges[indices[0]][0]
+            rank = state.request.adapter.config.rank if state.request.adapter is not None else 0
+            share = prices.rank * rank / len(indices)
+            for index in indices:
+                charges[index] = (charges[index][0], charges[index][1] + share)
+        for state, units in charges:
+            self._tenants[state.tenant].service += units
+        return charges
+
+    def note_step(self, units: float, seconds: float, is_full: bool) -> None:
+        """A step of so many units is done; `is_full` if requests waited for a place in it."""
+        if is_full:
+            self._full_rate.note(units, seconds)
+
+    @property
+    def full_rate(self) -> float:
+        """Units per second in steps that others waited for; 0 until there was one."""
+        return self._full_rate.per_s
+
+    def service(self, tenant: str) -> float:
+        """Units computed for a tenant since start."""
+        known = self._tenants.get(tenant)
+        return known.service if known is not None else 0.0
+
+    def loads(
+        self, running: Iterable[RequestState], waiting: Mapping[str, int], reasons: Mapping[str, dict[str, int]]
+    ) -> dict[str, TenantLoad]:
+        """What each tenant with requests has here, and its rate since the last call."""
+        now_s = self._clock()
+        counts: dict[str, list[float]] = {}
+        for state in running:
+            count = counts.setdefault(state.tenant, [0, 0, 0.0])
+            count[0] += 1
+            count[1] += not state.has_row
+            count[2] += self.units_left(state)
+        found = {}
+        for name, tenant in self._tenants.items():
+            tenant.rate.note_until(tenant.service - tenant.told_service, now_s)
+            tenant.told_service = tenant.service
+            if tenant.num_requests:
+                num_running, num_paused, units = counts.get(name, (0, 0, 0.0))
+                found[name] = TenantLoad(
+                    weight=tenant.weight,
+                    running=int(num_running),
+                    paused=int(num_paused),
+                    waiting=waiting.get(name, 0),
+                    reasons=reasons.get(name, {}),
+                    queued=max(tenant.queued, 0.0),
+                    backlog=max(tenant.queued, 0.0) + units,
+                    rate=tenant.rate.per_s,
+                    service=tenant.service,
+                )
+        return found
 
     def retry_after_s(self, num_waiting: int) -> float:
         """When a place in a queue may be free, from the rate at which requests end."""

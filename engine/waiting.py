@@ -1,12 +1,11 @@
-"""Requests without pages, and the holds they have on adapters. Decides who is looked at, not who is admitted."""
+"""Requests without pages, the holds they have on adapters, and how often each was overtaken."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, KeysView
+from collections.abc import Collection, Iterator, KeysView
 
 from weft.engine.neighbours import AdapterResidency
-from weft.engine.order import AdmissionOrder
 from weft.engine.request_state import RequestState
 
 MAX_BYPASSES = 16
@@ -17,20 +16,20 @@ class WaitingQueue:
     """All waiting requests. A hold keeps an adapter coming to the device, or on it, for a request near the front.
 
     Args:
-        order: The policy.
         residency: Where adapters are.
-        look_ahead: Most requests looked at, and so most holds, at a time.
     """
 
-    def __init__(self, order: AdmissionOrder, residency: AdapterResidency, look_ahead: int) -> None:
-        self._order = order
+    def __init__(self, residency: AdapterResidency) -> None:
         self._residency = residency
-        self._look_ahead = look_ahead
         self._states: dict[str, RequestState] = {}
         self._holders: dict[str, RequestState] = {}
         """Those with a hold."""
+        self._overdue: dict[str, RequestState] = {}
+        """Those that were overtaken as often as may be."""
         self.has_changed = False
-        """Whether a request came or went; the reader resets it."""
+        """Whether a request came; the reader resets it."""
+        self.by_tenant: Counter[str] = Counter()
+        """How many wait, by tenant; only tenants that have some."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -46,32 +45,31 @@ class WaitingQueue:
     def add(self, state: RequestState) -> None:
         """Let a request wait."""
         self._states[state.request_id] = state
-        self._order.arrive(state.tenant)
         self.has_changed = True
+        self.by_tenant[state.tenant] += 1
 
     def remove(self, state: RequestState) -> None:
         """It no longer waits; its hold goes too."""
         del self._states[state.request_id]
-        self._order.leave(state.tenant)
+        self.by_tenant[state.tenant] -= 1
+        if not self.by_tenant[state.tenant]:
+            del self.by_tenant[state.tenant]
+        self._overdue.pop(state.request_id, None)
         self._unhold(state)
-        self.has_changed = True
 
-    def candidates(self) -> list[RequestState]:
-        """Whom to look at: the one that was bypassed too often, alone, or the first in the policy's order.
+    def bypass(self, state: RequestState, count: int = 1) -> None:
+        """Others were admitted past it `count` times."""
+        state.num_bypasses += count
+        if state.num_bypasses >= MAX_BYPASSES:
+            self._overdue[state.request_id] = state
 
-        Others lose their holds, so that their adapters are not in the way. One whose adapter is yet to be read keeps
-        nobody else waiting: pages would not help it.
+    def overdue(self) -> RequestState | None:
+        """The oldest that was overtaken as often as may be: nobody else may be admitted before it.
+
+        One whose adapter is yet to be read keeps nobody else waiting: pages would not help it.
         """
-        overdue = [state for state in self if state.num_bypasses >= MAX_BYPASSES and not self.is_unread(state)]
-        if overdue:
-            candidates = [min(overdue, key=lambda state: state.age_key)]
-        else:
-            candidates = self._order.order(self, self._look_ahead)
-        ahead = {state.request_id for state in candidates}
-        for state in list(self._holders.values()):
-            if state.request_id not in ahead:
-                self._unhold(state)
-        return candidates
+        overdue = [state for state in self._overdue.values() if not self.is_unread(state)]
+        return min(overdue, key=lambda state: state.age_key, default=None)
 
     def is_unread(self, state: RequestState) -> bool:
         """Whether its adapter is still to be read from the store, which pages would not shorten."""
@@ -80,9 +78,15 @@ class WaitingQueue:
     def hold(self, state: RequestState) -> None:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
+            state.caused_load = self._residency.state(state.request.adapter.digest) != "device"
             self._residency.want(state.request.adapter)
             state.is_holding = True
             self._holders[state.request_id] = state
+
+    def keep_holds(self, looked_at: Collection[str]) -> None:
+        """Drop the holds of all other requests, so that their adapters are not in the way."""
+        for state in [state for name, state in self._holders.items() if name not in looked_at]:
+            self._unhold(state)
 
     def yield_hold(self) -> bool:
         """Drop the newest hold on an adapter that has pages, for a running request that lacks some.

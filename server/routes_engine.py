@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
@@ -19,10 +19,10 @@ from weft.server import sse
 from weft.server.access import Admin
 from weft.server.services import Services, Wired
 
+ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
 ADMIN = "(admin)"
 """Stands for the tenant where an admin asked without one; no tenant can be called so."""
-BY_TENANT = ("waiting_by_tenant", "backlog_tokens", "service_tokens")
 _ANY: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
@@ -69,8 +69,8 @@ async def _snapshot(services: Services) -> dict[str, Any]:
     status = await services.engine_status(is_detailed=True)
     shown = status.batches.adapters if status.batches else []
     names = await services.registry.version_names({*shown, *(resident.digest for resident in status.residents)})
-    ids = {tenant_id for name in BY_TENANT for tenant_id in getattr(status, name)}
-    tenants = {"": ADMIN, **await services.registry.tenant_names(ids)}
+    admission = _admission(services)
+    tenant_names = {"": ADMIN, **await services.registry.tenant_names({*status.tenants, *admission})}
     return {
         "object": "engine",
         "model": services.served_name,
@@ -79,7 +79,8 @@ async def _snapshot(services: Services) -> dict[str, Any]:
         "slots": services.config.adapter.slots,
         "usage_lag_s": services.registry.usage.lag_s(),
         **_shallow(status),
-        **{name: _by_name(getattr(status, name), tenants) for name in BY_TENANT},
+        "tenants": _by_name(status.tenants, tenant_names),
+        "admission": _by_name(admission, tenant_names),
         "residents": [{**asdict(r), "adapters": names.get(r.digest, ())} for r in status.residents],
         "batches": status.batches
         and {
@@ -94,6 +95,11 @@ def _shallow(status: EngineStatus) -> dict[str, Any]:
     return {field.name: getattr(status, field.name) for field in fields(status)}
 
 
-def _by_name(counts: Mapping[str, int], tenants: Mapping[str, str]) -> dict[str, int]:
-    """Tenants by name; one that was deleted keeps its id."""
-    return {tenants.get(tenant_id, tenant_id): count for tenant_id, count in counts.items()}
+def _admission(_: Services) -> Mapping[str, Mapping[str, Any]]:
+    """By tenant id: `wait_s`, the predicted wait of a new request in seconds; `refused`, refusals by code."""
+    return {}
+
+
+def _by_name(by_id: Mapping[str, ValueT], names: Mapping[str, str]) -> dict[str, ValueT]:
+    """What belongs to tenants, by their names; a deleted tenant keeps its id."""
+    return {names.get(tenant_id, tenant_id): value for tenant_id, value in by_id.items()}

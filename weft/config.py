@@ -127,13 +127,19 @@ class SchedulerConfig:
     """How a step is filled."""
 
     max_running: int = 64
-    """Most requests in one step."""
+    """Most requests in one step; requests that are paused for others keep their memory and are not counted."""
     step_tokens: int = 512
     """Most tokens in one step; prompts longer than what is left are computed in chunks."""
     max_waiting: int = 4096
     """Most requests that may wait; one more is answered 503 with Retry-After."""
-    policy: Literal["fcfs", "fair"] = "fcfs"
-    """Order of admission: first come first served, or least service per tenant first."""
+    policy: Literal["fcfs", "fair"] = "fair"
+    """Who is in a step: tenants by weighted service, then their adapters, then arrival; or first come first served."""
+    inner: Literal["fifo", "shortest", "slack", "mlfq"] = "fifo"
+    """Order among requests of one adapter of one tenant: arrival, fewest predicted tokens, least time to the deadline,
+    or a multi-level feedback queue, in which long answers pause for short ones, for about half a second at most."""
+    itl_target_ms: float | None = None
+    """Milliseconds that a step should take at most: prompts are computed in smaller chunks, and batches wait, to keep
+    it. None fills each step up to step_tokens."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_running <= 4096, "scheduler.max_running", "1 to 4096", self.max_running)
@@ -150,6 +156,18 @@ class SchedulerConfig:
             self.max_waiting,
         )
         _require(self.policy in ("fcfs", "fair"), "scheduler.policy", "fcfs or fair", self.policy)
+        _require(
+            self.inner in ("fifo", "shortest", "slack", "mlfq"),
+            "scheduler.inner",
+            "fifo, shortest, slack or mlfq",
+            self.inner,
+        )
+        _require(
+            self.itl_target_ms is None or 0.1 <= self.itl_target_ms <= 60_000,
+            "scheduler.itl_target_ms",
+            "from 0.1 to 60000",
+            self.itl_target_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from weft.server.commands.client import DEFAULT_URL, JSON, KEY, URL, call, show
+from weft.server.commands.engine_text import REASONS, counts_text, in_words, num_paused
 from weft.server.commands.table import print_table
 
 HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
@@ -63,8 +64,9 @@ def _summary(body: Mapping[str, Any]) -> list[str]:
     queries, hits = body["prefix_queries"], body["prefix_hits"]
     share = f" ({hits / queries:.1%})" if queries else ""
     return [
-        f"{body['model']} on {ready['device']}: {body['running']:,} running, {body['waiting']:,} waiting, "
-        f"{on_device:,} of {body['slots']:,} adapter slots in use",
+        f"{body['model']} on {ready['device']}: {body['running']:,} running ({num_paused(body):,} paused), "
+        f"{body['waiting']:,} waiting, {on_device:,} of {body['slots']:,} adapter slots in use",
+        f"waiting     {counts_text(in_words(body['waiting_reasons'], REASONS))}",
         f"pages       {ready['memory']['num_pages']:,}: {counts_text(body['pages'])}",
         f"host pages  {ready['memory']['host_pages']:,}: {counts_text(body['host_pages'])}",
         f"prefix      {hits:,} of {queries:,} prompt tokens found{share}",
@@ -72,8 +74,3 @@ def _summary(body: Mapping[str, Any]) -> list[str]:
         f"preemptions {counts_text(body['preemptions'])}",
         f"loads       {counts_text(body['loads'])}",
     ]
-
-
-def counts_text(counts: Mapping[str, int]) -> str:
-    """Counts with what they count, in a row."""
-    return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from weft.server.commands.ps import TIERS, adapter_name, counts_text
+from weft.server.commands import top_tenants
+from weft.server.commands.engine_text import REASONS, counts_text, in_words, num_paused
+from weft.server.commands.ps import TIERS, adapter_name
 
 if TYPE_CHECKING:
     from rich.console import ConsoleDimensions, RenderableType
@@ -28,8 +30,8 @@ BAR = {
 HEADER = ("ADAPTER", "TIER", "PAGES", "RUNNING", "WAITING", "HITS", "LOADS", "LOAD P95")
 IDLE_S = 2.0
 """After so long without a step nothing is computed."""
-MAX_NAMED = 6
-"""Tenants that are named."""
+MIN_TENANT_LINES = 4
+"""An empty line, the header, one tenant, the others."""
 
 
 def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, trouble: str | None = None) -> RenderableType:
@@ -51,15 +53,23 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
         lines.append(Text.assemble((label.ljust(LABEL), "bold"), fact))
         if label == "pages":
             lines.append(Text(" " * LABEL) + _bar(body["pages"], size.width - LABEL))
-    shown = [Text(line.plain, line.style, spans=line.spans, no_wrap=True, overflow="ellipsis") for line in lines]
-    return Group(*shown, Text(), _adapters(body, size.height - len(lines) - 2))
+    shown: list[RenderableType] = [
+        Text(line.plain, line.style, spans=line.spans, no_wrap=True, overflow="ellipsis") for line in lines
+    ]
+    room = size.height - len(lines)
+    tenants = top_tenants.tenant_rows(body)
+    num_lines = min(len(tenants) + 2, room // 2) if tenants else 0
+    if num_lines >= min(len(tenants) + 2, MIN_TENANT_LINES) > 2:
+        shown += [Text(), _tenants(tenants, num_lines - 2, size.width)]
+        room -= num_lines
+    return Group(*shown, Text(), _adapters(body, room - 2))
 
 
 def line(body: Mapping[str, Any], age_s: float) -> str:
     """A snapshot in one line, for a file or a pipe."""
     generated, prompt = token_rates(body, age_s)
     return (
-        f"{body['running']:,} running ({body['base_running']:,} base), {body['waiting']:,} waiting; step "
+        f"{_running(body)}, {body['waiting']:,} waiting; step "
         f"{_step_times(body)}; {generated:,.0f} generated + {prompt:,.0f} prompt tokens/s; pages "
         f"{counts_text(body['pages'])}"
     )
@@ -101,13 +111,8 @@ def _facts(body: Mapping[str, Any], age_s: float) -> Iterator[tuple[str, str]]:
     generated, prompt = token_rates(body, age_s)
     idle_s = (body["last_step_age_s"] or 0.0) + age_s
     idle = f", idle for {idle_s:,.0f} s" if body["num_steps"] and idle_s > IDLE_S else ""
-    reasons = f" ({counts_text(body['waiting_reasons'])})" if body["waiting"] else ""
-    yield (
-        "requests",
-        f"{body['running']:,} running ({body['base_running']:,} base), {body['waiting']:,} waiting{reasons}",
-    )
-    if body["waiting_by_tenant"]:
-        yield "waiting", _tenants(body["waiting_by_tenant"])
+    reasons = f" ({counts_text(in_words(body['waiting_reasons'], REASONS))})" if body["waiting"] else ""
+    yield "requests", f"{_running(body)}, {body['waiting']:,} waiting{reasons}"
     yield "steps", f"{_step_times(body)}; {body['num_steps']:,} since start{idle}"
     yield "tokens/s", f"{generated:,.0f} generated, {prompt:,.0f} of prompts"
     yield "pages", f"{sum(body['pages'].values()):,}: {counts_text(body['pages'])}"
@@ -123,10 +128,8 @@ def _step_times(body: Mapping[str, Any]) -> str:
     return f"{seconds_text(statistics.median(times))}, p95 {seconds_text(times[math.ceil(0.95 * len(times)) - 1])}"
 
 
-def _tenants(waiting: Mapping[str, int]) -> str:
-    most = sorted(waiting.items(), key=lambda item: (-item[1], item[0]))
-    rest = sum(count for _, count in most[MAX_NAMED:])
-    return ", ".join([f"{name} {count:,}" for name, count in most[:MAX_NAMED]] + ([f"others {rest:,}"] if rest else []))
+def _running(body: Mapping[str, Any]) -> str:
+    return f"{body['running']:,} running ({body['base_running']:,} base, {num_paused(body):,} paused)"
 
 
 def _loads(body: Mapping[str, Any]) -> str:
@@ -139,6 +142,23 @@ def _bar(pages: Mapping[str, int], width: int) -> Text:
 
     parts = shares([pages[kind] for kind in BAR], max(width, 0))
     return Text.assemble(*((glyph * part, colour) for (glyph, colour), part in zip(BAR.values(), parts, strict=True)))
+
+
+def _tenants(rows: Sequence[top_tenants.TenantRow], height: int, width: int) -> Table:
+    """The most served first, as many as there is room for; the others as one. Only its texts are cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    shown = list(top_tenants.cells(rows, len(rows) if len(rows) <= height else height - 1))
+    header = [name for name in shown[0] if width >= top_tenants.MIN_WIDE or name not in top_tenants.WIDE_ONLY]
+    for name in header:
+        is_text = name in top_tenants.TEXTS
+        longest = max(len(name), *(len(row[name]) for row in shown))
+        table.add_column(name, justify="left" if is_text else "right", width=None if is_text else longest)
+    for row in shown:
+        table.add_row(*(Text(row[name], no_wrap=True, overflow="ellipsis") for name in header))
+    return table
 
 
 def _adapters(body: Mapping[str, Any], height: int) -> Table:

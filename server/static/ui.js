@@ -124,15 +124,18 @@ export function Loaded({ of: answer, lines = 4, children }) {
  * A table that can be sorted by its heads. Numbers stand right.
  * @param {{columns: {key: string, label: string, isNumber?: boolean, cell?: (row: object) => unknown, value?: (row: object) => unknown}[],
  *   rows: object[], keyOf: (row: object) => string, totals?: Record<string, unknown>, caption: string,
- *   sort?: string, onSort?: (sort: string) => void, first?: number}} props `sort` is a key, with "-" in front for the
- *   largest first; without `onSort` the table keeps it to itself. `first` rows are shown before "show more".
+ *   others?: (rows: object[]) => object, sort?: string, onSort?: (sort: string) => void, first?: number}} props `sort` is
+ *   a key, with "-" in front for the largest first; without `onSort` the table keeps it to itself. `first` rows are shown
+ *   before "show more"; `others` makes one row of those that are not shown.
  */
-export function Table({ columns, rows, keyOf, totals, caption, sort: given, onSort, first = 50 }) {
+export function Table({ columns, rows, keyOf, totals, others, caption, sort: given, onSort, first = 50 }) {
   const [own, setOwn] = useState(given ?? "");
   const [shown, setShown] = useState(first);
   const sort = onSort ? given ?? "" : own;
   const key = sort.replace(/^-/, "");
   const sorted = sortedBy(rows, columns.find((one) => one.key === key), sort.startsWith("-"));
+  const cellOf = (column, row) => (column.cell ? column.cell(row) : row[column.key] ?? "–");
+  const rest = others && sorted.length > shown ? others(sorted.slice(shown)) : null;
   const turn = (column) => {
     const next = sort === `-${column.key}` ? column.key : sort === column.key ? `-${column.key}` : `${column.isNumber ? "-" : ""}${column.key}`;
     (onSort ?? setOwn)(next);
@@ -151,10 +154,14 @@ export function Table({ columns, rows, keyOf, totals, caption, sort: given, onSo
         <tbody>
           ${sorted.slice(0, shown).map(
             (row) => html`<tr key=${keyOf(row)} data-key=${keyOf(row)}>
-              ${columns.map((column) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${column.cell ? column.cell(row) : row[column.key] ?? "–"}</td>`)}
+              ${columns.map((column) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${cellOf(column, row)}</td>`)}
             </tr>`,
           )}
         </tbody>
+        ${rest &&
+        html`<tfoot><tr>
+          ${columns.map((column) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${cellOf(column, rest)}</td>`)}
+        </tr></tfoot>`}
         ${totals &&
         html`<tfoot><tr>
           ${columns.map((column, index) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${index === 0 ? "Total" : totals[column.key] ?? ""}</td>`)}

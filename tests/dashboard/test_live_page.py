@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect
 
 from browser import DESKTOP, PHONE, Watch, sign_in, watched_page
+from weft.engine.status import TenantLoad
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, engine_pid, weft_server
 
+UNKNOWN = "\u2013"
 OWNERS = {"haiku": "atelier", "shout": "harbour", "pirate": "harbour"}
 LOOK = """() => {
   const of = (selector, key, value) => [...document.querySelectorAll(selector)]
@@ -60,8 +63,57 @@ def long_request(server: WeftServer, owner: str, model: str, tokens: int = 900) 
         assert statuses == [200]
 
 
+def tenant_cells(page: Page, name: str) -> list[str]:
+    """A tenant's row: name, weight, share, in step, paused, waiting, why, predicted wait, refusals."""
+    row = page.locator(f'[aria-label="Tenants in the engine"] tr[data-key="{name}"] td')
+    return [text.strip().replace("\u00a0", " ") for text in row.all_inner_texts()]
+
+
+def show_snapshots(page: Page, *snapshots: dict[str, Any]) -> None:
+    """The live page after these snapshots and no others."""
+    body = "retry: 600000\n" + "".join(f"data: {json.dumps(snapshot)}\n\n" for snapshot in snapshots)
+    page.route("**/v1/engine/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    show_live(page)
+
+
+def load(**fields: Any) -> dict[str, Any]:
+    return asdict(TenantLoad(**fields))
+
+
+def crowded(engine: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot with 1,000 tenants, of whom two were served."""
+    tenants = {f"customer-{index:03}": load(waiting=3, reasons={"NEW": 3}) for index in range(996)}
+    tenants |= {
+        "flood": load(weight=1, running=60, paused=52, waiting=200, reasons={"NEW": 150, "NO_PAGES": 50}, rate=250.0),
+        "quiet": load(weight=3, running=8, waiting=1, reasons={"LOADING": 1}, rate=750.0),
+        "(admin)": load(waiting=2, reasons={"FORK": 1, "NO_ROOM": 1}),
+        "ten_gone": load(waiting=1, reasons={"SOMETHING": 1}),
+    }
+    admission = {
+        "flood": {"wait_s": 12.5, "refused": {"limit.queue": 4000, "server.overloaded": 2}},
+        "quiet": {"wait_s": 0.0, "refused": {}},
+        "customer-000": {"wait_s": 75.0, "refused": {"server.overloaded": 1, "other.code": 1}},
+        "customer-001": {"wait_s": 3.0, "refused": {"engine_overloaded": 3, "deadline.queue": 2}},
+    }
+    reasons = {"NEW": 2988 + 150, "NO_PAGES": 50, "LOADING": 1, "FORK": 1, "NO_ROOM": 1, "SOMETHING": 1}
+    return {
+        **engine,
+        "tenants": tenants,
+        "admission": admission,
+        "running": 68,
+        "base_running": 5,
+        "waiting": 2988 + 204,
+        "waiting_reasons": reasons,
+    }
+
+
 def stat(page: Page, label: str) -> str:
     return page.locator(f'[data-stat="{label}"] .stat-value').inner_text()
+
+
+def milliseconds(value: float) -> str:
+    """A time below a second as the page shows it."""
+    return f"{value * 1000:.1f} ms" if value < 0.0995 else f"{round(value * 1000)} ms"
 
 
 def resident(engine: dict[str, Any], name: str) -> dict[str, Any]:
@@ -81,7 +133,7 @@ def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -
     tokens = sum(step["tokens"] for step in engine["last_steps"])
     assert stat(page, "Running") == stat(page, "Waiting") == "0"
     assert stat(page, "Tokens/s") == f"{round(tokens / sum(times)):,}"
-    assert stat(page, "Step time") == f"{times[-(-len(times) // 2) - 1] * 1000:.1f} ms"
+    assert stat(page, "Step time") == milliseconds(times[-(-len(times) // 2) - 1])
     assert stat(page, "On the device") == "2"
     assert f"of {engine['slots']} slots" in page.locator('[data-stat="On the device"]').inner_text()
     assert page.evaluate(LOOK)["legend"] == engine["pages"]
@@ -94,12 +146,10 @@ def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -
         assert cells[0] == one["adapters"][0]
         figures = [one[key] for key in ("pages", "prefix_pages", "running", "holds", "uses", "loads")]
         assert cells[1:8] == [one["tier"], *map(str, figures)]
-        assert cells[8] == f"{one['load_p95_s'] * 1000:.1f} ms"
+        assert cells[8] == milliseconds(one["load_p95_s"])
     assert shown == {}
-    done = page.get_by_role("region", name="Tenants in the engine").locator("tbody tr")
-    assert {row.get_attribute("data-key"): row.locator("[data-figure=service]").inner_text() for row in done.all()} == {
-        name: f"{tokens:,}" for name, tokens in engine["service_tokens"].items()
-    }
+    assert engine["tenants"] == {}
+    expect(page.get_by_role("main")).to_contain_text("No tenant has a request in the engine.")
     expect(page.locator('[data-load="stored>device:ok"]')).to_contain_text("stored → device: 2")
     expect(page.locator('[data-count="steps"]')).to_have_text(f"{engine['num_steps']:,}")
     series = page.locator(".chart path[data-series]").all()
@@ -107,6 +157,74 @@ def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -
     columns = ["base", *(one["digest"] for one in engine["batches"]["adapters"]), "others"]
     sums = [sum(row[at] for row in engine["batches"]["steps"]) for at in range(1, len(columns) + 1)]
     assert in_steps == {name: number for name, number in zip(columns, sums, strict=True) if number}
+
+
+def test_tenants_are_told_who_is_served_who_waits_and_why(page: Page, server: WeftServer) -> None:
+    show_snapshots(page, crowded(server.engine()))
+    assert page.locator('[data-stat="Running"]').inner_text().split("\n")[1:] == ["68", "52 paused, 5 of the base"]
+    waiting = page.locator('[data-stat="Waiting"]').inner_text().replace("\u00a0", " ")
+    assert waiting.split("\n")[1:] == ["3,192", "3,138 in line, 50 no pages, 4 others"]
+    rows = page.locator('[aria-label="Tenants in the engine"] tbody tr')
+    assert [row.get_attribute("data-key") for row in rows.all()[:3]] == ["quiet", "flood", "customer-000"]
+    assert rows.count() == 10
+    assert tenant_cells(page, "quiet") == ["quiet", "3 0.30%", "75.0%", "8", "0", "1", "1 loading", "none", "none"]
+    in_line, refused = "150 in line, 50 no pages", "4,000 over share, 2 overload"
+    assert tenant_cells(page, "flood") == ["flood", "1 0.10%", "25.0%", "8", "52", "200", in_line, "12.50 s", refused]
+    assert tenant_cells(page, "customer-000")[5:] == ["3", "3 in line", "1 min 15 s", "1 overload, 1 other.code"]
+    assert tenant_cells(page, "customer-001")[8] == "3 queue full, 2 too late"
+    assert tenant_cells(page, "customer-002")[7:] == [UNKNOWN, "none"]
+    others = page.locator('[aria-label="Tenants in the engine"] tfoot td').all_inner_texts()
+    assert [text.strip().replace("\u00a0", " ") for text in others] == [
+        "990 others",
+        "990 98.8%",
+        "0.0%",
+        "0",
+        "0",
+        "2,967",
+        "2,964 in line, 1 shared prompt, 1 no room, 1 SOMETHING",
+        UNKNOWN,
+        "none",
+    ]
+    page.get_by_role("button", name="Show more").click()
+    expect(rows).to_have_count(210)
+
+
+def test_tenants_are_ordered_by_a_click_and_those_of_no_page_are_no_links(page: Page, server: WeftServer) -> None:
+    show_snapshots(page, crowded(server.engine()))
+    table = page.get_by_role("region", name="Tenants in the engine")
+
+    def keys() -> list[str | None]:
+        return [row.get_attribute("data-key") for row in table.locator("tbody tr").all()[:2]]
+
+    for column, expected in {
+        "Waiting": ["flood", "customer-000"],
+        "Refused": ["flood", "customer-001"],
+        "Predicted wait": ["customer-000", "flood"],
+        "Weight": ["quiet", "flood"],
+    }.items():
+        table.get_by_role("button", name=column, exact=True).click()
+        assert keys() == expected, column
+    table.get_by_role("button", name="Tenant", exact=True).click()
+    assert keys() == ["(admin)", "customer-000"]
+    assert tenant_cells(page, "(admin)")[0] == "admin"
+    assert table.locator('tr[data-key="(admin)"] a').count() == 0
+    assert table.locator('tr[data-key="customer-000"] a').get_attribute("href") == "/tenants/customer-000"
+
+
+def test_a_tenant_that_ended_stays_for_a_while_and_one_that_was_refused_is_there(
+    page: Page, server: WeftServer
+) -> None:
+    engine = server.engine()
+    page.clock.install()
+    refused = {"rival": {"wait_s": 2.0, "refused": {"limit.queue": 1}}, "calm": {"wait_s": 0.0, "refused": {}}}
+    busy = {**engine, "tenants": {"flood": load(running=1, rate=9.0)}, "running": 1}
+    show_snapshots(page, busy, {**engine, "admission": refused})
+    assert tenant_cells(page, "flood") == ["flood", UNKNOWN, UNKNOWN, "0", "0", "0", "", UNKNOWN, "none"]
+    assert tenant_cells(page, "rival") == ["rival", UNKNOWN, UNKNOWN, "0", "0", "0", "", "2.00 s", "1 over share"]
+    expect(page.locator('tr[data-key="calm"]')).to_have_count(0)
+    page.clock.run_for(10_500)
+    expect(page.locator('tr[data-key="flood"]')).to_have_count(0)
+    expect(page.locator('tr[data-key="rival"]')).to_have_count(1)
 
 
 def test_an_idle_engine_says_what_to_do(page: Page) -> None:
@@ -132,7 +250,7 @@ def test_the_map_shows_what_runs_as_it_runs(page: Page, server: WeftServer) -> N
         assert {kind: look["cells"].get(kind, 0) for kind in look["legend"]} == look["legend"]
         assert sum(look["legend"].values()) == server.engine()["ready"]["memory"]["num_pages"]
         assert look["cells"]["kv"] > 0
-        expect(page.get_by_role("region", name="Tenants in the engine")).to_contain_text("atelier")
+        assert tenant_cells(page, "harbour")[3:6] == tenant_cells(page, "atelier")[3:6] == ["1", "0", "0"]
     expect(page.locator('[data-stat="Running"] .stat-value')).to_have_text("0")
     expect(page.locator('.map-legend [data-kind="kv"]')).to_have_attribute("data-pages", "0")
     assert page.evaluate(LOOK)["legend"] == server.engine()["pages"]
@@ -229,12 +347,17 @@ def test_a_tenant_is_kept_out_and_nothing_is_asked_for_it(page: Page, server: We
     assert not [url for url in asked if "/v1/engine" in url]
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light")])
 def test_the_page_is_accessible_and_fits(
-    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str
+    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str, is_busy: bool
 ) -> None:
     with watched_page(browser, server.url, scheme=scheme) as (page, _):
-        show_live(page)
+        if is_busy:
+            show_snapshots(page, crowded(server.engine()))
+            page.get_by_text("What the columns say").click()
+        else:
+            show_live(page)
         page.set_viewport_size({"width": size[0], "height": size[1]})
         found = Axe().run(page).response["violations"]
         assert [one for one in found if one["impact"] in ("serious", "critical")] == []

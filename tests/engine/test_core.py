@@ -9,6 +9,7 @@ import pytest
 from engine_simulator import Simulator, adapter, expected_tokens, request
 from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS
 from weft.engine.plan import ChunkResult, StepPlan
+from weft.engine.prices import Prices
 from weft.engine.request import FlowKey
 from weft.engine.status import StepBatches
 from weft.engine.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
@@ -84,7 +85,7 @@ def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: 
     simulator.core.submit(request("one", prompt=4, max_tokens=8))
     simulator.pump()
     with monkeypatch.context() as broken:
-        broken.setattr(simulator.scheduler, "_admit_waiting", lambda _: 1 / 0)
+        broken.setattr(simulator.scheduler, "_plan_rows", lambda _: 1 / 0)
         simulator.pump()
     assert simulator.last("one").finish_reason == "error"
     assert simulator.pool.num_quarantined == 0
@@ -166,7 +167,10 @@ def test_status_says_who_runs_and_who_waits_for_whom() -> None:
     status = simulator.core.status()
     running = status.base_running + sum(resident.running for resident in status.residents)
     assert (status.running, status.base_running, running) == (3, 1, 3)
-    assert status.waiting_by_tenant == {"t2": 2, "t1": 1}
+    assert {tenant: (load.running, load.waiting) for tenant, load in status.tenants.items()} == {
+        "t1": (2, 1),
+        "t2": (1, 2),
+    }
 
 
 def test_only_a_detailed_status_shows_pages_and_batches() -> None:
@@ -211,8 +215,10 @@ def test_status_counts_backlog_and_service_by_tenant() -> None:
     simulator.core.submit(request("one", prompt=10, max_tokens=5))
     simulator.pump()
     status = simulator.core.status()
-    assert status.backlog_tokens == {"": 7}
-    assert status.service_tokens == {"": 8}
+    load, prices = status.tenants[""], Prices()
+    assert load.service == pytest.approx(8 * prices.prompt + prices.context * 8 * 4)
+    assert load.backlog > 2 * prices.prompt
+    assert (load.running, load.waiting, load.queued) == (1, 0, 0.0)
 
 
 def test_only_the_last_steps_are_kept() -> None:

@@ -9,8 +9,9 @@ import torch
 
 from step_driver import StepDriver
 from tiny_models import make_model
-from weft.engine.costs import MAX_TOKENS, measure_costs
+from weft.engine.costs import MAX_TOKENS, measure_costs, measure_prices
 from weft.engine.model.decoder import StepRows
+from weft.engine.prices import Prices
 from weft.memory.copies import PageCopier
 from weft.memory.host_slab import HostSlab
 from weft.memory.page_costs import PageCosts
@@ -41,6 +42,34 @@ def test_pages_are_all_given_back(model: Path, num_host_pages: int) -> None:
     assert driver.pool.num_free == driver.pool.capacity
     assert slab.num_free == num_host_pages
     assert not driver.arena.bytes[0].any()
+
+
+def test_prices_are_of_one_machine_and_leave_no_trace(model: Path) -> None:
+    driver = StepDriver(model)
+    costs = PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25)
+    prices = measure_prices(
+        driver.decoder,
+        driver.arena,
+        driver.pool,
+        costs,
+        lora_bytes_per_rank=driver.geometry.page_bytes // 2,
+        max_tokens=512,
+        clock=Ticking(),
+    )
+    assert prices == Prices(output=1.0, context=0.0, rank=1.0, page_load=2.0), "each step of 16 rows took a second"
+    assert driver.pool.num_free == driver.pool.capacity
+    assert not driver.arena.bytes[0].any()
+
+
+def test_a_pool_of_a_few_pages_has_the_usual_prices(model: Path) -> None:
+    driver = StepDriver(model)
+    costs = PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25)
+    taken = driver.pool.allocate(driver.pool.num_free - 1, "kv") or []
+    assert (
+        measure_prices(driver.decoder, driver.arena, driver.pool, costs, lora_bytes_per_rank=1, max_tokens=512)
+        == Prices()
+    )
+    driver.pool.free(taken, 0)
 
 
 def test_a_slow_machine_is_judged_by_a_short_prompt(model: Path) -> None:

@@ -44,7 +44,7 @@ STATUS = EngineStatus(
     residents=[ResidentAdapter(digest="d", tier="device", pages=3, running=1)],
     last_steps=[StepStats(step=1, seconds=0.1, requests=1, tokens=2, prefill_tokens=2, adapters=1, base_requests=0)],
     load_p95_s={"host>device": 0.25},
-    waiting_by_tenant={"": 2},
+    tenants={"": TenantLoad(running=1, waiting=2, reasons={"NEW": 2})},
     page_map=PageMap(pages_per_cell=2, uses=[PageUse(kind="kv", owner=3), PageUse(kind="free")], runs=[(4, 0), (1, 1)]),
     batches=StepBatches(adapters=["d"], steps=[[1, 0, 1, 0]]),
 )

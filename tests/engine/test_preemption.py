@@ -254,7 +254,7 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
 
 
 def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
-    simulator = Simulator(num_pages=14, max_running=1, load_ticks=1, adapter_pages=2)
+    simulator = Simulator(num_pages=14, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
     simulator.core.submit(request("old", prompt=8, max_tokens=49))  # 14 pages in the end
     names = ("a", "b", "c")
     for name in names:

@@ -7,17 +7,17 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
 
 from api_server import ADMIN_KEY, Api, eventually, new_client
 from weft.adapters.resident import ResidentAdapter
-from weft.engine.status import StepBatches
+from weft.engine.status import StepBatches, TenantLoad
 from weft.errors import CapacityError
 from weft.memory.page_map import PageMap, PageUse
-from weft.server import engine_feed
+from weft.server import engine_feed, routes_engine
 
 pytestmark = pytest.mark.anyio
 POLL_S = 0.02
@@ -69,6 +69,10 @@ async def watching(url: str) -> AsyncIterator[Watcher]:
         yield Watcher(answer.headers["content-type"], aiter(answer.aiter_lines()))
 
 
+def waiting_in(snapshot: dict[str, Any]) -> dict[str, int]:
+    return {name: load["waiting"] for name, load in snapshot["tenants"].items()}
+
+
 def poller(api: Api) -> object:
     return api.services.engine_feed._poller
 
@@ -98,9 +102,9 @@ async def test_an_idle_engine_is_told_once_and_comments_show_that_the_line_is_up
         async with watching(url) as late:
             await late.snapshot()
         assert not nothing.done()
-        api.engine.waiting_by_tenant = {"ten_gone": 1}
+        api.engine.tenants = {"ten_gone": TenantLoad(waiting=1)}
         name, snapshot = await nothing
-    assert (name, snapshot["waiting_by_tenant"]) == ("message", {"ten_gone": 1})
+    assert (name, waiting_in(snapshot)) == ("message", {"ten_gone": 1})
 
 
 async def test_a_busy_engine_is_told_at_a_steady_pace(api: Api, url: str) -> None:
@@ -108,8 +112,8 @@ async def test_a_busy_engine_is_told_at_a_steady_pace(api: Api, url: str) -> Non
         await watcher.snapshot()
         started_s, num_asked = time.monotonic(), api.engine.num_asked
         for index in range(20):
-            api.engine.waiting_by_tenant = {"": index + 1}
-            assert (await watcher.snapshot())["waiting_by_tenant"] == {"(admin)": index + 1}
+            api.engine.tenants = {"": TenantLoad(waiting=index + 1)}
+            assert waiting_in(await watcher.snapshot()) == {"(admin)": index + 1}
         took_s = time.monotonic() - started_s
     assert took_s > 18 * POLL_S
     assert api.engine.num_asked - num_asked <= took_s / POLL_S + 2
@@ -121,9 +125,9 @@ async def test_twenty_watchers_cost_as_much_as_one_and_nothing_once_they_are_gon
         await asyncio.gather(*(watcher.snapshot() for watcher in watchers))
         started_s, num_asked = time.monotonic(), api.engine.num_asked
         for index in range(10):
-            api.engine.waiting_by_tenant = {"": index + 1}
+            api.engine.tenants = {"": TenantLoad(waiting=index + 1)}
             shown = await asyncio.gather(*(watcher.snapshot() for watcher in watchers))
-            assert {told["waiting_by_tenant"]["(admin)"] for told in shown} == {index + 1}
+            assert {waiting_in(told)["(admin)"] for told in shown} == {index + 1}
         assert api.engine.num_asked - num_asked <= (time.monotonic() - started_s) / POLL_S + 2
         assert poller(api) is not None
     await eventually(lambda: poller(api) is None, within_s=5)
@@ -221,10 +225,10 @@ async def test_a_stream_ends_with_the_session_that_it_began_in(api: Api, url: st
     async with new_client(None, url) as client, client.stream("GET", "/v1/engine/events", headers=sent) as answer:
         watcher = Watcher(answer.headers["content-type"], aiter(answer.aiter_lines()))
         await watcher.snapshot()
-        api.engine.waiting_by_tenant = {"": 1}
+        api.engine.tenants = {"": TenantLoad(waiting=1)}
         await watcher.snapshot()
         assert (await client.delete("/v1/session", headers=sent)).status_code == 204
-        api.engine.waiting_by_tenant = {"": 2}
+        api.engine.tenants = {"": TenantLoad(waiting=2)}
         with pytest.raises(EOFError):
             await asyncio.wait_for(watcher.next(), 5)
     await eventually(lambda: poller(api) is None)
@@ -239,17 +243,24 @@ async def test_draining_ends_the_streams(api: Api, url: str) -> None:
     api.services.drain.is_draining = False
 
 
-async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(api: Api) -> None:
+async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     await api.tenant("acme")
+    await api.tenant("rival")
+    refused = (await api.services.registry.get_tenant("rival")).id
     acme = (await api.services.registry.get_tenant("acme")).id
-    api.engine.waiting_by_tenant = {acme: 2, "": 1, "ten_gone": 4}
+    load = TenantLoad(weight=3.0, running=2, paused=1, waiting=2, reasons={"NEW": 2}, rate=7.5)
+    api.engine.tenants = {acme: load, "": TenantLoad(waiting=1), "ten_gone": TenantLoad(waiting=4)}
+    gate = {acme: {"wait_s": 2.5, "refused": {"limit.queue": 3}}, refused: {"wait_s": 0.0, "refused": {}}}
+    monkeypatch.setattr(routes_engine, "_admission", lambda _: gate)
     api.engine.residents = [ResidentAdapter(digest="sha256:a", tier="device", pages=2, running=1, slot=3, loads=2)]
     api.engine.page_map = PageMap(
         pages_per_cell=1, uses=[PageUse(kind="adapter", owner=3), PageUse(kind="free")], runs=[(2, 0), (8, 1)]
     )
     api.engine.batches = StepBatches(adapters=["sha256:a"], steps=[[1, 0, 1, 0]])
     body = (await api.admin.get("/v1/engine")).json()
-    assert body["waiting_by_tenant"] == {"acme": 2, "(admin)": 1, "ten_gone": 4}
+    assert waiting_in(body) == {"acme": 2, "(admin)": 1, "ten_gone": 4}
+    assert body["tenants"]["acme"] == asdict(load)
+    assert body["admission"] == {"acme": gate[acme], "rival": gate[refused]}
     assert (body["residents"][0]["slot"], body["residents"][0]["loads"]) == (3, 2)
     assert body["page_map"]["uses"] == [{"kind": "adapter", "owner": 3}, {"kind": "free", "owner": -1}]
     assert body["page_map"]["runs"] == [[2, 0], [8, 1]]

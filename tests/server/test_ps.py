@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from api_adapters import sound, upload
 from api_server import ADMIN_KEY, BASE, Api
 from weft.cli import make_app
-from weft.engine.status import ResidentAdapter
+from weft.engine.status import ResidentAdapter, TenantLoad
 
 pytestmark = pytest.mark.anyio
 UNKNOWN = "sha256:" + "ab" * 32
@@ -51,6 +51,10 @@ async def test_the_engine_route_names_the_residents(api: Api) -> None:
 
 async def test_residents_stand_in_a_table_over_a_summary(api: Api) -> None:
     api.engine.residents = await residents_of(api)
+    api.engine.tenants = {
+        "": TenantLoad(waiting=4, reasons={"LOADING": 3, "NEW": 1}),
+        "ten_gone": TenantLoad(running=3, paused=2, waiting=1, reasons={"LOADING": 1}),
+    }
     async with api.listening() as url:
         done = await run("ps", "--url", url, "--key", ADMIN_KEY)
     assert done.exit_code == 0, done.output
@@ -60,7 +64,8 @@ async def test_residents_stand_in_a_table_over_a_summary(api: Api) -> None:
         "acme/shout@1         loading      7       0        0      3     0",
         "sha256:abababababab  host         1       0        0      0     0",
         "",
-        f"{BASE} on cpu: 0 running, 0 waiting, 1 of 256 adapter slots in use",
+        f"{BASE} on cpu: 0 running (2 paused), 5 waiting, 1 of 256 adapter slots in use",
+        "waiting     4 loading, 1 in line",
         "pages       4,096: 10 free, 0 kv, 0 prefix, 0 adapter, 0 quarantine",
         "host pages  1: 1 free, 0 adapter, 0 kv",
         "prefix      25 of 100 prompt tokens found (25.0%)",

@@ -23,8 +23,10 @@ from api_server import ADMIN_KEY, BASE, Api, eventually
 from weft.adapters.resident import ResidentAdapter
 from weft.cli import make_app
 from weft.config import environment
+from weft.engine.status import TenantLoad
 from weft.server.commands import top
 from weft.server.commands.top_frame import frame, shares, token_rates
+from weft.server.commands.top_tenants import cells, tenant_rows
 from weft_server import DEMO_ADAPTERS, WEFT, weft_server
 
 
@@ -37,6 +39,10 @@ async def body_of(api: Api, **changes: Any) -> dict[str, Any]:
     return {**(await api.admin.get("/v1/engine")).json(), **changes}
 
 
+def waiting_load(waiting: int, **fields: Any) -> dict[str, Any]:
+    return asdict(TenantLoad(waiting=waiting, reasons={"NEW": waiting}, **fields))
+
+
 def drawn(body: dict[str, Any], width: int, height: int, age_s: float = 0.0, trouble: str | None = None) -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(frame(body, age_s, console.size, trouble))
@@ -45,7 +51,7 @@ def drawn(body: dict[str, Any], width: int, height: int, age_s: float = 0.0, tro
 
 @pytest.mark.anyio
 async def test_once_prints_one_frame(api: Api) -> None:
-    api.engine.waiting_by_tenant = {"": 2}
+    api.engine.tenants = {"": TenantLoad(running=3, paused=1, waiting=2, reasons={"NEW": 2}, rate=70.0)}
     api.engine.residents = [
         ResidentAdapter(
             digest="sha256:0123456789ab", tier="device", pages=7, running=2, uses=1234, loads=3, load_p95_s=0.5
@@ -56,14 +62,16 @@ async def test_once_prints_one_frame(api: Api) -> None:
     assert done.exit_code == 0, done.output
     assert [line.rstrip() for line in done.output.splitlines()] == [
         f"{BASE} on cpu, float32",
-        "requests   0 running (0 base), 0 waiting",
-        "waiting    (admin) 2",
+        "requests   0 running (0 base, 1 paused), 2 waiting (2 in line)",
         "steps      10.0 ms, p95 10.0 ms; 0 since start",
         "tokens/s   0 generated, 0 of prompts",
         "pages      10: 10 free, 0 kv, 0 prefix, 0 adapter, 0 quarantine",
         " " * 11 + "·" * 89,
         "loads      3 stored>device:ok; stored>device p95 250.0 ms",
         "adapters   1 of 256 slots in use, 1 in memory",
+        "",
+        "TENANT   WEIGHT   DUE  SERVED  IN STEP  PAUSED  WAITING  WAIT  WHY        REFUSED",
+        "(admin)       1  100%    100%        2       1        2     -  2 in line  none",
         "",
         "ADAPTER              TIER    PAGES  RUNNING  WAITING   HITS  LOADS  LOAD P95",
         "sha256:0123456789ab  device      7        2        0  1,234      3  500.0 ms",
@@ -81,7 +89,8 @@ async def test_a_frame_fits_the_terminal_and_shows_the_busiest(api: Api, width: 
         api,
         residents=[{**asdict(resident), "adapters": [f"t/{resident.digest[-3:]}@1"]} for resident in residents],
         waiting=900,
-        waiting_by_tenant={f"a-tenant-of-a-long-name-{index}": 100 for index in range(9)},
+        waiting_reasons={"NEW": 900},
+        tenants={f"a-tenant-of-a-long-name-{index}": waiting_load(100, rate=float(index)) for index in range(9)},
         pages={"free": 1, "kv": 800, "prefix": 3, "adapter": 100, "quarantine": 0},
     )
     lines = drawn(body, width, height, trouble="The engine stopped and is being restarted; send the request again.")
@@ -92,6 +101,58 @@ async def test_a_frame_fits_the_terminal_and_shows_the_busiest(api: Api, width: 
     first, *others, last = lines[lines.index(next(line for line in lines if line.startswith("ADAPTER"))) + 1 :]
     assert first.startswith("t/077@1")
     assert last.strip() == f"and {100 - 1 - len(others)} more"
+    tenants = [line.split()[0] for line in lines if line.startswith("a-tenant")]
+    expected = {14: [], 24: [8, 7, 6, 5], 50: list(reversed(range(9)))}[height]
+    assert tenants == [f"a-tenant-of-a-long-name-{index}" for index in expected]
+    assert any(line.startswith("5 others") for line in lines) is (height == 24)
+
+
+def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> None:
+    tenants = {f"t{index}": waiting_load(2, rate=float(index % 500), weight=0.5) for index in range(1_000)}
+    tenants["t3"] |= {"running": 9, "paused": 4, "rate": 501.0}
+    admission = {
+        "t0": {"wait_s": 3.25, "refused": {"limit.queue": 7}},
+        "t1": {"wait_s": 40.0, "refused": {"limit.queue": 1, "server.overloaded": 5, "limit.new": 1}},
+        "left": {"wait_s": 0.0, "refused": {}},
+        "turned away": {"wait_s": 0.0, "refused": {"limit.queue": 2}},
+    }
+    rows = tenant_rows({"tenants": tenants, "admission": admission})
+    assert [row.name for row in rows[:3]] == ["t3", "t499", "t999"]
+    assert (rows[-1].name, len(rows)) == ("turned away", 1_001)
+    first, second, others = cells(rows, 2)
+    assert first == {
+        "TENANT": "t3",
+        "WEIGHT": "0.5",
+        "DUE": "<1%",
+        "SERVED": "<1%",
+        "IN STEP": "5",
+        "PAUSED": "4",
+        "WAITING": "2",
+        "WAIT": "-",
+        "WHY": "2 in line",
+        "REFUSED": "none",
+    }
+    assert second["TENANT"] == "t499"
+    assert others == {
+        "TENANT": "999 others",
+        "WEIGHT": "499",
+        "DUE": "100%",
+        "SERVED": "100%",
+        "IN STEP": "0",
+        "PAUSED": "0",
+        "WAITING": "1,996",
+        "WAIT": "40.0 s",
+        "WHY": "1,996 in line",
+        "REFUSED": "10 over share, 5 overload, 1 limit.new",
+    }
+
+
+def test_nobody_in_the_engine_gives_no_rows_and_no_rate_no_share() -> None:
+    assert tenant_rows({"tenants": {}, "admission": {}}) == []
+    (row,) = cells(tenant_rows({"tenants": {"t": waiting_load(0)}, "admission": {}}), 1)
+    assert (row["DUE"], row["SERVED"], row["WHY"]) == ("100%", "-", "")
+    (row,) = cells(tenant_rows({"tenants": {}, "admission": {"t": {"wait_s": 0.04, "refused": {"x": 1}}}}), 1)
+    assert (row["WEIGHT"], row["DUE"], row["WAIT"], row["REFUSED"]) == ("-", "-", "none", "1 x")
 
 
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=6), st.integers(6, 200))
@@ -132,7 +193,7 @@ async def test_an_engine_that_restarts_and_a_server_that_goes_are_told(
         await eventually(lambda: api.services.engine_feed._poller is None)
     done = await watching
     assert done.exit_code == 1
-    assert "0 running (0 base), 0 waiting; step 10.0 ms" in done.stdout
+    assert "0 running (0 base, 0 paused), 0 waiting; step 10.0 ms" in done.stdout
     said = [line for line in done.stderr.splitlines() if line]
     assert said[0] == "weft: The engine restarts."
     assert said[1].startswith("weft: The server is away, trying for")
@@ -164,7 +225,7 @@ def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path
         ) as watch:
             assert watch.stdout is not None
             assert watch.stderr is not None
-            assert "0 running (0 base), 0 waiting; step -;" in watch.stdout.readline()
+            assert "0 running (0 base, 0 paused), 0 waiting; step -;" in watch.stdout.readline()
             seen = ""
             deadline = time.monotonic() + 60
             while not re.search(r" [1-9]\d* kv, \d+ prefix, [1-9]\d* adapter", seen):

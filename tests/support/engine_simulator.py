@@ -410,7 +410,7 @@ class Simulator:
     max_running: int = 8
     step_tokens: int = 16
     max_waiting: int = 1000
-    policy: Literal["fcfs", "fair"] = "fcfs"
+    policy: Literal["fcfs", "fair"] = "fair"
     adapter_pages: int | dict[str, int] = 2
     load_ticks: int = 3
     slots: int = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from weft.engine.status import (
     ResidentAdapter,
     StepBatches,
     StepStats,
+    TenantLoad,
 )
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
@@ -90,7 +92,7 @@ class FakeEngine:
         self.failure_after: int | None = None
         """Die after so many tokens."""
         self.residents: list[ResidentAdapter] = []
-        self.waiting_by_tenant: dict[str, int] = {}
+        self.tenants: dict[str, TenantLoad] = {}
         self.page_map = PageMap(pages_per_cell=1, uses=[PageUse(kind="free")], runs=[(10, 0)])
         self.batches = StepBatches(adapters=[], steps=[[1, 1, 0]])
         self.num_asked = 0
@@ -174,8 +176,9 @@ class FakeEngine:
             boot_id=self.ready.boot_id,
             seq=len(self.requests),
             running=len(self.running),
-            waiting=0,
-            waiting_by_tenant=dict(self.waiting_by_tenant),
+            waiting=sum(load.waiting for load in self.tenants.values()),
+            waiting_reasons=dict(sum((Counter(load.reasons) for load in self.tenants.values()), Counter())),
+            tenants=dict(self.tenants),
             pages={"free": 10, "kv": 0, "prefix": 0, "adapter": 0, "quarantine": 0},
             residents=list(self.residents),
             last_steps=[

@@ -6,9 +6,10 @@ import { zoneShown } from "../range.js";
 import { Badge, Button, Problem } from "../ui.js";
 import { giveColours } from "./live/colours.js";
 import { useFeed } from "./live/feed.js";
-import { Residents, Since, Tenants, Tiles } from "./live/figures.js";
+import { Residents, Since, Tiles } from "./live/figures.js";
 import { Memory } from "./live/memory.js";
 import { Steps } from "./live/steps.js";
+import { Tenants } from "./live/tenants.js";
 
 export const title = "Live";
 
@@ -21,9 +22,9 @@ export default function Live() {
     ${snapshot
       ? html`<${Tiles} snapshot=${snapshot} />
           <${Memory} snapshot=${snapshot} feed=${feed} />
-          <div class="columns live-columns"><${Steps} snapshot=${snapshot} /><${Tenants} snapshot=${snapshot} /></div>
-          <${Residents} snapshot=${snapshot} />
-          <${Since} snapshot=${snapshot} />`
+          <${Tenants} snapshot=${snapshot} />
+          <div class="columns live-columns"><${Steps} snapshot=${snapshot} /><${Since} snapshot=${snapshot} /></div>
+          <${Residents} snapshot=${snapshot} />`
       : !feed.problem.value && html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`}`;
 }
 

@@ -395,8 +395,9 @@ class Simulation:
             self.failures.append(f"the status has pages {status.pages}")
         if status.base_running != sum(state.digest is None for state in self.scheduler._running):
             self.failures.append(f"the status has {status.base_running} running requests of the base")
-        if status.waiting_by_tenant != Counter(state.tenant for state in self.scheduler._waiting):
-            self.failures.append(f"the status has waiting requests {status.waiting_by_tenant}")
+        waiting = {tenant: load.waiting for tenant, load in status.tenants.items() if load.waiting}
+        if waiting != Counter(state.tenant for state in self.scheduler._waiting):
+            self.failures.append(f"the status has waiting requests {waiting}")
         slots = {resident.digest: resident.slot for resident in status.residents}
         owned = {
             page: ("prefix", slots.get(block.group or "", -1)) for block in self._published for page in block.pages

@@ -7,6 +7,8 @@ const EVENTS = "/v1/engine/events";
 const AGAIN_MS = 5000;
 /** How long back the pages by kind are kept. */
 export const KEPT_MS = 120_000;
+/** How long a tenant without requests stays in the table, so that its row does not come and go. */
+const LATELY_MS = 10_000;
 
 /** @typedef {{at: number, pages: Record<string, number>}} Moment */
 
@@ -42,6 +44,9 @@ function makeFeed() {
   let source = null;
   let timer = null;
   let newest = null;
+  let fading = null;
+  /** When each tenant last had requests in the engine. @type {Map<string, number>} */
+  const seenAt = new Map();
 
   function open() {
     source = new EventSource(EVENTS);
@@ -64,14 +69,22 @@ function makeFeed() {
     const { moments } = feed;
     moments.push({ at, pages: snapshot.pages });
     while (moments.length > 1 && moments[1].at < at - KEPT_MS) moments.shift();
+    for (const name of Object.keys(snapshot.tenants)) seenAt.set(name, at);
+    for (const [name, seen] of seenAt) if (seen < at - LATELY_MS) seenAt.delete(name);
+    clearTimeout(fading);
+    fading = setTimeout(() => show({ ...snapshot, lately: [] }), LATELY_MS);
     batch(() => {
       if (newest && newest.boot_id !== snapshot.boot_id) feed.restartedAt.value = at;
-      newest = snapshot;
       feed.state.value = "live";
       feed.problem.value = null;
       feed.heardAt.value = at;
-      if (!feed.isPaused.value) feed.snapshot.value = snapshot;
+      show({ ...snapshot, lately: [...seenAt.keys()] });
     });
+  }
+
+  function show(snapshot) {
+    newest = snapshot;
+    if (!feed.isPaused.value) feed.snapshot.value = snapshot;
   }
 
   /** Find out why the server refuses; one who is no longer signed in is shown the sign-in by the call itself. */
@@ -89,6 +102,7 @@ function makeFeed() {
 
   function close() {
     clearTimeout(timer);
+    clearTimeout(fading);
     source?.close();
   }
 

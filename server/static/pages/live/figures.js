@@ -1,11 +1,10 @@
-// The engine's figures: tiles, tenants, resident adapters and what was counted since the start.
+// The engine's figures: tiles, resident adapters and what was counted since the start.
 import { html } from "../../lib.js";
 import { compact, count, percent, seconds } from "../../format.js";
 import { Link, param, setParams } from "../../place.js";
 import { Badge, Card, Empty, Stat, Table } from "../../ui.js";
 import { adapterColour, nameOf } from "./colours.js";
-
-const REASONS = { LOADING: "for an adapter", NO_ROOM: "for room in a step", NO_PAGES: "for pages", FORK: "for a sibling", NEW: "just came" };
+import { reasonsText } from "./tenants.js";
 
 /** The least value that so large a share of all lies at or below. */
 export function quantile(values, share) {
@@ -24,39 +23,18 @@ export function Tiles({ snapshot }) {
   const steps = snapshot.last_steps;
   const times = steps.map((one) => one.seconds);
   const onDevice = snapshot.residents.filter((one) => one.tier === "device").length;
-  const reasons = Object.entries(snapshot.waiting_reasons).filter(([, number]) => number > 0);
+  const paused = Object.values(snapshot.tenants).reduce((sum, one) => sum + one.paused, 0);
   const tokens = pace(steps);
   const small = (words) => html`<div class="stat-change quiet">${words}</div>`;
   return html`<div class="stats live-stats">
-    <${Stat} label="Running" value=${count(snapshot.running)}>${small(`${count(snapshot.base_running)} of the base, ${count(snapshot.running - snapshot.base_running)} of adapters`)}<//>
-    <${Stat} label="Waiting" value=${count(snapshot.waiting)}>${small(reasons.length ? reasons.map(([reason, number]) => `${number} ${REASONS[reason] ?? reason}`).join(", ") : "nobody")}<//>
+    <${Stat} label="Running" value=${count(snapshot.running)}>${small(`${count(paused)} paused, ${count(snapshot.base_running)} of the base`)}<//>
+    <${Stat} label="Waiting" value=${count(snapshot.waiting)}>${small(reasonsText(snapshot.waiting_reasons, 2) || "nobody")}<//>
     <${Stat} label="Tokens/s" value=${tokens === null ? "–" : compact(tokens)}>${small(steps.length ? `while the last ${steps.length} steps ran` : "no step yet")}<//>
     <${Stat} label="Step time" value=${seconds(quantile(times, 0.5))}>${small(`p95 ${seconds(quantile(times, 0.95))}`)}<//>
     <${Stat} label="On the device" value=${count(onDevice)}>${small(`adapters, of ${count(snapshot.slots)} slots`)}<//>
     <${Stat} label="Prefix hits" value=${snapshot.prefix_queries ? percent(snapshot.prefix_hits / snapshot.prefix_queries) : "–"}>${small(`${compact(snapshot.prefix_hits)} of ${compact(snapshot.prefix_queries)} prompt tokens`)}<//>
     <${Stat} label="Usage lag" value=${seconds(snapshot.usage_lag_s)}>${small("until it stands in the ledger")}<//>
   </div>`;
-}
-
-export function Tenants({ snapshot }) {
-  const { waiting_by_tenant: waiting, backlog_tokens: backlog, service_tokens: service } = snapshot;
-  const rows = [...new Set([...Object.keys(waiting), ...Object.keys(backlog), ...Object.keys(service)])]
-    .map((name) => ({ name, waiting: waiting[name] ?? 0, backlog: backlog[name] ?? 0, service: service[name] ?? 0 }))
-    .sort((a, b) => b.backlog - a.backlog || b.service - a.service || (a.name < b.name ? -1 : 1));
-  const top = (key) => Math.max(1, ...rows.map((one) => one[key]));
-  const bar = (key, label, className) => ({
-    key, label, isNumber: true,
-    cell: (one) => html`<span class="bar-cell"><svg class="bar-track" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect class=${className} width=${(100 * one[key]) / top(key)} height="8" rx="1" /></svg><span data-figure=${key}>${compact(one[key])}</span></span>`,
-  });
-  const columns = [
-    { key: "name", label: "Tenant", cell: (one) => (one.name === "(admin)" ? "admin" : html`<${Link} to=${`/tenants/${one.name}`}>${one.name}<//>`) },
-    { key: "waiting", label: "Waiting", isNumber: true },
-    bar("backlog", "Tokens to do", "s1"),
-    bar("service", "Tokens done", "s0"),
-  ];
-  return html`<${Card} title="Tenants" note="who waits, and who was served since the start">
-    ${rows.length ? html`<${Table} caption="Tenants in the engine" columns=${columns} rows=${rows} keyOf=${(one) => one.name} first=${12} />` : html`<${Empty} title="Nobody asked yet." />`}
-  <//>`;
 }
 
 const TIERS = { device: ["good", "device"], loading: ["warn", "loading"], host: ["info", "host"] };

@@ -1,0 +1,543 @@
+"""Who gets the rows of a step: lanes by weight, in a lane tenants by weight, in a tenant its adapters, then arrival.
+
+Every lane, tenant and adapter has a counter of the service that it got, divided by its weight. The least served goes
+first. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
+(arXiv:2401.00588), kept at three levels, so that a tenant with a hundred adapters has one share. Differences from
+the paper:
+
+* Rows count too. A share's place is its counter plus `quantum` units for each row that it has in the step. So two
+  backlogged tenants divide the rows of every step, and differences of their counters are evened out over about
+  `quantum` units a row, instead of giving whole steps in turns.
+* A request in the step makes way for one that is not only when the shares differ by more than a quantum. So rows change
+  hands once per quantum and not in every step, and requests of one adapter stay together. The more requests are paused
+  for others the longer a quantum is, without end as they become as many as the rows: where more tenants wait than there
+  are rows, answers that have begun are finished first.
+* A share that becomes active is lifted to the least counter of all active shares, running or waiting, or to the last
+  leaver's where there is none. Idle time is no credit, and whoever runs without a queue is counted.
+
+Bound: of two tenants that always have requests waiting, the counters differ by at most two quanta for each row of a
+step, plus what one step may cost. Knows nothing of pages or adapters; the caller says what is blocked.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Generator, Iterable, Iterator
+from operator import attrgetter
+from typing import Literal
+
+from weft.engine.inner_order import InnerOrder, SortKey
+from weft.engine.request_state import RequestState
+from weft.errors import EngineError
+
+QUANTUM_TOKENS = 32
+"""Output tokens of one request that make a quantum."""
+INTERACTIVE_WEIGHT, BATCH_WEIGHT = 0.95, 0.05
+"""Lane 0 and each lane above it: a batch gets a twentieth of the service while interactive requests take the rest."""
+MAX_IDLE_SHARES = 4096
+"""More idle shares than this are remembered only while their counters are ahead of everybody who is active."""
+
+
+class Share:
+    """A lane, a tenant in it, or an adapter of that tenant: what it was given, and what it has in the step.
+
+    Args:
+        parent: What it is a part of; None for the root.
+        key: Its name in the parent.
+        weight: Its part of the parent's service, in proportion to its siblings' weights.
+        quantum: Units of service; see the module.
+        ticket: Counts up; breaks ties.
+    """
+
+    __slots__ = (
+        "_active",
+        "_floor",
+        "_idle",
+        "_ready",
+        "_stamp",
+        "children",
+        "counter",
+        "is_closed",
+        "key",
+        "num_alive",
+        "num_queued",
+        "parent",
+        "promised",
+        "quantum",
+        "rows",
+        "stepping",
+        "ticket",
+        "weight",
+    )
+
+    def __init__(self, parent: Share | None, key: object, weight: float, quantum: float, ticket: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.weight = weight
+        self.quantum = quantum
+        self.ticket = ticket
+        self.counter = 0.0
+        """Units of service over weight."""
+        self.rows = 0
+        """Requests of it in the step."""
+        self.promised = 0
+        """Requests of it that were looked at in this plan and have no row."""
+        self.num_alive = 0
+        """Requests of it, waiting or running."""
+        self.num_queued = 0
+        """Requests of it without a row."""
+        self.is_closed = False
+        """Whether this plan looks at no more requests of it."""
+        self.children: dict[object, Share] = {}
+        self.stepping: dict[object, Share] = {}
+        """Children with rows."""
+        self._idle: dict[object, Share] = {}
+        self._floor = 0.0
+        self._active: list[tuple[float, int, Share]] = []
+        """A heap of the children that are alive, by counter. Entries may be behind: counters only grow."""
+        self._ready: list[tuple[int, float, int, int, Share]] = []
+        """A heap of the children that have queued requests: priority, place, ticket, stamp. Only entries with the
+        child's stamp count."""
+        self._stamp = 0
+
+    @property
+    def priority(self) -> int:
+        """Of the next request, where that orders shares: the smallest goes first."""
+        return 0
+
+    @property
+    def now(self) -> float:
+        """Its place with the rows that it has: the largest makes way first."""
+        return self.counter + self.quantum * self.rows / self.weight
+
+    @property
+    def after(self) -> float:
+        """Its place with one more row: the smallest gets the next one."""
+        return self.counter + self.quantum * (self.rows + 1) / self.weight
+
+    def path(self) -> Iterator[Share]:
+        """Itself and what it is a part of, but for the root."""
+        share = self
+        while share.parent is not None:
+            yield share
+            share = share.parent
+
+    def child(self, key: object, weight: float, make: Callable[[], Share]) -> Share:
+        """The child of that name, with this weight from now on; counters of the past stay."""
+        child = self.children.get(key)
+        if child is None:
+            child = self._idle.pop(key, None) or make()
+            child.counter = max(child.counter, self.least_counter())
+            self.children[key] = child
+            heapq.heappush(self._active, (child.counter, child.ticket, child))
+            if len(self._active) > 2 * len(self.children) + 64:
+                self._active = [(each.counter, each.ticket, each) for each in self.children.values()]
+                heapq.heapify(self._active)
+        child.weight = weight
+        return child
+
+    def retire(self, child: Share) -> None:
+        """A child has no requests any more. Its counter is remembered as long as it could matter."""
+        del self.children[child.key]
+        self._floor = max(self._floor, child.counter)
+        self._idle[child.key] = child
+        if not self.children and self.parent is not None:
+            self._idle.clear()  # whoever comes next is lifted to the last leaver, who was ahead of all of these
+        elif len(self._idle) > MAX_IDLE_SHARES:
+            least = self.least_counter()
+            self._idle = {key: idle for key, idle in self._idle.items() if idle.counter > least}
+            while len(self._idle) > MAX_IDLE_SHARES:
+                del self._idle[next(iter(self._idle))]
+
+    def least_counter(self) -> float:
+        """The least counter of all active children, or the last leaver's."""
+        while self._active:
+            counter, ticket, child = self._active[0]
+            if self.children.get(child.key) is not child:
+                heapq.heappop(self._active)
+            elif counter < child.counter:
+                heapq.heapreplace(self._active, (child.counter, ticket, child))
+            else:
+                return counter
+        return self._floor
+
+    def touch(self) -> None:
+        """Its place, or whether it has queued requests, has changed."""
+        self._stamp += 1
+        if self.parent is not None and self.num_queued and not self.is_closed:
+            ready = self.parent._ready
+            place = self.counter + self.quantum * (self.rows + self.promised + 1) / self.weight
+            heapq.heappush(ready, (self.priority, place, self.ticket, self._stamp, self))
+            if len(ready) > 4 * len(self.parent.children) + 64:
+                ready[:] = [entry for entry in ready if entry[4]._stamp == entry[3]]
+                heapq.heapify(ready)
+
+    def first(self) -> Share | None:
+        """The child whose request is next."""
+        while self._ready:
+            *_, stamp, child = self._ready[0]
+            if child._stamp == stamp and child.num_queued and not child.is_closed:
+                return child
+            heapq.heappop(self._ready)
+        return None
+
+
+class Flow(Share):
+    """The requests of one adapter, or of the base, of one tenant in one lane."""
+
+    __slots__ = ("_queue", "cursor", "in_step")
+
+    def __init__(self, parent: Share, key: object, quantum: float, ticket: int) -> None:
+        super().__init__(parent, key, 1.0, quantum, ticket)
+        self._queue: list[tuple[SortKey, RequestState]] = []
+        self.in_step: dict[str, RequestState] = {}
+        self.cursor = 0
+        """How many of the queue this plan has looked at."""
+
+    @property
+    def priority(self) -> int:
+        """Of the next request: a tenant's own priorities go before the shares of its adapters."""
+        return self._queue[self.cursor][1].priority if self.cursor < len(self._queue) else 0
+
+    def queued(self) -> list[RequestState]:
+        """Requests without a row, first to be served first."""
+        return [state for _, state in self._queue]
+
+    def push(self, key: SortKey, state: RequestState) -> None:
+        """Queue a request."""
+        insort(self._queue, (key, state), key=_sort_key)
+
+    def pop(self, state: RequestState) -> None:
+        """Take a request out of the queue."""
+        index = bisect_left(self._queue, state.queue_key, key=_sort_key)
+        del self._queue[index]
+        if index < self.cursor:
+            self.cursor -= 1
+
+    def look(self) -> RequestState | None:
+        """The next request that this plan has not looked at."""
+        if self.cursor >= len(self._queue):
+            return None
+        self.cursor += 1
+        return self._queue[self.cursor - 1][1]
+
+
+def _sort_key(entry: tuple[SortKey, RequestState]) -> SortKey:
+    return entry[0]
+
+
+class FairOrder:
+    """All requests of the engine, in the step or not.
+
+    Args:
+        policy: "fair", or "fcfs", which makes one share of all requests of a lane.
+        inner: Order of requests of one adapter of one tenant.
+        quantum: Units of service; see `QUANTUM_TOKENS`.
+        num_rows: Most requests in a step.
+    """
+
+    def __init__(self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self.paused: set[RequestState] = set()
+        """Requests with pages and without a row."""
+        self._is_fair = policy == "fair"
+        self._inner = inner
+        self._quantum = quantum
+        self._root = Share(None, None, 1.0, quantum, 0)
+        self._tickets = 0
+        self._touched: list[Share] = []
+        self._looked: set[str] = set()
+        self._settled: set[Share] = set()
+        """Shares whose children agree, as far as this plan knows, on who has rows."""
+        self._num_prioritized = 0
+        """Requests with a priority of their own."""
+        self._num_prioritized = 0
+        """Requests with a priority of their own."""
+        self.num_queued = 0
+        """Requests without a row."""
+
+    def enter(self, state: RequestState) -> None:
+        """A request arrives, without a row."""
+        flow = state.request.flow
+        lane_weight = BATCH_WEIGHT if flow.lane else INTERACTIVE_WEIGHT
+        lane = self._root.child(flow.lane, lane_weight, lambda: self._share(self._root, flow.lane))
+        tenant_key, weight = (flow.tenant, flow.weight) if self._is_fair else ("", 1.0)
+        tenant = lane.child(tenant_key, weight, lambda: self._share(lane, tenant_key))
+        adapter = state.digest if self._is_fair else None
+        leaf = tenant.child(adapter, 1.0, lambda: Flow(tenant, adapter, self._quantum, self._ticket()))
+        if not isinstance(leaf, Flow):
+            raise TypeError("an adapter's share must be a Flow")
+        state.share = leaf
+        for share in leaf.path():
+            share.num_alive += 1
+        self._num_prioritized += state.priority != 0
+        self.queue(state)
+
+    def leave(self, state: RequestState) -> None:
+        """A request has ended, or its row or its place in the queue ends with it."""
+        if state.has_row:
+            self._drop_row(state)
+        else:
+            self._unqueue(state)
+            self.paused.discard(state)
+        self._num_prioritized -= state.priority != 0
+        for share in list(_flow(state).path()):
+            share.num_alive -= 1
+            if not share.num_alive and share.parent is not None:
+                share.parent.retire(share)
+
+    def queue(self, state: RequestState) -> None:
+        """A request has no row and wants one."""
+        flow = _flow(state)
+        state.queue_key = self._inner.key(state)
+        flow.push(state.queue_key, state)
+        self.num_queued += 1
+        for share in flow.path():
+            share.num_queued += 1
+            share.touch()
+
+    def start(self, state: RequestState) -> None:
+        """Give a queued request a row."""
+        self._unqueue(state)
+        self.paused.discard(state)
+        flow = _flow(state)
+        flow.in_step[state.request_id] = state
+        state.has_row = True
+        self._settled.clear()
+        for share in flow.path():
+            share.rows += 1
+            share.touch()
+            if share.parent is not None:
+                share.parent.stepping[share.key] = share
+
+    def stop(self, state: RequestState) -> None:
+        """Take the row from a request, which is queued again: paused if it keeps its pages."""
+        self._drop_row(state)
+        self.queue(state)
+        if state.is_paused:
+            self.paused.add(state)
+
+    def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
+        """Count the service of a step, in units, for lanes, tenants and adapters."""
+        self._settled.clear()
+        by_flow: dict[Flow, float] = {}
+        for state, units in charges:
+            flow = _flow(state)
+            by_flow[flow] = by_flow.get(flow, 0.0) + units
+            self._inner.charge(state, units)
+        queued: set[Share] = set()
+        for flow, units in by_flow.items():
+            share: Share = flow
+            while share.parent is not None:
+                share.counter += units / share.weight
+                if share.num_queued:
+                    queued.add(share)
+                share = share.parent
+        for share in queued:
+            share.touch()
+
+    def counter(self, lane: int, tenant: str) -> float:
+        """A tenant's counter in a lane; 0 without requests."""
+        share = self._root.children.get(lane)
+        tenant_share = share.children.get(tenant if self._is_fair else "") if share is not None else None
+        return tenant_share.counter if tenant_share is not None else 0.0
+
+    def candidates(self, limit: int) -> Generator[RequestState, None, None]:
+        """Queued requests, first to be served first, at most `limit`. The caller may `start` each as it comes.
+
+        What is ahead in this order counts as served, so that tenants take turns. `pass_over` skips those of the same
+        adapter. Must be run to its end, or closed.
+        """
+        try:
+            for _ in range(limit):
+                state = self._next()
+                if state is None:
+                    return
+                yield state
+        finally:
+            for share in self._touched:
+                share.promised, share.is_closed = 0, False
+                if isinstance(share, Flow):
+                    share.cursor = 0
+                share.touch()
+            self._touched.clear()
+            self._looked.clear()
+            self._settled.clear()
+
+    def pass_over(self, state: RequestState) -> None:
+        """Have `candidates` skip what else is queued with the adapter of this one."""
+        self._close(_flow(state))
+
+    def row_for(self, state: RequestState) -> RequestState | None:
+        """The request in the step that makes way for this one; None when none has to."""
+        node = self._root
+        for child in reversed(list(_flow(state).path())):
+            row = self._row_among(node, child, state)
+            if row is not None or not child.rows:
+                return row
+            node = child
+        return self._by_priority(_flow(state), state)
+
+    def _row_among(self, node: Share, child: Share, state: RequestState) -> RequestState | None:
+        """The row that a sibling of `child` gives up for it."""
+        if self._num_prioritized and isinstance(child, Flow) and (row := self._by_priority(node, state)) is not None:
+            return row
+        if node in self._settled or not node.stepping:
+            return None
+        least = child.after + self._slack(child)
+        if max(other.now for other in node.stepping.values()) >= least:
+            for other in sorted(node.stepping.values(), key=attrgetter("now"), reverse=True):
+                if other is child or other.now < least:
+                    break
+                row = self._last_row(other)
+                if row is not None and row.priority >= state.priority * isinstance(child, Flow):
+                    return row
+        self._settled.add(node)  # whoever comes later in this plan is behind
+        return None
+
+    def _by_priority(self, node: Share, state: RequestState) -> RequestState | None:
+        """The row of a tenant, or of one adapter of it, that makes way because the tenant ordered its own requests."""
+        if isinstance(node, Flow):
+            if node in self._settled:
+                return None
+            row = max(self._free_rows(node), key=self._inner.key, default=None)
+            if row is not None and self._inner.yields(row, state):
+                return row
+            self._settled.add(node)
+            return None
+        rows = [row for flow in node.stepping.values() if isinstance(flow, Flow) for row in self._free_rows(flow)]
+        row = max(rows, key=attrgetter("priority", "arrival_index"), default=None)
+        return row if row is not None and row.priority > state.priority else None
+
+    def is_behind(self, other: RequestState, state: RequestState) -> bool:
+        """Whether `other`, which has no row, comes so far behind `state` that it gives its pages up for it."""
+        theirs, ours = list(_flow(other).path()), list(_flow(state).path())
+        for share, mine in zip(reversed(theirs), reversed(ours), strict=True):
+            if share is not mine:
+                return mine.after + self._slack(mine) <= share.after
+        return False
+
+    def place(self, state: RequestState) -> tuple[float, ...]:
+        """Sorts requests of the step and others alike: the smallest is the most entitled to tokens and pages."""
+        return (
+            state.request.flow.lane,
+            not state.has_row,
+            *(share.counter for share in reversed(list(_flow(state).path())[:-1])),
+            state.arrival_index,
+        )
+
+    def tick(self, now_s: float) -> None:
+        """Let time change the inner order of requests that sit out steps."""
+        for state in [state for state in self.paused if self._inner.is_due(state, now_s)]:
+            self._unqueue(state)
+            self._inner.renew(state)
+            self.queue(state)
+
+    def check(self) -> set[str]:
+        """Verify the counts of all shares.
+
+        Returns:
+            Ids of all requests.
+
+        Raises:
+            EngineError: A share counts other requests than it has.
+        """
+        found: set[str] = set()
+        self._check(self._root, found)
+        return found
+
+    def _check(self, share: Share, found: set[str]) -> tuple[int, int]:
+        """(queued, rows) of a share, with the ids of its requests added to `found`."""
+        if isinstance(share, Flow):
+            queued = share.queued()
+            found.update((state.request_id for state in queued), share.in_step)
+            counts = (len(queued), len(share.in_step))
+        else:
+            parts = [self._check(child, found) for child in share.children.values()]
+            counts = (sum(part[0] for part in parts), sum(part[1] for part in parts))
+        if share is not self._root and (counts != (share.num_queued, share.rows) or sum(counts) != share.num_alive):
+            raise EngineError(f"a share has {counts} requests queued and in the step, and counts others")
+        return counts
+
+    def _slack(self, share: Share) -> float:
+        """How far apart the places of `share` and another must be for a row to change hands."""
+        free = 1 - len(self.paused) / self._num_rows
+        return self._quantum / share.weight / free if free > 0 else math.inf
+
+    def _share(self, parent: Share, key: object) -> Share:
+        return Share(parent, key, 1.0, self._quantum, self._ticket())
+
+    def _ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
+
+    def _next(self) -> RequestState | None:
+        while True:
+            node = self._root
+            while not isinstance(node, Flow):
+                child = node.first()
+                if child is None:
+                    break
+                node = child
+            if node is self._root:
+                return None
+            state = node.look() if isinstance(node, Flow) else None
+            if state is None:
+                self._close(node)
+                continue
+            self._looked.add(state.request_id)
+            for share in node.path():
+                share.promised += 1
+                share.touch()
+                self._touched.append(share)
+            return state
+
+    def _close(self, share: Share) -> None:
+        share.is_closed = True
+        share.touch()
+        self._touched.append(share)
+
+    def _unqueue(self, state: RequestState) -> None:
+        flow = _flow(state)
+        flow.pop(state)
+        self.num_queued -= 1
+        was_promised = state.request_id in self._looked
+        self._looked.discard(state.request_id)
+        for share in flow.path():
+            share.num_queued -= 1
+            share.promised -= was_promised
+            share.touch()
+
+    def _drop_row(self, state: RequestState) -> None:
+        flow = _flow(state)
+        del flow.in_step[state.request_id]
+        state.has_row = False
+        self._settled.clear()
+        for share in flow.path():
+            share.rows -= 1
+            share.touch()
+            if not share.rows and share.parent is not None:
+                del share.parent.stepping[share.key]
+
+    def _last_row(self, share: Share) -> RequestState | None:
+        """The request of a share that makes way first."""
+        if isinstance(share, Flow):
+            return max(self._free_rows(share), key=self._inner.key, default=None)
+        for child in sorted(share.stepping.values(), key=attrgetter("now"), reverse=True):
+            row = self._last_row(child)
+            if row is not None:
+                return row
+        return None
+
+    @staticmethod
+    def _free_rows(flow: Flow) -> list[RequestState]:
+        return [row for row in flow.in_step.values() if not row.is_protected]
+
+
+def _flow(state: RequestState) -> Flow:
+    share = state.share
+    if not isinstance(share, Flow):
+        raise TypeError("the request is not in the order")
+    return share

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import pytest
+
+from engine_simulator import GEOMETRY, Simulator, adapter, request
+from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_IDLE_SHARES, FairOrder
+from weft.engine.inner_order import Fifo
+from weft.engine.request import FlowKey
+from weft.engine.request_pages import RequestPages
+from weft.engine.request_state import RequestState
+from weft.memory.block_table import BlockTable
+
+QUANTUM = 10.0
+
+
+class Crowd:
+    """An order and the requests in it, numbered by arrival."""
+
+    def __init__(self, policy: str = "fair", num_rows: int = 64) -> None:
+        self.order = FairOrder(policy, Fifo(), QUANTUM, num_rows)  # type: ignore[arg-type]
+        self._arrivals = 0
+
+    def arrive(
+        self, tenant: str = "t", ref: str | None = None, *, lane: int = 0, weight: float = 1.0, priority: int = 0
+    ) -> RequestState:
+        self._arrivals += 1
+        flow = FlowKey(tenant=tenant, lane=lane, weight=weight, priority=priority)
+        state = RequestState(
+            request=request(f"r{self._arrivals}", flow=flow, ref=adapter(ref) if ref else None),
+            arrival_index=self._arrivals,
+            arrived_s=0.0,
+            seed=0,
+            adapter_state="base",
+            geometry=GEOMETRY,
+            pages=RequestPages(table=BlockTable(GEOMETRY)),
+            output_token_ids=[],
+            priority=priority,
+        )
+        self.order.enter(state)
+        return state
+
+    def run(self, *tenants: str) -> list[RequestState]:
+        """One request in the step for each name."""
+        states = [self.arrive(tenant) for tenant in tenants]
+        for state in states:
+            self.start(state)
+        return states
+
+    def start(self, state: RequestState) -> None:
+        self.order.start(state)
+        state.status = "running"
+
+    def line(self, limit: int = 100) -> list[int]:
+        return [state.arrival_index for state in self.order.candidates(limit)]
+
+
+def test_within_an_adapter_requests_go_by_priority_then_the_preempted_then_arrival() -> None:
+    crowd = Crowd()
+    crowd.arrive()
+    preempted = crowd.arrive()
+    crowd.arrive(priority=-1)
+    crowd.order.leave(preempted)
+    preempted.num_preemptions = 1
+    crowd.order.enter(preempted)
+    assert crowd.line() == [3, 2, 1]
+    assert crowd.line(2) == [3, 2]
+
+
+def test_first_come_first_served_knows_neither_tenants_nor_adapters() -> None:
+    crowd = Crowd("fcfs")
+    states = [crowd.arrive(tenant, ref) for tenant, ref in (("a", None), ("a", "x"), ("b", None), ("a", None))]
+    crowd.start(states[0])
+    crowd.order.charge([(states[0], 1000.0)])
+    assert crowd.line() == [2, 3, 4]
+    assert crowd.order.row_for(states[2]) is None
+
+
+def test_the_tenant_served_least_goes_first() -> None:
+    crowd = Crowd()
+    a, b = crowd.arrive("a"), crowd.arrive("b")
+    crowd.order.charge([(a, 100.0)])
+    assert crowd.line() == [b.arrival_index, a.arrival_index]
+
+
+def test_what_is_ahead_in_the_order_counts_as_served() -> None:
+    crowd = Crowd()
+    for tenant in "aaaabb":
+        crowd.arrive(tenant)
+    assert crowd.line() == [1, 5, 2, 6, 3, 4]
+    assert crowd.line() == [1, 5, 2, 6, 3, 4], "looking changes nothing"
+
+
+def test_a_weight_gives_that_many_rows() -> None:
+    crowd = Crowd()
+    for _ in range(20):
+        crowd.arrive("heavy", weight=3.0)
+        crowd.arrive("light")
+    started = []
+    for state in crowd.order.candidates(16):
+        crowd.start(state)
+        started.append(state.tenant)
+    assert started.count("heavy") == 12
+
+
+def test_a_tenants_adapters_share_its_part() -> None:
+    crowd = Crowd()
+    for ref in ("x", "x", "x", "y"):
+        crowd.arrive("a", ref)
+    crowd.arrive("b")
+    assert crowd.line() == [1, 5, 4, 2, 3]
+
+
+def test_a_newcomer_takes_a_row_from_whoever_has_most() -> None:
+    crowd = Crowd()
+    flood = crowd.run(*"aaaa")
+    crowd.order.charge([(state, 500.0) for state in flood])
+    newcomer = crowd.arrive("b")
+    assert crowd.order.row_for(newcomer) is flood[-1]
+
+
+def test_an_adapter_of_the_flooding_tenant_takes_a_row_from_its_other_adapter() -> None:
+    crowd = Crowd()
+    flood = [crowd.arrive("a", "x") for _ in range(4)]
+    quiet = crowd.run("b")
+    for state in flood:
+        crowd.start(state)
+    other = crowd.arrive("a", "y")
+    assert crowd.order.row_for(other) is flood[-1]
+    assert crowd.order.row_for(crowd.arrive("a", "x")) is None
+    assert quiet[0].has_row
+
+
+def test_rows_do_not_change_hands_for_less_than_a_quantum() -> None:
+    crowd = Crowd()
+    (row,) = crowd.run("a")
+    crowd.order.charge([(row, QUANTUM)])
+    other = crowd.arrive("b")  # lifted to the row's counter
+    assert crowd.order.row_for(other) is None
+    crowd.order.charge([(row, QUANTUM - 1)])
+    assert crowd.order.row_for(other) is None
+    crowd.order.charge([(row, 1.0)])
+    assert crowd.order.row_for(other) is row
+
+
+def test_the_more_are_paused_the_longer_a_quantum_is() -> None:
+    crowd = Crowd(num_rows=2)
+    first, second = crowd.run("a", "a")
+    crowd.order.stop(second)
+    assert crowd.order.paused == {second}
+    other = crowd.arrive("b")
+    crowd.order.charge([(first, 2 * QUANTUM - 1)])
+    assert crowd.order.row_for(other) is None, "half of the rows are paused: a quantum is twice as long"
+    crowd.order.charge([(first, 1.0)])
+    assert crowd.order.row_for(other) is first
+    crowd.order.stop(first)
+    crowd.start(other)
+    crowd.order.charge([(other, 1e9)])
+    assert crowd.order.row_for(first) is None, "as many are paused as there are rows: who has begun ends first"
+
+
+def test_a_request_that_must_make_progress_keeps_its_row() -> None:
+    crowd = Crowd()
+    flood = crowd.run("a", "a", "a")
+    flood[-1].progress_mark = 10
+    assert crowd.order.row_for(crowd.arrive("b")) is flood[1]
+
+
+def test_a_tenants_own_priorities_come_before_the_shares_of_its_adapters_and_no_others() -> None:
+    crowd = Crowd()
+    (theirs,) = crowd.run("b")
+    ours = crowd.arrive("a", "x", priority=5)
+    crowd.start(ours)
+    urgent = crowd.arrive("a", "y", priority=-5)
+    assert crowd.order.row_for(urgent) is ours
+    crowd.order.leave(ours)
+    assert crowd.order.row_for(urgent) is None, "a priority is no claim on another tenant"
+    assert theirs.has_row
+    later = crowd.arrive("a", "x")
+    assert crowd.line() == [urgent.arrival_index, later.arrival_index]
+
+
+def test_a_request_of_low_priority_takes_no_row_from_its_tenants_urgent_ones() -> None:
+    crowd = Crowd()
+    urgent = [crowd.arrive("a", "x", priority=-1) for _ in range(4)]
+    for state in urgent:
+        crowd.start(state)
+    crowd.order.charge([(state, 1000.0) for state in urgent])
+    assert crowd.order.row_for(crowd.arrive("a", "y")) is None
+
+
+def test_idle_time_is_no_credit_while_others_run_or_wait() -> None:
+    crowd = Crowd()
+    (runs,) = crowd.run("busy")  # with nothing waiting
+    crowd.order.charge([(runs, 1000.0)])
+    returns = crowd.arrive("returns")
+    assert crowd.order.counter(0, "returns") == crowd.order.counter(0, "busy") == 1000.0
+    crowd.order.charge([(returns, 1.0)])
+    waits = crowd.arrive("busy")
+    assert crowd.line() == [returns.arrival_index, waits.arrival_index] or crowd.order.counter(0, "returns") == 1001.0
+
+
+def test_where_nobody_is_active_the_last_leaver_counts() -> None:
+    crowd = Crowd()
+    (runs,) = crowd.run("busy")
+    crowd.order.charge([(runs, 1000.0)])
+    crowd.order.leave(runs)
+    crowd.arrive("new")
+    crowd.arrive("busy")
+    assert crowd.order.counter(0, "new") == crowd.order.counter(0, "busy") == 1000.0
+
+
+def test_a_tenant_that_is_ahead_and_returns_at_once_is_still_ahead() -> None:
+    crowd = Crowd()
+    crowd.run("other")
+    (greedy,) = crowd.run("greedy")
+    crowd.order.charge([(greedy, 1000.0)])
+    crowd.order.leave(greedy)
+    crowd.arrive("greedy")
+    assert crowd.order.counter(0, "greedy") == 1000.0
+
+
+def test_counters_of_idle_tenants_are_bounded() -> None:
+    crowd = Crowd()
+    crowd.run("always")
+    for index in range(2 * MAX_IDLE_SHARES):
+        state = crowd.arrive(f"t{index}")
+        crowd.order.leave(state)
+    assert len(crowd.order.check()) == 1
+    lane = crowd.order._root.children[0]
+    assert len(lane._idle) <= MAX_IDLE_SHARES
+    assert len(lane._active) <= 2 * len(lane.children) + 65
+
+
+def test_batches_have_a_twentieth_and_all_that_is_left() -> None:
+    crowd = Crowd()
+    for _ in range(100):
+        crowd.arrive("a")
+        crowd.arrive("b", lane=1)
+    lanes = []
+    for state in crowd.order.candidates(40):
+        crowd.start(state)
+        lanes.append(state.request.flow.lane)
+    assert lanes.count(1) == pytest.approx(40 * BATCH_WEIGHT / (BATCH_WEIGHT + INTERACTIVE_WEIGHT), abs=1)
+    alone = Crowd()
+    for _ in range(3):
+        alone.arrive("b", lane=1)
+    assert alone.line() == [1, 2, 3]
+
+
+def test_an_interactive_request_takes_a_row_of_a_batch() -> None:
+    crowd = Crowd()
+    rows = [crowd.arrive("b", lane=1) for _ in range(8)]
+    for state in rows:
+        crowd.start(state)
+    crowd.order.charge([(state, 100.0) for state in rows])
+    assert crowd.order.row_for(crowd.arrive("a")) is rows[-1]
+
+
+def test_passed_over_adapters_are_left_out_for_one_plan() -> None:
+    crowd = Crowd()
+    for ref in ("x", "x", "y"):
+        crowd.arrive("a", ref)
+    seen = []
+    for state in crowd.order.candidates(10):
+        seen.append(state.arrival_index)
+        if state.arrival_index == 1:
+            crowd.order.pass_over(state)
+    assert seen == [1, 3]
+    assert crowd.line() == [1, 3, 2]
+
+
+def test_a_tenant_that_floods_with_many_adapters_gets_one_share() -> None:
+    simulator = Simulator(num_pages=40, max_running=4, step_tokens=16, adapter_pages=1, load_ticks=1, checked=False)
+    for index in range(600):
+        flow = FlowKey(tenant="flood")
+        simulator.core.submit(request(f"f{index}", prompt=8, max_tokens=4, ref=adapter(f"a{index % 20}"), flow=flow))
+    for index in range(300):
+        simulator.core.submit(request(f"s{index}", prompt=8, max_tokens=4, flow=FlowKey(tenant="steady")))
+    for _ in range(400):
+        simulator.pump()
+    service = {tenant: simulator.scheduler.service(tenant) for tenant in ("flood", "steady")}
+    assert simulator.scheduler.num_waiting > 100
+    assert service["flood"] == pytest.approx(service["steady"], rel=0.1)
+    assert min(service.values()) > 1000
+
+
+def test_a_tenant_alone_gets_everything() -> None:
+    def pumps(policy: str) -> float:
+        simulator = Simulator(policy=policy, checked=False)  # type: ignore[arg-type]
+        for index in range(50):
+            simulator.core.submit(request(f"r{index}", flow=FlowKey(tenant="only")))
+        simulator.run()
+        return simulator.now_s
+
+    assert pumps("fair") == pumps("fcfs")

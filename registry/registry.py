@@ -21,8 +21,10 @@ from weft.errors import AuthenticationError
 from weft.registry import adapters, audit, grants, keys, quotas, sessions, tenants
 from weft.registry.aliases import pick
 from weft.registry.audit import ADMIN
+from weft.registry.batches import Batches
 from weft.registry.clock import Clock, iso, utc_now
 from weft.registry.database import Database
+from weft.registry.files import Files
 from weft.registry.keys import KeyRing, read_pepper
 from weft.registry.ledger import UsageLedger
 from weft.registry.limits import Limits
@@ -76,6 +78,8 @@ class Registry:
         """The usage ledger: `record`, `progress`, `flush`, `query`, `summary`."""
         self.uploads = Uploads(database, clock)
         """Uploads in pieces, and the answers to changes that are sent again."""
+        self.files = Files(database, clock)
+        self.batches = Batches(database, clock)
         self._database = database
         self._key_ring = key_ring
         self._resolved = resolved
@@ -139,6 +143,11 @@ class Registry:
             AuthenticationError: Nobody, or the key has expired or was revoked.
         """
         return await self._key_ring.authenticate(self._database, secret)
+
+    async def identify_key(self, key_id: str) -> Identity:
+        """Who holds the key of this id; raises AuthenticationError where it works no more."""
+        async with self._database.read() as session:
+            return await keys.identify_key(session, key_id, self._clock())
 
     async def authenticate_session(self, token: str) -> Identity:
         """Who began the session of this token.

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions, in OpenAI's shapes."""
+"""POST /v1/completions and /v1/chat/completions, in OpenAI's shapes; lines of batches are planned here too."""
 
 from __future__ import annotations
 
@@ -53,16 +53,7 @@ async def complete(request: Request, caller: GeneratingCaller) -> GenerationResp
     services = services_of(request)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
     body = await parsed(CompletionBody, raw)
-    model = await _resolve(request, services, caller, body)
-    call = _Call(request=request, services=services, caller=caller, model=model, body=body)
-    with call.admitted(raw, len(body.prompt), body.max_tokens) as admission:
-        limits = limits_of(services)
-        params = completion_params(body, limits)
-        prompts = await _off_loop(
-            lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
-        )
-        plan = [(prompt, params) for prompt in prompts]
-        return _respond(call, plan, CompletionShape(body, services.tokenizer), admission)
+    return _respond(await plan_completion(_origin(request, services, caller, raw), body))
 
 
 @router.post(
@@ -76,16 +67,7 @@ async def chat(request: Request, caller: GeneratingCaller) -> GenerationResponse
     services = services_of(request)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
     body = await parsed(ChatBody, raw)
-    model = await _resolve(request, services, caller, body)
-    call = _Call(request=request, services=services, caller=caller, model=model, body=body)
-    with call.admitted(raw, 1, body.token_limit) as admission:
-        limits = limits_of(services)
-        prompt = await _off_loop(
-            lambda: chat_prompt(body, services.tokenizer, limits),
-            sum(len(message.content) for message in body.messages),
-        )
-        plan = [(prompt, chat_params(body, prompt, limits))]
-        return _respond(call, plan, ChatShape(body, services.tokenizer), admission)
+    return _respond(await plan_chat(_origin(request, services, caller, raw), body))
 
 
 def deadline_s(headers: Mapping[str, str]) -> float | None:
@@ -104,6 +86,69 @@ def deadline_s(headers: Mapping[str, str]) -> float | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Whose request it is, and how it came."""
+
+    services: Services
+    caller: Caller
+    lease: Lease
+    """Admitted, nothing reserved."""
+    endpoint: str
+    request_id: str
+    session: str | None = None
+    raw: bytes = b""
+    """The body as it came."""
+    deadline_s: float | None = None
+    """Seconds within which the client wants the first token."""
+    line_id: str | None = None
+    """For a line of a batch: its ledger id. Such a request passes around the gate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGeneration:
+    """A request that can run: checked, resolved, admitted and reserved."""
+
+    origin: Origin
+    generation: Generation
+    shape: Shape
+    meter: Meter
+    manner: Manner
+
+
+async def plan_completion(origin: Origin, body: CompletionBody) -> PlannedGeneration:
+    """Make a completions body a generation.
+
+    Raises:
+        RequestError: The body asks for what cannot be; the model is missing; a limit is reached.
+        CapacityError: It would wait too long.
+    """
+    services = origin.services
+    call = _Call(origin=origin, model=await _resolve(origin, body), body=body)
+    with call.admitted(len(body.prompt), body.max_tokens) as admission:
+        limits = limits_of(services)
+        params = completion_params(body, limits)
+        prompts = await _off_loop(
+            lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
+        )
+        plan = [(prompt, params) for prompt in prompts]
+        return _plan(call, plan, CompletionShape(body, services.tokenizer), admission)
+
+
+async def plan_chat(origin: Origin, body: ChatBody) -> PlannedGeneration:
+    """Make a chat body a generation; raises like `plan_completion`."""
+    services = origin.services
+    call = _Call(origin=origin, model=await _resolve(origin, body), body=body)
+    with call.admitted(1, body.token_limit) as admission:
+        limits = limits_of(services)
+        prompt = await _off_loop(
+            lambda: chat_prompt(body, services.tokenizer, limits),
+            sum(len(message.content) for message in body.messages),
+        )
+        plan = [(prompt, chat_params(body, prompt, limits))]
+        return _plan(call, plan, ChatShape(body, services.tokenizer), admission)
+
+
 def limits_of(services: Services) -> Limits:
     """What the engine and the settings allow."""
     return Limits(
@@ -114,10 +159,24 @@ def limits_of(services: Services) -> Limits:
     )
 
 
-async def _resolve(request: Request, services: Services, caller: Caller, body: GenerationBody) -> ResolvedModel:
-    sticky = body.user or request.headers.get(SESSION_HEADER) or secrets.token_hex(8)
+def _origin(request: Request, services: Services, caller: Caller, raw: bytes) -> Origin:
+    return Origin(
+        services=services,
+        caller=caller,
+        lease=lease_of(request),
+        endpoint=request.url.path,
+        request_id=str(request.state.request_id),
+        session=request.headers.get(SESSION_HEADER),
+        raw=raw,
+        deadline_s=deadline_s(request.headers),
+    )
+
+
+async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
+    services = origin.services
+    sticky = body.user or origin.session or secrets.token_hex(8)
     model = await resolve_model(
-        services.registry, caller, services.served_name, body.model, body.adapter_id, sticky=sticky
+        services.registry, origin.caller, services.served_name, body.model, body.adapter_id, sticky=sticky
     )
     if model.adapter is not None and model.version is not None:
         services.metrics.learn_adapter(model.version.digest, model.adapter.tenant, model.adapter.name)
@@ -133,38 +192,38 @@ async def _off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT
 class _Call:
     """What the steps of answering share."""
 
-    request: Request
-    services: Services
-    caller: Caller
+    origin: Origin
     model: ResolvedModel
     body: GenerationBody
 
     @contextmanager
-    def admitted(self, raw: bytes, num_prompts: int, max_tokens: int | None) -> Iterator[Admission]:
+    def admitted(self, num_prompts: int, max_tokens: int | None) -> Iterator[Admission | None]:
         """Let the request through the gate; whatever fails before the response begins, it has left again.
 
         Raises:
-            InvalidRequestError: The deadline in the headers is no number of milliseconds.
             RateLimitError: It would wait too long, by its tenant's doing.
             CapacityError: It would wait too long.
         """
-        services, ref = self.services, self.model.ref
-        lease = lease_of(self.request)
+        origin, ref = self.origin, self.model.ref
+        if origin.line_id is not None:
+            yield None
+            return
+        services, caller = origin.services, origin.caller
         ask = Ask(
-            tenant=self.caller.tenant_id or "",
-            name=self.caller.tenant,
-            weight=self.caller.weight,
+            tenant=caller.tenant_id or "",
+            name=caller.tenant,
+            weight=caller.weight,
             adapter=ref.digest if ref else None,
-            num_bytes=len(raw),
+            num_bytes=len(origin.raw),
             num_choices=self.body.num_candidates * num_prompts,
             max_tokens=services.ready.max_model_len if max_tokens is None else max_tokens,
-            deadline_s=deadline_s(self.request.headers),
-            key=hash((self.caller.tenant_id, self.caller.identity.key_id, raw)),
+            deadline_s=origin.deadline_s,
+            key=hash((caller.tenant_id, caller.identity.key_id, origin.raw)),
         )
         try:
             admission = services.gate.admit(ask)
         except WeftError:
-            lease.withdraw()
+            origin.lease.withdraw()
             raise
         try:
             yield admission
@@ -173,14 +232,25 @@ class _Call:
             raise
 
 
-def _respond(
-    call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape, admission: Admission
-) -> GenerationResponse:
-    services, body = call.services, call.body
-    request_id = str(call.request.state.request_id)
-    lease = lease_of(call.request)
+def _respond(planned: PlannedGeneration) -> GenerationResponse:
+    drain = planned.origin.services.drain
+    return GenerationResponse(planned.generation, planned.shape, planned.meter, drain, planned.manner)
+
+
+def _plan(
+    call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape, admission: Admission | None
+) -> PlannedGeneration:
+    origin, services, body, lease = call.origin, call.origin.services, call.body, call.origin.lease
     num_prompt = _reserve(lease, body, plan)
-    meter = Meter(services, call.caller, call.model, lease, endpoint=call.request.url.path, request_id=request_id)
+    meter = Meter(
+        services,
+        origin.caller,
+        call.model,
+        lease,
+        endpoint=origin.endpoint,
+        request_id=origin.request_id,
+        line_id=origin.line_id,
+    )
     manner = Manner(
         head={
             "id": shape.id_prefix + secrets.token_hex(16),
@@ -196,7 +266,7 @@ def _respond(
     )
     choices = _choices(call, plan, meter.ledger_id)
     generation = Generation(services.engine, choices, lambda num_output: lease.grow(num_prompt + num_output), admission)
-    return GenerationResponse(generation, shape, meter, services.drain, manner)
+    return PlannedGeneration(origin=origin, generation=generation, shape=shape, meter=meter, manner=manner)
 
 
 def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> int:
@@ -211,11 +281,13 @@ def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, Sampli
 
 def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
     """All candidates; those of a beam search have one request."""
+    origin = call.origin
     flow = FlowKey(
-        tenant=call.caller.tenant_id or "",
-        weight=call.caller.weight,
+        lane=int(origin.line_id is not None),
+        tenant=origin.caller.tenant_id or "",
+        weight=origin.caller.weight,
         priority=call.body.priority,
-        deadline_s=deadline_s(call.request.headers),
+        deadline_s=origin.deadline_s,
     )
     choices = []
     beam, count = call.body.beam, call.body.num_candidates
@@ -234,6 +306,6 @@ def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: 
                 fork_of=first_id if fork_index else None,
                 beam=beam,
             )
-            text = TextStream(call.services.tokenizer, params, prompt.token_ids)
+            text = TextStream(origin.services.tokenizer, params, prompt.token_ids)
             choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))
     return choices

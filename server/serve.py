@@ -27,6 +27,7 @@ from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.app import MetricsApp, create_app
+from weft.server.batches.worker import BatchWorker, owner_name
 from weft.server.drain import Drain
 from weft.server.gate import Gate
 from weft.server.http_protocol import BoundedReads
@@ -129,6 +130,9 @@ async def open_services(
     stack.push_async_callback(sweeper.stop)
     await sweeper.start()
     await settle_pins(services)
+    worker = BatchWorker(services, await asyncio.to_thread(owner_name, config.server.data_dir))
+    stack.push_async_callback(worker.stop)
+    worker.start()
     return services
 
 

@@ -111,6 +111,8 @@ class Services:
     """How slowly clients may send."""
     gate: Gate
     """Who may wait in the engine."""
+    batches_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a batch was made or cancelled here, so that it need not be found by looking."""
     engine_feed: EngineFeed = field(default_factory=EngineFeed)
     """What the engine does, for all who watch."""
     monotonic: Callable[[], float] = time.monotonic

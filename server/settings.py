@@ -26,6 +26,7 @@ from pydantic_settings import (
 
 from weft.config import (
     AdapterConfig,
+    BatchConfig,
     Config,
     MemoryConfig,
     ModelConfig,
@@ -44,6 +45,7 @@ SECTIONS: dict[str, type[Any]] = {
     "server": ServerConfig,
     "registry": RegistryConfig,
     "tenant_defaults": TenantDefaults,
+    "batch": BatchConfig,
 }
 PREFIX = "WEFT_"
 PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})

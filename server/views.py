@@ -207,6 +207,7 @@ def usage_event_view(event: UsageEvent) -> UsageEventView:
         digest=event.adapter_digest,
         request_id=event.request_id,
         endpoint=event.endpoint,
+        service_class=event.service_class,
         status=event.status,
         prompt_tokens=event.prompt_tokens,
         cached_tokens=event.cached_tokens,

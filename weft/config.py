@@ -304,6 +304,26 @@ class TenantDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """What batches may be: files of requests that run in what interactive traffic leaves."""
+
+    max_file_bytes: int = 200 * MIB
+    """Largest file of requests in bytes."""
+    max_lines: int = 50_000
+    """Most requests in one batch."""
+    max_files: int = 500
+    """Most files of a tenant, those of results included."""
+    max_stored_bytes: int = 10 * GIB
+    """Most bytes of all files of a tenant."""
+    max_running: int = 128
+    """Most lines of all batches that this server runs at once."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            _require(getattr(self, name) >= 1, f"batch.{name}", ">= 1", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings."""
 
@@ -314,6 +334,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     tenant_defaults: TenantDefaults = field(default_factory=TenantDefaults)
+    batch: BatchConfig = field(default_factory=BatchConfig)
 
     @property
     def blob_dir(self) -> Path:

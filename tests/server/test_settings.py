@@ -110,7 +110,7 @@ def test_a_written_file_reads_as_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "weft.yaml"
     file.write_text(uncommented)
     assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
-    sections = {"model", "memory", "adapter", "scheduler", "server", "registry", "tenant_defaults"}
+    sections = {"model", "memory", "adapter", "scheduler", "server", "registry", "tenant_defaults", "batch"}
     assert set(yaml.safe_load(uncommented)) == sections
 
 

@@ -22,11 +22,11 @@ PIECE_S = 0.001
 class LoadPace:
     """One budget for all threads that load or copy. Thread-safe.
 
-    Steps with free places go slower for the few that run and sooner fill up with those that wait, so the share grows by
-    as many requests as could run more.
+    The share is that of the requests that wait for loads among these and those that run: what a step of the few takes
+    longer is worth it where many wait. With nobody waiting it is the setting.
 
     Args:
-        share: What they may take of one core while full steps run, all together; 1 does not hold them up.
+        share: What they may take of one core at least while steps run, all together; 1 does not hold them up.
         clock: Monotonic seconds.
         thread_clock: Seconds that the calling thread has computed.
     """
@@ -54,10 +54,10 @@ class LoadPace:
 
         Args:
             running: Requests in a step; 0 when none runs.
-            held_up: Requests that wait for loads though a step has places for them.
+            held_up: Requests that wait for loads and would run otherwise.
         """
         if running:
-            self._share_now = min(1.0, self._share * (running + held_up) / running)
+            self._share_now = max(self._share, held_up / (running + held_up))
             self._idle.clear()
             return
         self._idle.set()
@@ -66,12 +66,13 @@ class LoadPace:
 
     def pause(self) -> None:
         """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
-        computed_s = self._thread_clock()
-        piece_s = computed_s - getattr(self._thread, "paid_s", computed_s)
         share = self._share_now
         if share >= 1 or self._idle.is_set():
-            self._thread.paid_s = computed_s
+            self._thread.paid_s = None
             return
+        computed_s = self._thread_clock()
+        paid_s: float | None = getattr(self._thread, "paid_s", None)
+        piece_s = 0.0 if paid_s is None else computed_s - paid_s
         if piece_s < PIECE_S:
             self._thread.paid_s = computed_s - piece_s
             return

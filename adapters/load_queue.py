@@ -15,6 +15,9 @@ from weft.errors import AdapterUnavailableError, WeftError
 
 logger = logging.getLogger(__name__)
 
+LAST_TURN = 1 << 62
+"""Of what nobody said when it is needed; such jobs start in the order in which they came."""
+
 
 class LoadExecutor(Protocol):
     """Runs work some time; a ThreadPoolExecutor, or what a simulator makes of it."""
@@ -35,6 +38,8 @@ class LoadJob:
     image: HostImage | None = field(default=None, init=False)
     error: WeftError | None = field(default=None, init=False)
     """Set when there is no image."""
+    turn: int = LAST_TURN
+    """Of the jobs that wait, the one with the least turn is started first. May change while it waits."""
 
 
 class LoadQueue:
@@ -49,15 +54,22 @@ class LoadQueue:
         self._executor = executor
         self._notify = notify
         self._lock = threading.Lock()
-        self._waiting: deque[LoadJob] = deque()
+        self._waiting: list[LoadJob] = []
         self._done: deque[LoadJob] = deque()
 
     def submit(self, job: LoadJob) -> None:
-        """Queue a job, behind those that wait."""
+        """Queue a job."""
         with self._lock:
             self._waiting.append(job)
         # Which job a thread takes is decided when it starts, not now, so that one that waits can be taken back.
         self._executor.submit(self._run_next).add_done_callback(_log_fault)
+
+    def run_now(self, job: LoadJob) -> None:
+        """Run a job in the calling thread. It is not among those of `take_done`; a fault is logged and is its error."""
+        try:
+            self._run(job)
+        except Exception as fault:
+            logger.exception("loading an adapter raised", exc_info=fault)
 
     def cancel(self, job: LoadJob) -> bool:
         """Take a job back; False when it has started."""
@@ -84,21 +96,25 @@ class LoadQueue:
         with self._lock:
             if not self._waiting:
                 return
-            job = self._waiting.popleft()
+            job = min(self._waiting, key=lambda job: job.turn)
+            self._waiting.remove(job)
+        try:
+            self._run(job)
+        finally:
+            self._done.append(job)
+            if self._notify is not None:
+                self._notify()
+
+    def _run(self, job: LoadJob) -> None:
         job.error = AdapterUnavailableError("Loading the adapter failed inside the server; its log says why.")
         try:
             job.image = job.task()
+            job.error = None
         except WeftError as error:
             job.error = error
         except (OSError, MemoryError) as error:
             logger.warning("loading adapter %s failed: %s", job.digest, error)
             job.error = AdapterUnavailableError(f"The adapter's weights could not be read: {type(error).__name__}.")
-        finally:
-            if job.image is not None:
-                job.error = None
-            self._done.append(job)
-            if self._notify is not None:
-                self._notify()
 
 
 def _log_fault(future: Future[None]) -> None:

@@ -24,9 +24,16 @@ COPY_NICENESS = 5
 MAX_NICENESS = 19
 
 
-def loader_threads(count: int) -> ThreadPoolExecutor:
-    """Threads that read, check and pack adapters."""
-    return ThreadPoolExecutor(count, "adapter-loader", _give_way, (LOAD_NICENESS, torch.get_num_threads()))
+def loader_threads(count: int, *, has_idle_core: bool = False) -> ThreadPoolExecutor:
+    """Threads that read, check and pack adapters.
+
+    Args:
+        count: How many.
+        has_idle_core: Whether steps leave a core to others. Then loads compete with other processes rather than with
+            steps, and are not to starve beside them.
+    """
+    niceness = COPY_NICENESS if has_idle_core else LOAD_NICENESS
+    return ThreadPoolExecutor(count, "adapter-loader", _give_way, (niceness, torch.get_num_threads()))
 
 
 def copier_thread() -> ThreadPoolExecutor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 PERCENT = 95
 
 
@@ -12,18 +14,24 @@ class LoadTimes:
         limit: How many of the last loads count for `p95_s`.
     """
 
-    __slots__ = ("_last", "_limit", "count", "p95_s")
+    __slots__ = ("_last", "_p95_s", "count")
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._last: list[float] = []
+        self._last: deque[float] = deque(maxlen=limit)
+        self._p95_s: float | None = None
+        """None when it is to be found anew."""
         self.count = 0
         """All loads that were noted."""
-        self.p95_s: float | None = None
-        """The smallest of the last times that 95 % of them do not exceed; None before the first."""
 
     def note(self, seconds: float) -> None:
         """Count a load."""
         self.count += 1
-        self._last = [*self._last[1 - self._limit :], seconds]
-        self.p95_s = sorted(self._last)[(PERCENT * len(self._last) + 99) // 100 - 1]
+        self._last.append(seconds)
+        self._p95_s = None
+
+    @property
+    def p95_s(self) -> float | None:
+        """The smallest of the last times that 95 % of them do not exceed; None before the first."""
+        if self._p95_s is None and self._last:
+            self._p95_s = sorted(self._last)[(PERCENT * len(self._last) + 99) // 100 - 1]
+        return self._p95_s

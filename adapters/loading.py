@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,11 +15,15 @@ from weft.adapters.blobs import CORRUPT
 from weft.adapters.checkpoint import Checkpoint, check_weights
 from weft.adapters.host_images import HostImage, HostImages
 from weft.adapters.layout import LoraLayout, plan_layout
-from weft.adapters.packing import pack
-from weft.adapters.ref import AdapterRef
+from weft.adapters.packing import Packing
+from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.adapters.safetensors_header import LENGTH_BYTES, header_bytes
 from weft.errors import AdapterFormatError, AdapterIncompatibleError, AdapterUnavailableError, NeverFitsError
 from weft.memory.geometry import PageGeometry
+
+MAX_PLANS = 32
+"""Headers that are remembered with what follows from them, at most 1 MiB each. Adapters of one training pipeline share
+header and config, so most loads need not check names and shapes again."""
 
 
 class BlobReader(Protocol):
@@ -39,6 +45,14 @@ class Blobs(Protocol):
 
     def open(self, sha256: str, pause: Callable[[], None], /) -> AbstractContextManager[BlobReader]:
         """Open a blob; raises AdapterUnavailableError when it is missing. `pause` is called between pieces."""
+
+
+class _LoadPlan(NamedTuple):
+    """What follows from an adapter's config and header; shared by all adapters that have the same."""
+
+    checkpoint: Checkpoint
+    layout: LoraLayout
+    packing: Packing
 
 
 class AdapterLoader:
@@ -74,6 +88,7 @@ class AdapterLoader:
         self._max_rank = max_rank
         self._max_pages = max_pages
         self._pause = pause
+        self._planned = lru_cache(MAX_PLANS)(self._plan)
 
     def load(self, ref: AdapterRef) -> HostImage:
         """Read and pack one adapter; the caller adds the image to the host images.
@@ -96,46 +111,45 @@ class AdapterLoader:
         slab_pages: Sequence[int] | None = None
         try:
             with self._blobs.open(ref.weights_sha256, self._pause) as blob:
+                header = self._header(blob)
                 try:
-                    checkpoint = self._check(ref, blob)
-                    layout = self._plan(checkpoint)
+                    plan = self._planned(json.dumps(ref.config.canonical()), header, blob.size)
                 except (AdapterFormatError, AdapterIncompatibleError):
                     blob.verify()  # what was accepted once is refused only where it has changed
                     raise
-                slab_pages = self._images.reserve(layout.num_pages)
-                pages = self._pack(checkpoint, blob, layout, slab_pages)
+                slab_pages = self._images.reserve(plan.layout.num_pages)
+                pages = self._pack(plan, blob, slab_pages)
         except BaseException:
             self._images.cancel(slab_pages or [])
             raise
         return HostImage(
             digest=ref.digest,
-            layout=layout,
-            ranks=checkpoint.ranks,
-            scalings=checkpoint.scalings,
+            layout=plan.layout,
+            ranks=plan.checkpoint.ranks,
+            scalings=plan.checkpoint.scalings,
             pages=pages,
             slab_pages=slab_pages or (),
         )
 
-    def _check(self, ref: AdapterRef, blob: BlobReader) -> Checkpoint:
+    def _header(self, blob: BlobReader) -> bytes:
         header = bytearray(min(LENGTH_BYTES, blob.size))
         blob.readinto(memoryview(header))
         rest = bytearray(header_bytes(header, blob.size) - len(header))
         blob.readinto(memoryview(rest))
-        return check_weights(ref.config, bytes(header + rest), blob.size, self._base, self._pause)
+        return bytes(header + rest)
 
-    def _pack(
-        self, checkpoint: Checkpoint, blob: BlobReader, layout: LoraLayout, slab_pages: Sequence[int] | None
-    ) -> list[torch.Tensor]:
+    def _pack(self, plan: _LoadPlan, blob: BlobReader, slab_pages: Sequence[int] | None) -> list[torch.Tensor]:
         if slab_pages is None:
-            pages = list(torch.empty((layout.num_pages, self._geometry.page_bytes), dtype=torch.uint8))
+            pages = list(torch.empty((plan.layout.num_pages, self._geometry.page_bytes), dtype=torch.uint8))
         else:
             pages = self._images.slab_views(slab_pages)
-        elements = [page.view(self._dtype) for page in pages]
-        pack(checkpoint, blob, layout, self._base, self._geometry, elements, self._pause)
+        plan.packing.pack(blob, pages, self._dtype, self._pause)
         blob.verify()
         return pages
 
-    def _plan(self, checkpoint: Checkpoint) -> LoraLayout:
+    def _plan(self, canonical_config: str, header: bytes, file_size: int) -> _LoadPlan:
+        spec = LoraSpec.from_canonical(json.loads(canonical_config))
+        checkpoint = check_weights(spec, header, file_size, self._base, self._pause)
         if checkpoint.largest_rank > self._max_rank:
             raise AdapterIncompatibleError(
                 f"The adapter has rank {checkpoint.largest_rank}; this server is set to at most {self._max_rank} "
@@ -148,4 +162,4 @@ class AdapterLoader:
                 f"The adapter needs {layout.num_pages} pages; at most {self._max_pages} are there for one adapter, "
                 "because the pool must also hold a block of KV cache. Give the server a larger memory.gib.",
             )
-        return layout
+        return _LoadPlan(checkpoint, layout, Packing(checkpoint, layout, self._base, self._geometry))

@@ -15,23 +15,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.adapter_slots import SlotLease as SlotLease
 from weft.adapters.host_images import HostImage, HostImages
 from weft.adapters.known_adapters import KnownAdapters
-from weft.adapters.load_queue import LoadExecutor, LoadJob, LoadQueue
+from weft.adapters.load_queue import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
 from weft.adapters.load_times import LoadTimes
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency_entry import Entry, Stage
 from weft.adapters.residency_neighbours import ImageLoader, PageWriter, SlotTables
 from weft.adapters.residency_pins import Pins
-from weft.adapters.residency_view import check_entries, residents
+from weft.adapters.residency_view import check_entries, check_sums, residents
 from weft.adapters.resident import ResidentAdapter
 from weft.errors import EngineError, PageAccountingError, WeftError
-from weft.memory.eviction import Evictor
+from weft.memory.eviction import Evictable, Evictor
 from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
@@ -47,6 +47,8 @@ NUM_LOADS = 256
 """Loads that count for how long loads take, those from the store and from host memory apart."""
 MAX_KNOWN = 1 << 16
 """Adapters whose size and use is remembered after they left memory."""
+
+_COMING = (Stage.QUEUED, Stage.LOADING, Stage.PLACING, Stage.COPYING)
 
 
 class LoadFailure(NamedTuple):
@@ -108,6 +110,16 @@ class Residency:
         self._known = KnownAdapters(MAX_KNOWN)
         self._entries: dict[str, Entry] = {}
         """In the order in which they were first wanted."""
+        self._by_stage: dict[Stage, dict[str, Entry]] = {stage: {} for stage in Stage}
+        """The same, for work that is done every step is done for those under way alone: most are on the device."""
+        self._held: dict[str, Entry] = {}
+        """Those with holds."""
+        self._held_pages = 0
+        """Device pages of adapters that have holds and do not run."""
+        self._copied_pages = 0
+        """Copied by the engine's thread since the last tick."""
+        self._failures: list[LoadFailure] = []
+        """To be told by the next tick."""
         self._loads: Counter[str] = Counter()
         self._load_times: dict[str, LoadTimes] = {}
         self.load_seconds = 0.0
@@ -124,6 +136,11 @@ class Residency:
     def load_p95_s(self) -> dict[str, float]:
         """Seconds that 95 % of the last 256 loads took at most, by `from>to`; only what was loaded so far."""
         return {path: times.p95_s for path, times in self._load_times.items() if times.p95_s is not None}
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether an adapter has pages that nobody can have yet, because they are being copied to the device."""
+        return bool(self._by_stage[Stage.COPYING])
 
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         """Where the adapter can be had from now."""
@@ -147,6 +164,7 @@ class Residency:
         entry = self._entries.get(ref.digest) or self._enter(ref)
         entry.holds += 1
         entry.is_forgotten = False
+        self._count_held(entry)
         self._evictor.withdraw(entry)
         if entry.stage is Stage.QUEUED and self._num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
             self._start(entry)
@@ -156,14 +174,40 @@ class Residency:
         entry = self._entries.get(digest)
         if entry is not None and entry.holds > 0:
             entry.holds -= 1
+            self._count_held(entry)
             self._settle(entry)
 
     def drop_holds(self, keep: str | None = None) -> None:
         """Drop all holds but those on the adapter `keep`; those who wait take new ones with `want`."""
-        for entry in list(self._entries.values()):
-            if entry.ref.digest != keep and entry.holds:
+        for entry in list(self._held.values()):
+            if entry.ref.digest != keep:
                 entry.holds = 0
+                self._count_held(entry)
                 self._settle(entry)
+
+    def expect(self, digests: Sequence[str]) -> None:
+        """Say which of the wanted adapters are needed first: they are loaded and get pages in this order.
+
+        Others come after them, as does what is wanted later, until the next call. Costs next to nothing while no
+        adapter is on its way.
+
+        Args:
+            digests: Adapters of waiting requests, of the one that is served first at the beginning; may repeat.
+        """
+        coming = [entry for stage in _COMING for entry in self._by_stage[stage].values()]
+        for entry in coming:
+            entry.turn = LAST_TURN
+        num_left = len(coming)
+        for turn, digest in enumerate(digests):
+            if not num_left:
+                break
+            expected = self._entries.get(digest)
+            if expected is not None and expected.stage is not Stage.DEVICE and expected.turn == LAST_TURN:
+                expected.turn = turn
+                num_left -= 1
+        for entry in coming:
+            if entry.job is not None:
+                entry.job.turn = entry.turn
 
     def acquire(self, digest: str) -> SlotLease | None:
         """Take a running reference, or None while the adapter is not on the device."""
@@ -171,6 +215,7 @@ class Residency:
         if entry is None or entry.stage is not Stage.DEVICE:
             return None
         entry.running += 1
+        self._count_held(entry)
         self._evictor.withdraw(entry)
         return self._slots.lease(entry.slot)
 
@@ -188,6 +233,7 @@ class Residency:
         if entry is None or entry.running == 0:
             raise EngineError(f"adapter {digest} was released more often than acquired")
         entry.running -= 1
+        self._count_held(entry)
         if last_step:
             entry.last_step = max(entry.last_step, last_step)
             entry.known.num_runs += 1
@@ -207,7 +253,7 @@ class Residency:
     def pin(self, ref: AdapterRef, pinned: bool) -> None:
         """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
         if pinned:
-            self._pins.add(ref)
+            self._pins.add(ref, is_here=ref.digest in self._entries)
         else:
             self._unpin(ref.digest)
         self._apply_pins()
@@ -234,17 +280,23 @@ class Residency:
         """
         self._pool.complete(step)
         self._slots.complete(self._pool.completed_step)
-        failures: list[LoadFailure] = []
+        self._copied_pages = 0
         for job in [*self._copy_queue.take_done(), *self._load_queue.take_done()]:
-            failure = self._take_in(job)
-            if failure is not None:
-                failures.append(failure)
+            self._take_in(job)
         for digest in self._images.take_gone():
             self._rescore(digest)
-        for entry in [entry for entry in self._entries.values() if entry.stage is Stage.PLACING and entry.holds]:
-            self._place(entry)
+        for entry in self._in_turn(Stage.PLACING):
+            if entry.holds:
+                self._place(entry)
         self._start_queued()
         self._bring_pinned()
+        failures, self._failures = self._failures, []
+        for failure in failures:  # of a copy since the last tick: the adapter may have been wanted again meanwhile
+            wanted_again = self._entries.get(failure.digest)
+            if wanted_again is not None:
+                wanted_again.holds = 0
+                self._count_held(wanted_again)
+                self._settle(wanted_again)
         return failures
 
     def residents(self) -> list[ResidentAdapter]:
@@ -261,6 +313,7 @@ class Residency:
             PageAccountingError: Pages or slots were lost or doubled.
         """
         check_entries(self._entries, self._pool, self._slots, self._evictor, self._prefixes)
+        check_sums(self._entries, self._by_stage, self._held, self._held_pages, self._pins.missing())
         self._images.check(num_swap_pages)
 
     def close(self) -> None:
@@ -277,19 +330,39 @@ class Residency:
             evict_entry=self._remove,
             comes_for_pin=comes_for_pin,
         )
-        self._entries[ref.digest] = entry
+        self._entries[ref.digest] = self._by_stage[entry.stage][ref.digest] = entry
+        self._pins.entered(ref.digest)
         return entry
+
+    def _advance(self, entry: Entry, stage: Stage) -> None:
+        del self._by_stage[entry.stage][entry.ref.digest]
+        entry.stage = stage
+        self._by_stage[stage][entry.ref.digest] = entry
+
+    def _in_turn(self, stage: Stage) -> list[Entry]:
+        """Entries of one stage, those that are needed first at the beginning."""
+        return sorted(self._by_stage[stage].values(), key=lambda entry: entry.turn)
+
+    def _count_held(self, entry: Entry) -> None:
+        """Keep the sums over what has holds, after a change of the entry's holds, requests or pages."""
+        num_pages = entry.num_pages if entry.holds and not entry.running else 0
+        self._held_pages += num_pages - entry.held_pages
+        entry.held_pages = num_pages
+        if entry.holds:
+            self._held[entry.ref.digest] = entry
+        else:
+            self._held.pop(entry.ref.digest, None)
 
     def _origin(self, digest: str) -> Literal["stored", "host"]:
         return "host" if digest in self._images else "stored"
 
     def _num_under_way(self) -> Counter[str]:
         """Adapters that are loaded or wait for pages, by where they come from."""
-        under_way = (Stage.LOADING, Stage.PLACING)
-        return Counter(entry.origin for entry in self._entries.values() if entry.stage in under_way)
+        under_way = [*self._by_stage[Stage.LOADING].values(), *self._by_stage[Stage.PLACING].values()]
+        return Counter(entry.origin for entry in under_way)
 
     def _start_queued(self) -> None:
-        queued = [entry for entry in self._entries.values() if entry.stage is Stage.QUEUED]
+        queued = self._in_turn(Stage.QUEUED)
         num_under_way = self._num_under_way() if queued else Counter()
         for entry in queued:
             origin = self._origin(entry.ref.digest)
@@ -301,56 +374,61 @@ class Residency:
         ref = entry.ref
         entry.image = self._images.hold(ref.digest)
         if entry.image is not None:
-            entry.origin, entry.stage = "host", Stage.PLACING
+            entry.origin = "host"
+            self._advance(entry, Stage.PLACING)
             entry.known.num_pages = len(entry.image.pages)
             self._place(entry)
             return
-        entry.origin, entry.stage = "stored", Stage.LOADING
+        entry.origin = "stored"
+        self._advance(entry, Stage.LOADING)
         entry.known.num_runs = 0
-        entry.job = LoadJob(ref.digest, lambda: self._loader.load(ref))
+        entry.job = LoadJob(ref.digest, lambda: self._loader.load(ref), turn=entry.turn)
         self._load_queue.submit(entry.job)
 
     def _bring_pinned(self) -> None:
         """Bring one pinned adapter at a time, as long as nothing that is wanted lacks room or a loader."""
-        coming = [entry for entry in self._entries.values() if entry.stage is not Stage.DEVICE]
-        has_room = not any(entry.holds and entry.stage in (Stage.QUEUED, Stage.PLACING) for entry in coming)
-        for entry in [entry for entry in coming if entry.stage is Stage.PLACING and not entry.holds]:
+        placing = list(self._by_stage[Stage.PLACING].values())
+        missing = self._pins.missing()
+        if not placing and not missing:
+            return
+        has_room = not any(entry.holds for entry in (*placing, *self._by_stage[Stage.QUEUED].values()))
+        for entry in [entry for entry in placing if not entry.holds]:
             if has_room and self._has_room_for_pin(entry.known.num_pages or 0):
                 self._place(entry)
             if entry.stage is Stage.PLACING:
                 self._remove(entry)  # its image is in the slab, if that has room; later it is tried again
+        coming = [entry for stage in _COMING for entry in self._by_stage[stage].values()]
         if has_room and not any(entry.comes_for_pin for entry in coming):
-            wanted = (
-                ref for ref in self._pins.missing(self._entries) if self._has_room_for_pin(self.pages_needed(ref) or 1)
-            )
-            ref = next(wanted, None)
+            ref = next((ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)), None)
             if ref is not None:
                 self._start(self._enter(ref, comes_for_pin=True))
 
-    def _take_in(self, job: LoadJob) -> LoadFailure | None:
+    def _take_in(self, job: LoadJob) -> None:
         entry = self._entries[job.digest]
         entry.job = None
         if job.image is None:
-            return self._fail(entry, job.error)
+            self._fail(entry, job.error)
+            return
         if entry.stage is Stage.LOADING:
             self._images.add(job.image, keep=not entry.is_forgotten)
             entry.image = job.image
-            entry.stage = Stage.PLACING
+            self._advance(entry, Stage.PLACING)
             entry.known.num_pages = len(job.image.pages)
         else:
             self._arrive(entry, job.image)
         self._settle(entry)
-        return None
 
-    def _fail(self, entry: Entry, error: WeftError | None) -> LoadFailure | None:
+    def _fail(self, entry: Entry, error: WeftError | None) -> None:
         self._loads[f"{entry.origin}>device:failed"] += 1
         self._pins.note_load(entry.ref.digest, succeeded=False)
         was_wanted = entry.holds > 0
         entry.holds = 0
+        self._count_held(entry)
         self._remove(entry)
         if not was_wanted:
             logger.warning("adapter %s could not be loaded: %s", entry.ref.digest, error)
-        return LoadFailure(entry.ref.digest, error) if was_wanted and error is not None else None
+        elif error is not None:
+            self._failures.append(LoadFailure(entry.ref.digest, error))
 
     def _place(self, entry: Entry) -> None:
         """Start the copy to the device if there is room for all of it."""
@@ -363,19 +441,34 @@ class Residency:
         pages = self._pool.allocate(len(image.pages), "adapter", slot) if slot is not None else None
         if pages is None or slot is None:
             raise PageAccountingError("room that was made for an adapter is not there")
-        entry.pages, entry.slot, entry.stage = pages, slot, Stage.COPYING
+        entry.pages, entry.slot = pages, slot
+        self._advance(entry, Stage.COPYING)
+        self._count_held(entry)
+        if self._copied_pages + len(pages) <= self._copier.pages_at_once:
+            self._copied_pages += len(pages)
+            self._copy_now(entry, image)
+            return
         fence = self._copier.fence()
 
         def copy() -> HostImage:
             self._copier.copy(image.pages, pages, fence)
             return image
 
-        entry.job = LoadJob(entry.ref.digest, copy)
+        entry.job = LoadJob(entry.ref.digest, copy, turn=entry.turn)
         self._copy_queue.submit(entry.job)
+
+    def _copy_now(self, entry: Entry, image: HostImage) -> None:
+        def copy() -> HostImage:
+            self._copier.copy_now(image.pages, entry.pages)
+            return image
+
+        job = LoadJob(entry.ref.digest, copy)
+        self._copy_queue.run_now(job)
+        self._take_in(job)
 
     def _arrive(self, entry: Entry, image: HostImage) -> None:
         self._tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
-        entry.stage = Stage.DEVICE
+        self._advance(entry, Stage.DEVICE)
         entry.image = None
         self._images.release(image)
         self._evictor.used(entry)
@@ -391,15 +484,14 @@ class Residency:
 
     def _may_hold(self, num_pages: int) -> bool:
         """Whether an adapter of so many pages may join those that only wait for their requests."""
-        held = sum(entry.num_pages for entry in self._entries.values() if entry.holds and not entry.running)
-        return held == 0 or held + num_pages <= self._pool.capacity // HOLD_SHARE
+        return self._held_pages == 0 or self._held_pages + num_pages <= self._pool.capacity // HOLD_SHARE
 
     def _has_room_for_pin(self, num_pages: int) -> bool:
         """Whether an adapter of so many pages would be kept by its pin, and nothing in use is in its way."""
         return (
-            self._pins.has_share(num_pages, self._entries)
+            self._pins.has_share(num_pages)
             and self._evictor.num_available - num_pages >= self.reserve_pages
-            and (self._slots.num_free > 0 or any(entry in self._evictor for entry in self._entries.values()))
+            and (self._slots.num_free > 0 or self._slot_victim() is not None)
         )
 
     def _make_room(self, num_pages: int) -> bool:
@@ -409,8 +501,12 @@ class Residency:
         self._slots.complete(self._pool.completed_step)
         if self._slots.num_free:
             return self._evictor.make_room(num_pages)
-        victim = self._evictor.first(self._entries.values())
+        victim = self._slot_victim()
         return victim is not None and self._evictor.make_room(num_pages, victim)
+
+    def _slot_victim(self) -> Evictable | None:
+        """The adapter that goes first where only a slot is lacking."""
+        return self._evictor.first(self._by_stage[Stage.DEVICE].values())
 
     def _worth(self, entry: Entry) -> tuple[float, int]:
         """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
@@ -461,6 +557,8 @@ class Residency:
         if self._prefixes is not None and entry.stage is Stage.DEVICE:
             self._prefixes.evict_group(entry.ref.digest)
         del self._entries[entry.ref.digest]
+        del self._by_stage[entry.stage][entry.ref.digest]
+        self._pins.left(entry.ref.digest)
         if entry.image is not None:
             self._images.release(entry.image)
         if entry.slot >= 0:

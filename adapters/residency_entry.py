@@ -9,7 +9,7 @@ from typing import Literal
 
 from weft.adapters.host_images import HostImage
 from weft.adapters.known_adapters import KnownAdapter
-from weft.adapters.load_queue import LoadJob
+from weft.adapters.load_queue import LAST_TURN, LoadJob
 from weft.adapters.ref import AdapterRef
 from weft.memory.eviction import UseCount
 from weft.memory.pool import PageKind
@@ -40,6 +40,10 @@ class Entry:
     origin: Literal["stored", "host"] = "stored"
     holds: int = 0
     running: int = 0
+    held_pages: int = 0
+    """What it counts in the residency's sum of pages that only wait for requests."""
+    turn: int = LAST_TURN
+    """When it is needed, the least first."""
     job: LoadJob | None = None
     image: HostImage | None = None
     """In use from LOADING's end until it is on the device."""

@@ -22,11 +22,17 @@ class ImageLoader(Protocol):
 class PageWriter(Protocol):
     """Overwrites device pages; `weft.memory.copies.PageCopier` is the real one."""
 
+    pages_at_once: int
+    """Pages that `copy_now` may copy in one tick, because that takes less than to hand them over; 0 for none."""
+
     def fence(self) -> Any:  # noqa: ANN401 - what stands in for "all that was launched so far" is the writer's own
         """Mark what the engine's thread has launched so far; a copy given the mark starts after it."""
 
     def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: Any, /) -> None:  # noqa: ANN401
         """Copy host pages to device pages, and return when the bytes are there. Called from the copy thread."""
+
+    def copy_now(self, sources: Sequence[torch.Tensor], pages: Sequence[int], /) -> None:
+        """The same by the engine's thread, for a few pages."""
 
 
 class SlotTables(Protocol):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.host_images import HostImages
 from weft.adapters.known_adapters import KnownAdapters
+from weft.adapters.ref import AdapterRef
 from weft.adapters.residency_entry import Entry, Stage
 from weft.adapters.residency_pins import Pins
 from weft.adapters.resident import ResidentAdapter
@@ -83,6 +84,32 @@ def check_entries(
     stray = (prefixes.groups().keys() if prefixes is not None else set()) - on_device_now - {None}
     if stray:
         raise PageAccountingError(f"adapters have cached blocks and are not on the device: {stray}")
+
+
+def check_sums(
+    entries: Mapping[str, Entry],
+    by_stage: Mapping[Stage, Mapping[str, Entry]],
+    held: Mapping[str, Entry],
+    held_pages: int,
+    missing_pins: Sequence[AdapterRef],
+) -> None:
+    """Verify what residency keeps beside its entries, so as not to look at all of them in each step.
+
+    Raises:
+        PageAccountingError: It does not agree with them.
+    """
+    staged = {digest: entry for stage, those in by_stage.items() for digest, entry in those.items()}
+    if staged != entries or any(
+        entry.stage is not stage for stage, those in by_stage.items() for entry in those.values()
+    ):
+        raise PageAccountingError("adapters are sorted by stages that they are not in")
+    if held != {digest: entry for digest, entry in entries.items() if entry.holds}:
+        raise PageAccountingError("adapters are listed with holds that they do not have")
+    waiting = sum(entry.num_pages for entry in held.values() if not entry.running)
+    if held_pages != waiting:
+        raise PageAccountingError(f"{held_pages} pages are said to wait for requests, adapters have {waiting}")
+    if any(ref.digest in entries for ref in missing_pins):
+        raise PageAccountingError("a pinned adapter is said to be missing, and is there")
 
 
 def _tier(stage: Stage) -> Literal["device", "host", "loading"]:

@@ -84,7 +84,7 @@ def build_split_engine(
     adapter_pool = PagePool(num_pages, first_page=first_of_adapters)
     slab = HostSlab(int((config.memory.host_gib or 0) * GIB) // geometry.page_bytes, geometry.page_bytes, pinned=False)
     images = HostImages(slab)
-    tables = AdapterTables(config.adapter.slots, base, config.adapter.max_rank, geometry, CPU)
+    tables = AdapterTables(config.adapter.slots or first_of_adapters, base, config.adapter.max_rank, geometry, CPU)
     kv_evictor = Evictor(kv_pool, eviction_policy(config.memory.eviction))
     swap = SwapSpace(slab, images.make_room, max_pages=slab.num_pages // SWAP_SHARE)
     pace = LoadPace(config.adapter.load_share)

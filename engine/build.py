@@ -30,7 +30,7 @@ from weft.engine.eos import read_eos_token_ids
 from weft.engine.fit import ModelLimits
 from weft.engine.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
 from weft.engine.model.decoder import Decoder
-from weft.engine.model.device import choose_device, choose_dtype, choose_threads
+from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core
 from weft.engine.model.heap import keep_freed_memory
 from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
 from weft.engine.model.weights import base_digest, load_decoder, resolve_model
@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 SWAP_SHARE = 2
 """KV of preempted requests may have one in so many host pages; the others are left to the images of adapters."""
+
+IDLE_CORE_SHARE = 0.25
+"""The least share of a core for loads where steps leave a core idle. Only the interpreter's lock is shared then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ def build_engine(
         memory.pool,
         costs,
         lora_bytes_per_rank=plan.rank16_pages * geometry.page_bytes // REFERENCE_RANK,
+        prompt_context=2 * spec.num_layers * spec.num_heads * spec.head_dim / spec.num_parameters,
         max_tokens=longest,
     )
     prefixes = (
@@ -199,15 +203,19 @@ def _allocate(
     arena = Arena(geometry, num_pages, device, dtype)
     poison = arena.poison if config.memory.poison else None
     pool = PagePool(num_pages, poison, on_first_use=poison)
-    # A GPU's steps leave the cores to others.
-    pace = LoadPace(config.adapter.load_share if device.type == "cpu" else 1)
+    share = config.adapter.load_share
+    if device.type != "cpu":
+        share = 1.0  # a GPU's steps leave the cores to others
+    elif has_idle_core():
+        share = max(share, IDLE_CORE_SHARE)
+    pace = LoadPace(share)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     return _Memory(
         arena=arena,
         pool=pool,
         slab=slab,
         images=HostImages(slab),
-        tables=AdapterTables(config.adapter.slots, base, config.adapter.max_rank, geometry, device),
+        tables=AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device),
         copier=PageCopier(arena, pace.pause),
         pace=pace,
         evictor=Evictor(pool, eviction_policy(config.memory.eviction)),
@@ -240,7 +248,7 @@ def _residency(
         tables,
         memory.evictor,
         costs,
-        loads=loader_threads(config.adapter.load_threads),
+        loads=loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()),
         copies=copier_thread(),
         prefixes=prefixes,
         notify=notify,

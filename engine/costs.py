@@ -77,13 +77,14 @@ SHORT_CONTEXT, LONG_CONTEXT = 16, 256
 """Tokens of context in the two decode steps whose difference is the price of context."""
 
 
-def measure_prices(
+def measure_prices(  # noqa: PLR0913 - all that a price follows from
     decoder: Decoder,
     arena: Arena,
     pool: PagePool,
     costs: PageCosts,
     *,
     lora_bytes_per_rank: int,
+    prompt_context: float,
     max_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Prices:
@@ -96,12 +97,13 @@ def measure_prices(
         costs: From `measure_costs`.
         lora_bytes_per_rank: Bytes of one rank of an adapter on all linear layers. A step reads them once for each
             distinct adapter, at the speed at which pages are copied.
+        prompt_context: Operations of attention for one token of context, over those of all products for one token.
         max_tokens: The longest prompt that the model takes.
         clock: Monotonic seconds.
     """
     long_context = min(LONG_CONTEXT, max_tokens - 1, _room_per_row(arena, pool) - 1)
     if long_context < 1:
-        return Prices()  # a pool of a few pages
+        return Prices(prompt_context=prompt_context)  # a pool of a few pages
     short_s = _decode_s(decoder, arena, pool, min(SHORT_CONTEXT, long_context), clock) / DECODE_ROWS
     long_s = _decode_s(decoder, arena, pool, long_context, clock) / DECODE_ROWS
     context_s = max(long_s - short_s, 0.0) / max(long_context - SHORT_CONTEXT, 1)
@@ -109,6 +111,7 @@ def measure_prices(
     prices = Prices(
         output=max(short_s / costs.token_s, 1.0),
         context=context_s / costs.token_s,
+        prompt_context=prompt_context,
         rank=rank_s / costs.token_s,
         page_load=costs.copy_s / costs.token_s,
     )

@@ -7,6 +7,7 @@ the numbers. `format_plan` writes the plan for people.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.layout import adapter_pages
-from weft.config import GIB, MIB, Config
+from weft.adapters.tables import slot_bytes
+from weft.config import GIB, MAX_SLOTS, MIB, Config
 from weft.engine.model.spec import DecoderSpec
 from weft.engine.status import EngineReady, MemoryPlan
 from weft.errors import ConfigError
@@ -26,6 +28,12 @@ GPU_ARENA_SHARE = 0.85
 """Of what the weights leave free; the rest is for activations and the allocator."""
 REFERENCE_RANK = 16
 """Rank of the adapter in whose numbers the plan is told."""
+SMALL_RANK = 8
+SMALL_MODULES = ("q_proj", "v_proj")
+"""An adapter of this rank on these modules is the smallest that slots are counted for: PEFT's default."""
+MIN_SLOTS = 256
+TABLE_SHARE = 50
+"""Tables of more than the least number of slots take at most one in so many bytes of the arena."""
 _CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -53,7 +61,7 @@ def plan_memory(
     """Divide the memory.
 
     Args:
-        config: Its sections memory and model count.
+        config: Its sections memory, model and adapter count.
         spec: The base model.
         base: Its shape for adapters.
         geometry: Of the arena's pages.
@@ -74,17 +82,22 @@ def plan_memory(
     host_left = free.host - (weight_bytes if on_cpu else 0)
     arena_bytes = _wanted_bytes(config.memory.gib, min(MAX_CPU_ARENA_BYTES, left // 4) if on_cpu else None, left)
     host_bytes = _wanted_bytes(config.memory.host_gib, min(MAX_HOST_SLAB_BYTES, host_left // 8), host_left)
-    _check_free(arena_bytes + (host_bytes if on_cpu else 0), weight_bytes, free.device)
-
     num_pages = arena_bytes // geometry.page_bytes - 1  # the zero page is not handed out
-    rank16_pages = adapter_pages(_reference_ranks(base), base, geometry)
+    row_bytes = slot_bytes(base, config.adapter.max_rank)
+    slots = config.adapter.slots or _slots(num_pages, arena_bytes // TABLE_SHARE // row_bytes, base, geometry)
+    table_bytes = slots * row_bytes
+    _check_free(arena_bytes + table_bytes + (host_bytes if on_cpu else 0), weight_bytes, free.device)
+
+    rank16_pages = adapter_pages(_ranks(base, REFERENCE_RANK), base, geometry)
     plan = MemoryPlan(
         weight_bytes=weight_bytes,
         arena_bytes=arena_bytes // geometry.page_bytes * geometry.page_bytes,
         num_pages=num_pages,
         kv_tokens=max(num_pages, 0) // geometry.num_groups * geometry.page_tokens,
         rank16_pages=rank16_pages,
-        rank16_adapters=max(num_pages, 0) // rank16_pages,
+        rank16_adapters=min(max(num_pages, 0) // rank16_pages, slots),
+        slots=slots,
+        table_bytes=table_bytes,
         host_pages=host_bytes // geometry.page_bytes,
     )
     _check_room(plan, geometry, config.model.max_model_len)
@@ -117,8 +130,9 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
             f"each {geometry.page_tokens} tokens of KV cache" + _group_note(geometry),
             f"           room for {plan.kv_tokens:,} tokens, or {plan.rank16_adapters:,} adapters of rank "
             f"{REFERENCE_RANK} ({plan.rank16_pages} pages each), or any mix",
+            f"  tables   {_gib(plan.table_bytes)}: at most {plan.slots:,} adapters of any size on the device at once",
             f"  host     {_gib(plan.host_pages * geometry.page_bytes)}: "
-            f"{plan.host_pages // plan.rank16_pages:,} such adapters kept ready",
+            f"{plan.host_pages // plan.rank16_pages:,} adapters of rank {REFERENCE_RANK} kept ready",
         )
     )
 
@@ -160,8 +174,15 @@ def _check_room(plan: MemoryPlan, geometry: PageGeometry, asked: int | None) -> 
         )
 
 
-def _reference_ranks(base: BaseShape) -> dict[tuple[int, int], int]:
-    return {(layer, m): REFERENCE_RANK for layer in range(base.num_layers) for m in range(len(base.modules))}
+def _ranks(base: BaseShape, rank: int, only: Sequence[str] = ()) -> dict[tuple[int, int], int]:
+    modules = [index for index, module in enumerate(base.modules) if not only or module.name in only]
+    return {(layer, index): rank for layer in range(base.num_layers) for index in modules}
+
+
+def _slots(num_pages: int, affordable: int, base: BaseShape, geometry: PageGeometry) -> int:
+    """As many as the pool may hold small adapters, as far as their tables cost little."""
+    small_pages = adapter_pages(_ranks(base, SMALL_RANK, SMALL_MODULES), base, geometry)
+    return min(max(min(num_pages // small_pages, affordable), MIN_SLOTS), MAX_SLOTS)
 
 
 def _free_host_bytes() -> int:

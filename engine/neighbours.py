@@ -45,6 +45,10 @@ class AdapterResidency(Protocol):
     reserve_pages: int
     """Pages that placing an adapter leaves to running requests; set by the scheduler."""
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether an adapter has pages that cannot be evicted yet, because they are being copied; O(1)."""
+
     def state(self, digest: str, /) -> Literal["device", "host", "stored"]:
         """Where the adapter is now."""
 
@@ -59,6 +63,9 @@ class AdapterResidency(Protocol):
 
     def drop_holds(self, keep: str | None = None, /) -> None:
         """Drop the holds of all waiting requests, except those on the adapter `keep`."""
+
+    def expect(self, digests: Sequence[str], /) -> None:
+        """Adapters of waiting requests, first to be served first: they are loaded and get pages in this order."""
 
     def acquire(self, digest: str, /) -> SlotLease | None:
         """Take a running reference; None while it is not on the device."""

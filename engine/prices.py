@@ -18,7 +18,9 @@ class Prices:
     output: float = 2.0
     """One generated token, besides the context that it reads."""
     context: float = 1 / 600
-    """One token of context that a prompt token or an output token attends to."""
+    """One token of context that an output token attends to: it is read from memory for this row alone."""
+    prompt_context: float = 1 / 30_000
+    """One token of context that a prompt token attends to: the tokens of a chunk share the read, and each computes."""
     rank: float = 1 / 16
     """One rank of a distinct adapter in a step; its requests in the step share this."""
     page_load: float = 2.0

@@ -25,7 +25,11 @@ class MemoryPlan:
     rank16_pages: int
     """Pages of one adapter of rank 16 on all linear layers."""
     rank16_adapters: int
-    """How many such adapters fit when there is no KV cache."""
+    """How many such adapters can be on the device at once when there is no KV cache."""
+    slots: int
+    """Adapters of any size that can be on the device at once, as far as they have pages."""
+    table_bytes: int
+    """Bytes of the tables that say where the adapters' weights are."""
     host_pages: int
     """Pages of the host slab."""
 

@@ -92,7 +92,8 @@ class TenantService:
     def note_end(self, state: RequestState) -> None:
         """A request has left the engine."""
         self._tenants[state.tenant].num_requests -= 1
-        self._ends_s.append(self._clock())
+        if not state.is_beam_fork:
+            self._ends_s.append(self._clock())
 
     def wait(self, state: RequestState) -> None:
         """A request begins to wait: its predicted work is in the queue."""
@@ -109,7 +110,7 @@ class TenantService:
         prompt = max(num_prompt - max(state.num_computed, state.num_charged), 0)
         output = max(state.predicted_tokens - len(state.output_token_ids), 1)
         context = num_prompt + len(state.output_token_ids) + output / 2
-        return prompt * (prices.prompt + prices.context * num_prompt / 2) + output * (
+        return prompt * (prices.prompt + prices.prompt_context * num_prompt / 2) + output * (
             prices.output + prices.context * context
         )
 
@@ -128,9 +129,9 @@ class TenantService:
             count = max(end - start, 0)
             state.num_charged = max(state.num_charged, end)
             prompt = min(count, max(state.num_prompt - start, 0))
-            units = (
-                prompt * prices.prompt + (count - prompt) * prices.output + count * prices.context * (start + end) / 2
-            )
+            context = (start + end) / 2
+            units = prompt * (prices.prompt + prices.prompt_context * context)
+            units += (count - prompt) * (prices.output + prices.context * context)
             if state.caused_load:
                 state.caused_load = False
                 units += prices.page_load * (state.adapter_pages or 0)

@@ -27,10 +27,13 @@ class Room:
     max_model_len: int
 
     @classmethod
-    def of(cls, ready: EngineReady, slots: int) -> Room:
+    def of(cls, ready: EngineReady) -> Room:
         """The room of a running engine."""
         return cls(
-            pages=ready.memory.num_pages, slots=slots, geometry=ready.geometry, max_model_len=ready.max_model_len
+            pages=ready.memory.num_pages,
+            slots=ready.memory.slots,
+            geometry=ready.geometry,
+            max_model_len=ready.max_model_len,
         )
 
 

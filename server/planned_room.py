@@ -75,7 +75,7 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     memory = plan_memory(config, spec, base, geometry, device, free)
     room = Room(
         pages=memory.num_pages,
-        slots=config.adapter.slots,
+        slots=memory.slots,
         geometry=geometry,
         max_model_len=max_model_len(config, spec, memory),
     )

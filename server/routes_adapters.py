@@ -73,7 +73,7 @@ async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) 
     the same: idle ones cost nothing, so they take turns.
     """
     body = await json_body(request, AdapterFitBody, services.config.server.max_body_bytes, services.pace)
-    room = Room.of(services.ready, services.config.adapter.slots)
+    room = Room.of(services.ready)
     stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
     planned = await asyncio.to_thread(_planned_items, services.ready, body.ranks, room)
     return fit_view(find_fit([*stored, *planned], room))

@@ -63,3 +63,8 @@ def choose_threads(setting: int, weight_bytes: int) -> int:
 def usable_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_idle_core() -> bool:
+    """Whether steps of a CPU leave a core to others, by the threads that `choose_threads` gave to torch."""
+    return torch.get_num_threads() < usable_cores()

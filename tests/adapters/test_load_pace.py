@@ -69,8 +69,10 @@ def test_a_share_of_one_never_pauses() -> None:
     assert waited.count == 0
 
 
-@pytest.mark.parametrize(("running", "held_up", "share"), [(16, 0, 0.1), (12, 4, 0.1 * 16 / 12), (2, 14, 0.8)])
-def test_the_share_grows_by_the_requests_that_could_run_too(running: int, held_up: int, share: float) -> None:
+@pytest.mark.parametrize(("running", "held_up", "share"), [(16, 0, 0.1), (31, 1, 0.1), (12, 4, 0.25), (2, 14, 0.875)])
+def test_the_share_is_that_of_the_requests_that_wait_for_loads_and_never_below_the_setting(
+    running: int, held_up: int, share: float
+) -> None:
     now = computed = 0.0
     pace = LoadPace(0.1, clock=lambda: now, thread_clock=lambda: computed)
     waited = _CountingEvent(pace, sleeps=False)
@@ -89,12 +91,23 @@ def test_the_share_grows_by_the_requests_that_could_run_too(running: int, held_u
     assert (waited.timeouts[-1] or 0.0) >= 0.4 / share
 
 
-def test_with_hardly_anybody_running_and_many_to_run_loads_do_not_pause() -> None:
-    pace = LoadPace(0.1)
-    waited = _CountingEvent(pace)
-    pace.set_stepping(1, 15)
-    work(pace, 5)
-    assert waited.count == 0
+def test_with_hardly_anybody_running_and_many_to_run_loads_hardly_pause() -> None:
+    now = computed = 0.0
+    pace = LoadPace(0.1, clock=lambda: now, thread_clock=lambda: computed)
+    waited = _CountingEvent(pace, sleeps=False)
+    pace.set_stepping(1, 63)
+    pace.pause()
+    for _ in range(10):
+        computed += 0.002
+        now += 0.002
+        pace.pause()
+    assert sum(timeout or 0.0 for timeout in waited.timeouts) < 0.002
+    pace.set_stepping(64, 0)  # and as soon as they run, the setting holds again
+    for _ in range(10):
+        computed += 0.002
+        now += 0.002
+        pace.pause()
+    assert (waited.timeouts[-1] or 0.0) > 0.1
 
 
 def test_a_pause_ends_with_the_last_step() -> None:
@@ -119,11 +132,11 @@ def test_time_without_steps_is_not_saved_up_and_not_paid_for() -> None:
     pace.pause()
     now = 1000.0
     pace.set_stepping(1)
-    for _ in range(2):
+    for _ in range(3):  # what was computed before the first is not known
         computed += 0.002
         now += 0.002
         pace.pause()
-    # The first is paid for by what was saved up, which is 2 ms and not a tenth of 1,000 s.
+    # The second is paid for by what was saved up, which is 2 ms and not a tenth of 1,000 s.
     assert waited.timeouts == [pytest.approx(0.016)]
 
 

@@ -36,6 +36,8 @@ def test_loads_and_copies_are_less_important_than_steps_and_copies_more_than_loa
     with loader_threads(2) as loads, copier_thread() as copies:
         assert loads.submit(niceness).result() == min(before + LOAD_NICENESS, 19)
         assert copies.submit(niceness).result() == min(before + COPY_NICENESS, 19)
+    with loader_threads(1, has_idle_core=True) as loads:  # nor do they starve beside other processes
+        assert loads.submit(niceness).result() == min(before + COPY_NICENESS, 19)
     assert niceness() == before
     assert LOAD_NICENESS > COPY_NICENESS > 0
 

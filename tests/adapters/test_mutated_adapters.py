@@ -17,7 +17,7 @@ from mutated_adapters import Mutant
 from refusals import is_presentable, outcome
 from weft.adapters.checkpoint import Checkpoint, read_checkpoint
 from weft.adapters.layout import plan_layout
-from weft.adapters.packing import pack
+from weft.adapters.packing import Packing
 from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError
 from weft.memory.geometry import page_geometry
 
@@ -63,11 +63,11 @@ def end_of(path: Path, upload: Upload) -> str:
 def assert_servable(checkpoint: Checkpoint, weights: bytes) -> None:
     """It packs into pages, of the narrowest number format even, and all its numbers are finite."""
     layout = plan_layout(checkpoint.ranks, BASE, GEOMETRY)
-    images = torch.full((layout.num_pages, GEOMETRY.page_bytes // 2), float("nan"), dtype=torch.float16)
+    images = torch.full((layout.num_pages, GEOMETRY.page_bytes), 0xFF, dtype=torch.uint8)
     data = io.BytesIO(weights)
     data.seek(min(tensor.start for tensor in checkpoint.tensors))
-    pack(checkpoint, data, layout, BASE, GEOMETRY, images)
-    assert bool(images.isfinite().all())
+    Packing(checkpoint, layout, BASE, GEOMETRY).pack(data, list(images), torch.float16)
+    assert bool(images.view(torch.float16).isfinite().all())
     assert all(0 < abs(scaling) <= MAX_RANK and math.isfinite(scaling) for scaling in checkpoint.scalings.values())
     assert 1 <= checkpoint.largest_rank <= MAX_RANK
     assert checkpoint.parameters == sum(math.prod(tensor.shape) for tensor in checkpoint.tensors)

@@ -9,7 +9,7 @@ from adapters_factory import RandomLora, random_lora, tensor_bytes, tiny_base
 from residency_parts import tiny_geometry
 from weft.adapters.checkpoint import check_weights, read_checkpoint
 from weft.adapters.layout import LoraLayout, plan_layout
-from weft.adapters.packing import _runs, pack
+from weft.adapters.packing import READ_BYTES, Packing, _runs
 from weft.adapters.safetensors_header import header_bytes
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
@@ -25,7 +25,8 @@ def pack_lora(
     geometry = tiny_geometry(BASE, dtype)
     layout = plan_layout(checkpoint.ranks, BASE, geometry)
     images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-    pack(checkpoint, tensor_bytes(path.read_bytes(), checkpoint), layout, BASE, geometry, images.view(dtype))
+    weights = tensor_bytes(path.read_bytes(), checkpoint)
+    Packing(checkpoint, layout, BASE, geometry).pack(weights, list(images), dtype)
     return layout, images.view(dtype)
 
 
@@ -56,16 +57,33 @@ def test_the_same_adapter_packs_to_the_same_bytes(tmp_path: Path) -> None:
     assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-def test_packing_pauses_after_each_page_and_each_matrix(tmp_path: Path) -> None:
+def test_packing_pauses_after_each_page_and_each_read(tmp_path: Path) -> None:
     path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
     checkpoint = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 256)
     geometry = tiny_geometry(BASE, torch.float32)
     layout = plan_layout(checkpoint.ranks, BASE, geometry)
-    images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8).view(torch.float32)
+    images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8)
     pauses: list[None] = []
     weights = tensor_bytes(path.read_bytes(), checkpoint)
-    pack(checkpoint, weights, layout, BASE, geometry, images, lambda: pauses.append(None))
-    assert len(pauses) >= layout.num_pages + len(checkpoint.tensors)
+    packing = Packing(checkpoint, layout, BASE, geometry)
+    packing.pack(weights, list(images), torch.float32, lambda: pauses.append(None))
+    num_bytes = sum(tensor.end - tensor.start for tensor in checkpoint.tensors)
+    assert len(pauses) > layout.num_pages
+    assert len(pauses) - layout.num_pages >= num_bytes / READ_BYTES
+
+
+def test_one_packing_serves_all_files_with_the_same_header(tmp_path: Path) -> None:
+    loras = [random_lora(BASE, 8, seed=seed) for seed in (0, 1)]
+    paths = [lora.save(tmp_path / str(seed)) / "adapter_model.safetensors" for seed, lora in enumerate(loras)]
+    checkpoint = read_checkpoint((paths[0].parent / "adapter_config.json").read_bytes(), paths[0], BASE, 256)
+    geometry = tiny_geometry(BASE, torch.float32)
+    layout = plan_layout(checkpoint.ranks, BASE, geometry)
+    packing = Packing(checkpoint, layout, BASE, geometry)
+    for index, path in enumerate(paths):
+        images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8)
+        packing.pack(tensor_bytes(path.read_bytes(), checkpoint), list(images), torch.float32)
+        _, alone = pack_lora(loras[index], tmp_path / f"alone-{index}", torch.float32)
+        assert torch.equal(images, alone.view(torch.uint8))
 
 
 def test_weights_are_checked_by_their_header_as_by_the_whole_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from adapters_factory import Q_AND_V, random_lora
 from residency_parts import make_residency, prepare, store
 from weft.adapters.residency import MAX_UNDER_WAY
+from weft.adapters.residency_entry import Stage
 from weft.errors import (
     AdapterIncompatibleError,
     AdapterUnavailableError,
@@ -33,10 +35,10 @@ def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_p
     parts.loads.run_one()
     assert residency.state(ref.digest) == "stored"  # nothing the engine sees changes before tick
     residency.tick(0)
-    assert residency.state(ref.digest) == "host"
+    assert (residency.state(ref.digest), residency.is_copying) == ("host", True)
     parts.copies.run_one()
     residency.tick(0)
-    assert residency.state(ref.digest) == "device"
+    assert (residency.state(ref.digest), residency.is_copying) == ("device", False)
     assert parts.pool.counts()["adapter"] == pages == residency.pages_needed(ref)
     assert parts.evict_all() == 0  # it is held
     residency.unwant(ref.digest)
@@ -454,3 +456,120 @@ def test_other_threads_say_when_there_is_something_to_take_in(tmp_path: Path) ->
     parts.residency.tick(0)
     parts.copies.run_one()
     assert told == ["done", "done"]
+
+
+def test_what_is_expected_first_is_loaded_first(tmp_path: Path) -> None:
+    parts, (a, b, c), _ = prepare(tmp_path, num_pages=100)
+    for ref in (a, b, c):
+        parts.residency.want(ref)
+    parts.residency.expect([c.digest, "unknown", c.digest, b.digest])
+    for _ in range(3):
+        parts.loads.run_one()
+    parts.residency.tick(0)
+    assert list(parts.images._images) == [c.digest, b.digest, a.digest]
+
+
+def test_the_last_word_on_what_is_expected_holds(tmp_path: Path) -> None:
+    parts, (a, b, c), _ = prepare(tmp_path, num_pages=100)
+    for ref in (a, b, c):
+        parts.residency.want(ref)
+    parts.residency.expect([c.digest])
+    parts.residency.expect([b.digest])
+    parts.loads.run_one()
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    assert set(parts.images._images) == {b.digest, a.digest}  # c comes after those that came before it
+
+
+def test_what_is_expected_first_gets_pages_first(tmp_path: Path) -> None:
+    parts, (a, b, _), pages = prepare(tmp_path)
+    kv = parts.pool.allocate(parts.pool.num_free, "kv")
+    assert kv is not None
+    for ref in (a, b):
+        parts.residency.want(ref)
+    parts.settle()
+    assert [parts.residency.state(ref.digest) for ref in (a, b)] == ["host", "host"]
+    parts.residency.expect([b.digest, a.digest])
+    parts.pool.free(kv[:pages], 0)
+    parts.settle()
+    assert [parts.residency.state(ref.digest) for ref in (a, b)] == ["host", "device"]
+
+
+def test_among_those_that_wait_for_a_loader_the_one_expected_first_starts_first(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, count=MAX_UNDER_WAY + 3, num_pages=100, slab_pages=200)
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.residency.expect([refs[-1].digest])
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    parts.loads.pending.rotate(1)  # which submitted call runs is of no account: the queue chooses the job
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    assert parts.residency.state(refs[-1].digest) == "host"
+
+
+def test_a_small_image_is_copied_at_once_and_a_tick_copies_so_many_pages_at_most(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, num_pages=100)
+    parts.copier.pages_at_once = 2 * pages
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.loads.run_all()
+    parts.residency.tick(0)
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "device", "host"]
+    assert len(parts.copies.pending) == 1
+    parts.copies.run_one()
+    parts.residency.tick(0)
+    for ref in refs:
+        parts.residency.unwant(ref.digest)
+    parts.evict_all()
+    for ref in refs[:2]:  # those in host memory are there before `want` returns
+        parts.residency.want(ref)
+        lease = parts.residency.acquire(ref.digest)
+        assert lease is not None
+        assert parts.matches(lease.slot, parts.loras[ref.digest])
+    parts.residency.check()
+
+
+def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    parts.load(ref)
+    parts.evict_all()
+    parts.copier.pages_at_once = 2 * pages
+    parts.copier.fails = True
+    parts.residency.want(ref)
+    parts.residency.check()
+    parts.copier.fails = False
+    parts.residency.want(ref)  # by another request, before the first was told: it ends with it
+    assert [failure.digest for failure in parts.residency.tick(0)] == [ref.digest]
+    assert parts.evict_all() == pages
+    assert parts.residency.loads == {"stored>device:ok": 1, "host>device:failed": 1, "host>device:ok": 1}
+    assert parts.pool.num_free == parts.pool.capacity
+    parts.residency.check()
+
+
+class _Unlisted(dict[Any, Any]):
+    """Entries that may be looked up and not gone through."""
+
+    def _refuse(self, *_args: object) -> NoReturn:
+        raise AssertionError("all adapters were looked at")
+
+    __iter__ = keys = values = items = _refuse
+
+
+def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, num_pages=100)
+    for ref in refs[:2]:
+        parts.load(ref)
+        parts.residency.pin(ref, True)
+    residency = parts.residency
+    residency._entries = _Unlisted(residency._entries)
+    residency._by_stage[Stage.DEVICE] = _Unlisted(residency._by_stage[Stage.DEVICE])
+    residency.want(refs[2])
+    residency.expect([ref.digest for ref in refs])
+    residency.tick(0)
+    parts.settle()
+    assert residency.acquire(refs[2].digest) is not None
+    residency.release(refs[2].digest)
+    residency.unwant(refs[2].digest)
+    residency.drop_holds()
+    residency.tick(1)

@@ -6,6 +6,7 @@ import pytest
 
 from residency_parts import ResidencyParts, prepare
 from weft.adapters.ref import AdapterRef
+from weft.adapters.residency_pins import Pins
 
 
 def on_device(parts: ResidencyParts, refs: list[AdapterRef]) -> list[bool]:
@@ -196,3 +197,25 @@ def test_who_wants_an_adapter_that_comes_for_its_pin_waits_for_the_same_load(tmp
     parts.settle()
     assert parts.residency.acquire(ref.digest) is not None
     assert parts.loader.num_loads == 1
+
+
+def test_missing_pins_are_told_in_the_order_of_pinning_also_after_they_were_there(tmp_path: Path) -> None:
+    _, refs, _ = prepare(tmp_path)
+    pins = Pins(slots=8, num_pages=100)
+    for ref in refs:
+        pins.add(ref, is_here=False)
+    assert pins.missing() == refs
+    for ref in refs:
+        pins.entered(ref.digest)
+    assert pins.missing() == []
+    pins.left(refs[2].digest)
+    pins.left(refs[0].digest)
+    pins.left(refs[0].digest)
+    assert pins.missing() == [refs[0], refs[2]]
+    pins.note_load(refs[1].digest, succeeded=False)
+    pins.left(refs[1].digest)
+    assert pins.missing() == [refs[0], refs[2]]  # it cannot be loaded
+    pins.add(refs[1], is_here=False)
+    assert pins.missing() == refs
+    pins.discard(refs[0].digest)
+    assert pins.missing() == refs[1:]

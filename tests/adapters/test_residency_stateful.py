@@ -78,10 +78,20 @@ class ResidencyMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.parts.clock[0] += seconds
 
-    @rule(index=adapters)
-    def want(self, index: int) -> None:
+    @rule(count=st.sampled_from([0, 3, 20]))
+    def few_pages_are_copied_at_once(self, count: int) -> None:
+        self.parts.copier.pages_at_once = count
+
+    @rule(indices=st.lists(adapters))
+    def expect(self, indices: list[int]) -> None:
+        self.residency.expect([self.refs[index].digest for index in indices])
+
+    @rule(index=adapters, fails=st.integers(0, 5).map(lambda draw: draw == 0))
+    def want(self, index: int, fails: bool = False) -> None:
         placed = self.placed()
+        self.parts.copier.fails = fails
         self.residency.want(self.refs[index])
+        self.parts.copier.fails = False
         self.holds[index] += 1
         assert self.placed() == placed or self.parts.evictor.num_available >= self.residency.reserve_pages
 

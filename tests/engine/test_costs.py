@@ -53,10 +53,13 @@ def test_prices_are_of_one_machine_and_leave_no_trace(model: Path) -> None:
         driver.pool,
         costs,
         lora_bytes_per_rank=driver.geometry.page_bytes // 2,
+        prompt_context=0.125,
         max_tokens=512,
         clock=Ticking(),
     )
-    assert prices == Prices(output=1.0, context=0.0, rank=1.0, page_load=2.0), "each step of 16 rows took a second"
+    assert prices == Prices(output=1.0, context=0.0, prompt_context=0.125, rank=1.0, page_load=2.0), (
+        "each step of 16 rows took a second"
+    )
     assert driver.pool.num_free == driver.pool.capacity
     assert not driver.arena.bytes[0].any()
 
@@ -66,7 +69,15 @@ def test_a_pool_of_a_few_pages_has_the_usual_prices(model: Path) -> None:
     costs = PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25)
     taken = driver.pool.allocate(driver.pool.num_free - 1, "kv") or []
     assert (
-        measure_prices(driver.decoder, driver.arena, driver.pool, costs, lora_bytes_per_rank=1, max_tokens=512)
+        measure_prices(
+            driver.decoder,
+            driver.arena,
+            driver.pool,
+            costs,
+            lora_bytes_per_rank=1,
+            prompt_context=1 / 30_000,
+            max_tokens=512,
+        )
         == Prices()
     )
     driver.pool.free(taken, 0)

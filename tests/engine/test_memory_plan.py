@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.config import GIB, Config, MemoryConfig, ModelConfig
-from weft.engine.memory_plan import FreeMemory, format_plan, free_memory, max_model_len, plan_memory
+from weft.adapters.layout import adapter_pages
+from weft.adapters.tables import AdapterTables, slot_bytes
+from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig
+from weft.engine.memory_plan import (
+    MIN_SLOTS,
+    TABLE_SHARE,
+    FreeMemory,
+    format_plan,
+    free_memory,
+    max_model_len,
+    plan_memory,
+)
 from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec
 from weft.engine.status import EngineReady, MemoryPlan
 from weft.errors import ConfigError
@@ -56,6 +66,39 @@ def test_a_cpu_gives_a_quarter_of_what_the_weights_leave() -> None:
     assert planned.kv_tokens == planned.num_pages * GEOMETRY.page_tokens
     assert planned.host_pages == left // 8 // GEOMETRY.page_bytes
     assert planned.rank16_adapters == planned.num_pages // planned.rank16_pages
+
+
+def test_there_are_slots_for_as_many_small_adapters_as_the_pool_may_hold() -> None:
+    ranks = {(layer, module): 8 for layer in range(24) for module in (0, 2)}
+    planned = plan(CPU, 256)
+    assert [BASE.modules[module].name for module in (0, 2)] == ["q_proj", "v_proj"]
+    assert planned.slots == planned.num_pages // adapter_pages(ranks, BASE, GEOMETRY) > 256
+    assert planned.table_bytes <= planned.arena_bytes // TABLE_SHARE
+
+
+def test_a_small_pool_has_the_least_number_of_slots_and_a_huge_one_the_most() -> None:
+    assert plan(CPU, 8, gib=0.1).slots == MIN_SLOTS
+    assert plan(CUDA, 4000).slots == MAX_SLOTS
+
+
+def test_tables_of_large_ranks_bound_the_slots() -> None:
+    config = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(max_rank=256))
+    planned = plan_memory(config, SPEC, BASE, GEOMETRY, CPU, FreeMemory(256 * GIB, 256 * GIB))
+    assert MIN_SLOTS < planned.slots < plan(CPU, 256).slots
+    assert planned.table_bytes == planned.slots * slot_bytes(BASE, 256) <= planned.arena_bytes // TABLE_SHARE
+
+
+def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refused() -> None:
+    asked = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(slots=100))
+    free = FreeMemory(256 * GIB, 256 * GIB)
+    planned = plan_memory(asked, SPEC, BASE, GEOMETRY, CPU, free)
+    assert (planned.slots, planned.rank16_adapters) == (100, 100)  # pages would do for more
+    tables = AdapterTables(100, BASE, 64, GEOMETRY, CPU)
+    assert planned.table_bytes == sum(part.nbytes for part in (tables.offsets, tables.ranks, tables.scalings))
+    memory = MemoryConfig(gib=4, host_gib=0.5)
+    huge = Config(model=ModelConfig(path="m"), memory=memory, adapter=AdapterConfig(slots=MAX_SLOTS))
+    with pytest.raises(ConfigError, match="are free"):
+        plan_memory(huge, SPEC, BASE, GEOMETRY, CPU, FreeMemory(int(5.7 * GIB), int(5.7 * GIB)))
 
 
 def test_a_large_cpu_gives_no_more_than_the_cap() -> None:
@@ -134,6 +177,8 @@ def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
     text = format_plan(planned, ready)
 
     assert "some/model on cpu in bfloat16, at most 32,768 tokens" in text
+    assert f"at most {planned.slots:,} adapters of any size on the device at once" in text
+    assert f"{planned.host_pages // planned.rank16_pages:,} adapters of rank 16 kept ready" in text
     assert f"{planned.kv_tokens:,} tokens, or {planned.rank16_adapters:,} adapters of rank 16" in text
     assert "layers" not in text
     grouped = dataclasses.replace(ready, geometry=dataclasses.replace(GEOMETRY, num_groups=2, layers_per_group=12))

@@ -64,6 +64,8 @@ READY = EngineReady(
         kv_tokens=4,
         rank16_pages=5,
         rank16_adapters=6,
+        slots=8,
+        table_bytes=9,
         host_pages=7,
     ),
     max_rank=64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ async def test_weights_that_cannot_be_read_are_503(api: Api, monkeypatch: pytest
 
 def room(pages: int, slots: int = 8) -> Room:
     ready = demo_ready(max_model_len=100, num_pages=pages)
-    return Room.of(ready, slots)
+    return Room.of(replace(ready, memory=replace(ready.memory, slots=slots)))
 
 
 def item(pages: int, count: int = 1, digest: str | None = None) -> FitItem:

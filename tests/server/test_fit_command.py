@@ -135,7 +135,10 @@ def test_the_answer_is_a_table_and_a_sentence() -> None:
     ("arguments", "least"),
     [
         (("--rank", "16", "--count", "100", "--memory-gib", "0.02"), "--memory-gib"),
-        (("--rank", "8", "--count", "300", "--targets", "k", "--memory-gib", "0.1"), "adapter.slots=300"),
+        (
+            ("--rank", "8", "--count", "300", "--targets", "k", "--memory-gib", "0.1", "--set", "adapter.slots=256"),
+            "adapter.slots=300",
+        ),
         (("--rank", "64", "--count", "257", "--memory-gib", "0.02"), "--memory-gib"),
     ],
 )

@@ -16,7 +16,7 @@ from weft.adapters.base_shape import SITES, BaseShape
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.layout import plan_layout
 from weft.adapters.lora_step import LoraBatcher
-from weft.adapters.packing import pack
+from weft.adapters.packing import Packing
 from weft.adapters.tables import AdapterTables
 from weft.memory.arena import Arena
 
@@ -61,7 +61,7 @@ class LoraArena:
         geometry = self.arena.geometry
         layout = plan_layout(checkpoint.ranks, self.base, geometry)
         images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-        pack(checkpoint, weights, layout, self.base, geometry, images.view(self.arena.dtype))
+        Packing(checkpoint, layout, self.base, geometry).pack(weights, list(images), self.arena.dtype)
         pages = [self._free.pop(0) for _ in range(layout.num_pages)]
         self.arena.bytes[pages] = images
         self._free += old

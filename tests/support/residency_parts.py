@@ -95,6 +95,8 @@ class WatchedCopier(PageCopier):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
+        self.pages_at_once = 0
+        """Every copy is a job of the executor, unless a test wants it otherwise."""
         self.copied: list[list[int]] = []
 
     def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
@@ -103,6 +105,13 @@ class WatchedCopier(PageCopier):
             raise RuntimeError("the device does not answer")
         self.copied.append(list(pages))
         super().copy(sources, pages, fence)
+
+    def copy_now(self, sources: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
+        if self.fails:
+            self.failures += 1
+            raise RuntimeError("the device does not answer")
+        self.copied.append(list(pages))
+        super().copy_now(sources, pages)
 
 
 class CountingTables(AdapterTables):

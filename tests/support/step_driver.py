@@ -11,7 +11,7 @@ import torch
 from adapters_factory import tensor_bytes
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.layout import plan_layout
-from weft.adapters.packing import pack
+from weft.adapters.packing import Packing
 from weft.adapters.paged_lora import PagedLora
 from weft.adapters.tables import AdapterTables
 from weft.engine.batch import build_batch
@@ -106,7 +106,7 @@ class StepDriver:
         layout = plan_layout(checkpoint.ranks, self.base, self.geometry)
         images = torch.zeros((layout.num_pages, self.geometry.page_bytes), dtype=torch.uint8)
         weights = tensor_bytes((folder / "adapter_model.safetensors").read_bytes(), checkpoint)
-        pack(checkpoint, weights, layout, self.base, self.geometry, images.view(self.arena.dtype))
+        Packing(checkpoint, layout, self.base, self.geometry).pack(weights, list(images), self.arena.dtype)
         pages = self._pages(layout.num_pages, "adapter")
         self.arena.bytes[pages] = images
         slot = SlotRef(slot=len(self.slots), generation=1, digest=str(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +122,18 @@ class SimulatedLoader:
 
 
 class SimulatedCopier:
-    """Writes what the host pages hold when the copy of each is done."""
+    """Writes what the host pages hold when the copy of each is done, or at once where few pages are copied."""
 
     def __init__(
-        self, time: VirtualTime, rng: random.Random, device: DevicePages, faults: LoadFaults, failed: set[str]
+        self,
+        time: VirtualTime,
+        rng: random.Random,
+        device: DevicePages,
+        faults: LoadFaults,
+        failed: set[str],
+        pages_at_once: int = 0,
     ) -> None:
+        self.pages_at_once = pages_at_once
         self._time = time
         self._rng = rng
         self._device = device
@@ -139,9 +146,16 @@ class SimulatedCopier:
 
     def copy(self, sources: Sequence[Any], pages: Sequence[int], _fence: float) -> None:
         """Overwrite device pages one after the other."""
+        self._write(sources, pages, self._time.sleep)
+
+    def copy_now(self, sources: Sequence[Any], pages: Sequence[int]) -> None:
+        """The same in no time."""
+        self._write(sources, pages, lambda _seconds: None)
+
+    def _write(self, sources: Sequence[Any], pages: Sequence[int], sleep: Callable[[float], None]) -> None:
         fails_at = self._rng.randrange(len(pages)) if self._rng.random() < self._faults.copy_fails else -1
         for index, (source, page) in enumerate(zip(sources, pages, strict=True)):
-            self._time.sleep(self._faults.copy_s * self._rng.uniform(0.5, 1.5))
+            sleep(self._faults.copy_s * self._rng.uniform(0.5, 1.5))
             if index == fails_at:
                 content = source.content
                 self._failed.add(content.digest if isinstance(content, Weights) else "")

@@ -13,6 +13,7 @@ from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.residency_entry import Stage
 from weft.engine import kv_pages, prefix_seed
 from weft.engine.draft import Draft
+from weft.engine.fair_order import FairOrder, Share
 from weft.engine.kv_pages import Beginning, KvPages
 from weft.engine.plan import StepPlan
 from weft.engine.request_state import RequestState
@@ -189,7 +190,7 @@ def use_an_adapter_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
     def eager(self: residency.Residency, entry: Any) -> None:
         place(self, entry)
         if entry.stage is Stage.COPYING:
-            entry.stage = Stage.DEVICE
+            self._advance(entry, Stage.DEVICE)
             self._tables.write(entry.slot, entry.image.layout, entry.pages, {}, {})
 
     patch.setattr(residency.Residency, "_place", eager)
@@ -275,6 +276,44 @@ def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) 
         return allocate(self, count, kind, NO_OWNER if kind == "kv" else owner)
 
     patch.setattr(PagePool, "allocate", forgetful)
+
+
+def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
+    pause = Scheduler._pause
+
+    def careless(self: Scheduler, state: RequestState) -> None:
+        pause(self, state)
+        if len(state.pages.table.pages[0]) > len(state.pages.held):
+            self._pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)
+
+    patch.setattr(Scheduler, "_pause", careless)
+
+
+def compute_for_the_paused(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_rows", lambda self: list(self._running))
+
+
+def forget_the_counters_of_the_idle(patch: pytest.MonkeyPatch) -> None:
+    retire = Share.retire
+
+    def forgetful(self: Share, child: Share) -> None:
+        retire(self, child)
+        self._idle.clear()
+        self._floor = 0.0
+
+    patch.setattr(Share, "retire", forgetful)
+
+
+def charge_a_counter_backwards(patch: pytest.MonkeyPatch) -> None:
+    charge = FairOrder.charge
+    patch.setattr(
+        FairOrder, "charge", lambda self, charges: charge(self, [(state, -units) for state, units in charges])
+    )
+
+
+def give_out_more_rows_than_there_are(patch: pytest.MonkeyPatch) -> None:
+    num_rows = Scheduler.num_rows
+    patch.setattr(Scheduler, "num_rows", property(lambda self: max(num_rows.fget(self) - 1, 0)))  # type: ignore[attr-defined]
 
 
 DEFECTS: tuple[Plant, ...] = tuple(

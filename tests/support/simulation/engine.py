@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader, SimulatedTables
+from simulation.fair_checks import FairChecks
 from simulation.pages import DevicePages, Keys, SimulatedSlab, Weights
 from simulation.runner import SimulatedRunner
 from simulation.scenario import Action, Scenario, draw
@@ -20,13 +22,13 @@ from weft.adapters.residency import Residency
 from weft.adapters.residency_entry import Stage
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
-from weft.engine.failures import INTERNAL, UNSOUND
+from weft.engine.failures import EXPIRED, INTERNAL, UNSOUND
 from weft.engine.fit import ModelLimits
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import RequestOutput
 from weft.engine.scheduler import Scheduler
-from weft.errors import AdapterUnavailableError, CapacityError, NeverFitsError, WeftError
+from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError, WeftError
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool, PageState
@@ -36,8 +38,11 @@ from weft.memory.swap_space import SwapSpace
 MAX_IDLE_PUMPS = 1_500
 """Pumps in a row in which nothing happens, after which the engine is stuck: more time than a load that hangs takes."""
 MAX_PUMPS = 20_000
+MAX_PAUSED_S = 5.0
+"""How long nothing may be computed while requests have pages; copies and steps are much shorter."""
 MAX_IDLE_S = 30.0
 """How long nothing may be computed while somebody could run; a load that hangs takes ten times as long."""
+RUNNING = "with pages"
 IDLE_S = 0.01
 """From one pump that computes nothing to the next; every further one takes a third longer, up to `LONGEST_IDLE_S`."""
 LONGEST_IDLE_S = 0.5
@@ -83,7 +88,7 @@ class Simulation:
         self._progress: dict[str, tuple[int, int]] = {}
         """By request: where it stood when preempted last, and how often it was."""
         self._idle_since: dict[str, float] = {}
-        """Requests that could have run since when, while nothing was computed."""
+        """Since when requests could have run while nothing was computed; `RUNNING` stands for those with pages."""
         self._num_kept = 0
         """Adapters that pins kept on the device before the last pump."""
         self._published: dict[PrefixBlock, list[list[int]]] = {}
@@ -131,7 +136,9 @@ class Simulation:
         tables = SimulatedTables(scenario.slots)
         self.residency = Residency(
             self.loader,
-            SimulatedCopier(self.time, rng, self.device, scenario.faults, self.loader.failed),
+            SimulatedCopier(
+                self.time, rng, self.device, scenario.faults, self.loader.failed, pages_at_once=scenario.pages_at_once
+            ),
             self.pool,
             self.images,
             tables,
@@ -143,7 +150,13 @@ class Simulation:
             clock=self.clock,
         )
         self.scheduler = Scheduler(
-            SchedulerConfig(max_running=scenario.max_running, step_tokens=scenario.step_tokens, policy=scenario.policy),
+            SchedulerConfig(
+                max_running=scenario.max_running,
+                step_tokens=scenario.step_tokens,
+                policy=scenario.policy,
+                inner=scenario.inner,
+                itl_target_ms=scenario.itl_target_ms,
+            ),
             self.geometry,
             self.pool,
             self.residency,
@@ -153,10 +166,13 @@ class Simulation:
             swap=self.swap,
             costs=scenario.costs,
             prefix_seed=prefix_seed("base", "float32", RopeSpec()),
+            prices=scenario.prices,
             clock=self.clock,
             draw_seed=lambda: 7,
         )
+        self.fair_checks = FairChecks(self.scheduler, scenario.max_running, scenario.step_tokens, self.failures.append)
         self.runner = SimulatedRunner(
+            see=self.fair_checks.see,
             time=self.time,
             rng=rng,
             geometry=self.geometry,
@@ -216,7 +232,10 @@ class Simulation:
         self.num_pumps += 1
         steps = self.runner.num_steps
         self._num_kept = sum(entry.is_kept for entry in self.residency._entries.values())
-        outputs = self.core.pump()
+        try:
+            outputs = self.core.pump()
+        except EngineError as error:
+            self._fail(f"the engine gives up: {error}")
         for output in outputs:
             self._take(output)
         self._check()
@@ -264,6 +283,8 @@ class Simulation:
             if action.request_id in self._open:
                 self.lives[action.request_id].is_aborted = True
             self.core.abort(action.request_id)
+        elif action.verb == "abort_paused":
+            self._abort_one(sorted(state.request_id for state in self.scheduler._order.paused))
         elif action.verb == "freeze":
             self.clock.freeze(True)
         elif action.verb == "thaw":
@@ -283,6 +304,11 @@ class Simulation:
                 self.loader.missing.add(ref.digest)
             elif action.verb == "restore":
                 self.loader.missing.discard(ref.digest)
+
+    def _abort_one(self, request_ids: list[str]) -> None:
+        for request_id in sorted(request_ids)[:1]:
+            self.lives[request_id].is_aborted = True
+            self.core.abort(request_id)
 
     def _submit(self, action: Action) -> None:
         request = action.request
@@ -349,18 +375,17 @@ class Simulation:
             is_right = life.is_aborted
         elif error is None:
             is_right = False
-        elif error.code == AdapterUnavailableError.code:
-            is_right = digest in self.loader.failed
-        elif error.code == UNSOUND.code:
-            is_right = output.request_id in self.runner.unsound
-        elif error.code == INTERNAL.code:
-            is_right = output.request_id in self.runner.hit
-        elif error.code == NeverFitsError.code:
-            is_right = self._never_fits(truth) or self.scenario.adapters.get(digest, 0) > (
-                self.pool.capacity - self.scenario.num_groups
-            )
         else:
-            is_right = error.code == CapacityError.code and self._num_kept > 0
+            too_large = self.scenario.adapters.get(digest, 0) > self.pool.capacity - self.scenario.num_groups
+            reasons = {
+                AdapterUnavailableError.code: digest in self.loader.failed,
+                EXPIRED.code: request.flow.deadline_s is not None and not any(part.token_ids for part in life.outputs),
+                UNSOUND.code: output.request_id in self.runner.unsound,
+                INTERNAL.code: output.request_id in self.runner.hit,
+                NeverFitsError.code: self._never_fits(truth) or too_large,
+                CapacityError.code: self._num_kept > 0,
+            }
+            is_right = reasons.get(error.code, False)
         if not is_right:
             self.failures.append(
                 f"{output.request_id} ends with {reason} ({error}) after {len(life.tokens)} of {len(truth.output)} "
@@ -374,6 +399,7 @@ class Simulation:
             self.failures.append(f"check: {error}")
         self._check_pages()
         self._check_progress()
+        self.fair_checks.look(self.scenario.tenants)
         residents = {resident.digest: resident for resident in self.residency.residents()}
         running = Counter(state.lease.digest for state in self.scheduler._running if state.lease is not None)
         holding = Counter(state.digest for state in self.scheduler._waiting if state.is_holding)
@@ -421,7 +447,10 @@ class Simulation:
         What only waits is dropped first, for which the engine may take its time while something else is under way.
         """
         if self.scheduler._running:
-            self._idle_since.clear()
+            since_s = self._idle_since.get(RUNNING, self.time.now_s)
+            self._idle_since = {RUNNING: since_s}
+            if self.time.now_s - since_s > MAX_PAUSED_S:
+                self._fail(f"nothing was computed for {MAX_PAUSED_S} seconds, but requests have pages")
             return
         entries = self.residency._entries.values()
         waiting = sum(entry.num_pages for entry in entries if entry.stage is Stage.DEVICE and entry.holds)
@@ -502,7 +531,7 @@ class Simulation:
         if self.failures:
             self._fail()
 
-    def _fail(self, failure: str | None = None) -> None:
+    def _fail(self, failure: str | None = None) -> NoReturn:
         if failure is not None:
             self.failures.append(failure)
         raise SimulationError(self.scenario.seed, self.time.now_s, self.runner.num_steps, self.failures)
@@ -531,6 +560,7 @@ class Simulation:
             copies=self.runner.num_copies,
             moves=self.runner.num_moves,
             prefix_hits=status.prefix_hits,
+            pauses=self.fair_checks.num_pauses,
             fingerprint=self.runner.fingerprint,
         )
         for life in self.lives.values():

@@ -30,6 +30,7 @@ class SimulatedRunner:
         check_slot: As the real runner gets it.
         truths: What each request must read, by id.
         fail: Takes note of what must not happen.
+        see: Is shown every plan before it is carried out.
         raises: Share of steps that raise half way; of those that swap out, more.
         unsound: Share of chunks whose scores are no numbers.
         token_s: Seconds of a step per token.
@@ -48,6 +49,7 @@ class SimulatedRunner:
         check_slot: Callable[[int, int, str], None],
         truths: Mapping[str, Truth],
         fail: Fail,
+        see: Callable[[StepPlan], None],
         raises: float,
         unsound: float,
         token_s: float,
@@ -62,6 +64,7 @@ class SimulatedRunner:
         self._check_slot = check_slot
         self._truths = truths
         self._fail = fail
+        self._see = see
         self._raises = raises
         self._unsound = unsound
         self._token_s = token_s
@@ -78,6 +81,7 @@ class SimulatedRunner:
     def execute(self, plan: StepPlan) -> list[ChunkResult]:
         """Run a step; time passes before pages are moved, before they are read, and after."""
         self.num_steps += 1
+        self._see(plan)
         shown = [(chunk.request_id, chunk.start, chunk.block_table) for chunk in plan.chunks]
         self.fingerprint = zlib.crc32(repr((plan.step, shown, plan.swap_out)).encode(), self.fingerprint)
         pause_s = (0.001 + plan.num_tokens * self._token_s) / 3

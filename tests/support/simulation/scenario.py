@@ -9,11 +9,12 @@ from typing import Literal
 from simulation.adapters import LoadFaults, adapter_ref
 from simulation.truth import MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from weft.adapters.ref import AdapterRef
+from weft.engine.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.memory.page_costs import PageCosts
 
-Verb = Literal["submit", "abort", "pin", "unpin", "delete", "lose", "restore", "freeze", "thaw", "jump"]
+Verb = Literal["submit", "abort", "abort_paused", "pin", "unpin", "delete", "lose", "restore", "freeze", "thaw", "jump"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,11 @@ class Scenario:
     step_tokens: int
     load_threads: int
     policy: Literal["fcfs", "fair"]
+    inner: Literal["fifo", "shortest", "slack", "mlfq"]
+    itl_target_ms: float | None
+    prices: Prices
+    """The lower an output token's is, the sooner rows change hands."""
+    tenants: frozenset[str]
     eviction: Literal["gdsf", "lru"]
     is_caching: bool
     costs: PageCosts
@@ -53,6 +59,8 @@ class Scenario:
     unsound: float
     """Share of chunks whose scores are no numbers."""
     faults: LoadFaults
+    pages_at_once: int = 0
+    """Pages of adapters that the engine's own thread may copy between two steps."""
     adapters: dict[str, int] = field(default_factory=dict)
     """Pages by digest."""
     actions: list[Action] = field(default_factory=list)
@@ -86,10 +94,14 @@ def draw(seed: int) -> Scenario:
         host_pages=(host_pages := rng.choice([0, 6, 16, 40])),
         max_swap_pages=rng.choice([0, host_pages // 2, host_pages, host_pages]),
         slots=rng.choice([1, 2, 3, 6]),
-        max_running=(max_running := rng.choice([1, 3, 6, 10])),
+        max_running=(max_running := rng.choice([1, 2, 3, 6])),
         step_tokens=max(rng.choice([4, 8, 16, 48]), max_running),
         load_threads=rng.choice([1, 2]),
-        policy=rng.choice(["fcfs", "fair"]),
+        policy=rng.choice(["fcfs", "fair", "fair"]),
+        inner=rng.choice(["fifo", "fifo", "shortest", "slack", "mlfq", "mlfq"]),
+        itl_target_ms=rng.choice([None, None, 5.0]),
+        prices=Prices(output=rng.choice([0.05, 0.3, 2.0])),
+        tenants=frozenset(tenants),
         eviction=rng.choice(["gdsf", "lru"]),
         is_caching=rng.random() < 0.8,
         costs=PageCosts(copy_s=copy_s, load_s=faults.load_s, token_s=rng.choice([0.0001, 0.01, 0.1, 0.1])),
@@ -99,6 +111,7 @@ def draw(seed: int) -> Scenario:
         faults=faults,
         adapters=sizes,
         actions=sorted(clients.actions, key=lambda action: action.at_s),
+        pages_at_once=rng.choice([0, 0, 2, 8]),
     )
 
 
@@ -122,6 +135,8 @@ class _Clients:
             self._add_request()
         for ref in refs:
             self._add_adapter_events(ref)
+        for _ in range(rng.choice([0, 0, 1, 4])):
+            self.actions.append(Action(at_s=rng.uniform(0, 2 * self._end_s), verb="abort_paused"))
         if rng.random() < 0.3:
             at_s = rng.uniform(0, self._end_s)
             self.actions.append(Action(at_s=at_s, verb="freeze"))
@@ -156,7 +171,8 @@ class _Clients:
             ignore_eos=rng.random() < 0.5,
             prompt_logprobs=0 if rng.random() < 0.1 else None,
         )
-        lane = int(rng.random() < 0.2)
+        lane, priority = int(rng.random() < 0.2), rng.choice([-1, 0, 0, 0, 1])
+        deadline_s = rng.choice([0.05, 1.0, 30.0]) if rng.random() < 0.15 else None
         generated = rng.randint(0, max_tokens) if rng.random() < 0.05 and n == 1 else 0
         for choice in range(n):
             request = GenerationRequest(
@@ -164,7 +180,13 @@ class _Clients:
                 prompt_token_ids=prompt,
                 params=params,
                 adapter=adapter,
-                flow=FlowKey(lane=lane, tenant=tenant, weight=rng.choice([0.5, 1.0, 3.0])),
+                flow=FlowKey(
+                    lane=lane,
+                    tenant=tenant,
+                    weight=rng.choice([0.5, 1.0, 3.0]),  # of the tenant, from now on: weights change all the time
+                    priority=priority,
+                    deadline_s=deadline_s,
+                ),
                 choice_index=choice,
                 fork_of=first_id if choice else None,
             )

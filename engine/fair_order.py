@@ -367,8 +367,16 @@ class FairOrder:
             self._settled.clear()
 
     def pass_over(self, state: RequestState) -> None:
-        """Have `candidates` skip what else is queued with the adapter of this one."""
-        self._close(_flow(state))
+        """Have `candidates` skip what else is queued with the adapter of this one, which is not on the device.
+
+        Each such adapter doubles what counts as served of its tenant in this plan, so that a tenant whose adapters are
+        all blocked leaves candidates to others, however far ahead of it they are.
+        """
+        flow = _flow(state)
+        self._close(flow)
+        if flow.parent is not None:
+            flow.parent.promised *= 2
+            flow.parent.touch()
 
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""

@@ -450,6 +450,8 @@ class Scheduler:
                     num_bypassed = len(blocked)
                 elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
                     blocked.append(state)
+                if reason in ("LOADING", "NO_ROOM"):
+                    self._order.pass_over(state)
             is_full = self.num_rows >= self._config.max_running
             if is_full and not is_whole_look and len(looked) >= GLANCE:
                 break

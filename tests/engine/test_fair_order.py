@@ -293,3 +293,17 @@ def test_a_tenant_alone_gets_everything() -> None:
         return simulator.now_s
 
     assert pumps("fair") == pumps("fcfs")
+
+
+@pytest.mark.parametrize("num_adapters", [1, 200])
+def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_at(num_adapters: int) -> None:
+    simulator = Simulator(num_pages=400, max_running=8, step_tokens=32, checked=False)
+    simulator.residency.load_for_ever()
+    for index in range(200):
+        ref = adapter(f"hangs{index % num_adapters}")
+        simulator.core.submit(request(f"h{index}", ref=ref, flow=FlowKey(tenant="hangs")))
+    for index in range(400):
+        simulator.core.submit(request(f"b{index}", prompt=4, max_tokens=20, flow=FlowKey(tenant="busy")))
+    for _ in range(1200):
+        simulator.pump()
+    assert sum(outputs[-1].finish_reason == "length" for outputs in simulator.outputs.values()) == 400

@@ -12,8 +12,9 @@ the paper:
   hands once per quantum and not in every step, and requests of one adapter stay together. The more requests are paused
   for others the longer a quantum is, without end as they become as many as the rows: where more tenants wait than there
   are rows, answers that have begun are finished first.
-* A share that becomes active is lifted to the least counter of all active shares, running or waiting, or to the last
-  leaver's where there is none. Idle time is no credit, and whoever runs without a queue is counted.
+* A share that becomes active is lifted to the least counter of those that are served and want more, or, where nobody
+  does, to the most that any was given, the last leaver included. A share that had all it wanted is lifted as far but
+  for a quantum a row when it wants more. So neither idle nor modest time is credit, for it or for a newcomer.
 
 Bound: of two tenants that always have requests waiting, the counters differ by at most two quanta for each row of a
 step, plus what one step may cost. Knows nothing of pages or adapters; the caller says what is blocked.
@@ -52,8 +53,7 @@ class Share:
     """
 
     __slots__ = (
-        "_active",
-        "_floor",
+        "_ceiling",
         "_idle",
         "_ready",
         "_stamp",
@@ -94,9 +94,8 @@ class Share:
         self.stepping: dict[object, Share] = {}
         """Children with rows."""
         self._idle: dict[object, Share] = {}
-        self._floor = 0.0
-        self._active: list[tuple[float, int, Share]] = []
-        """A heap of the children that are alive, by counter. Entries may be behind: counters only grow."""
+        self._ceiling = 0.0
+        """The largest counter that a child ever had."""
         self._ready: list[tuple[int, float, int, int, Share]] = []
         """A heap of the children that have queued requests: priority, place, ticket, stamp. Only entries with the
         child's stamp count."""
@@ -124,44 +123,45 @@ class Share:
             yield share
             share = share.parent
 
-    def child(self, key: object, weight: float, make: Callable[[], Share]) -> Share:
-        """The child of that name, with this weight from now on; counters of the past stay."""
+    def child(self, key: object, weight: float, credit: float, make: Callable[[], Share]) -> Share:
+        """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
+
+        One that had all it wanted so far keeps at most `credit` units of what it left to others.
+        """
         child = self.children.get(key)
         if child is None:
             child = self._idle.pop(key, None) or make()
-            child.counter = max(child.counter, self.least_counter())
+            child.counter = max(child.counter, self.now_served())
             self.children[key] = child
-            heapq.heappush(self._active, (child.counter, child.ticket, child))
-            if len(self._active) > 2 * len(self.children) + 64:
-                self._active = [(each.counter, each.ticket, each) for each in self.children.values()]
-                heapq.heapify(self._active)
+        elif not child.num_queued:
+            child.counter = max(child.counter, self.now_served() - credit / weight)
         child.weight = weight
         return child
 
     def retire(self, child: Share) -> None:
         """A child has no requests any more. Its counter is remembered as long as it could matter."""
         del self.children[child.key]
-        self._floor = max(self._floor, child.counter)
         self._idle[child.key] = child
         if not self.children and self.parent is not None:
-            self._idle.clear()  # whoever comes next is lifted to the last leaver, who was ahead of all of these
+            # Whoever comes next is lifted to the one who was ahead of all of these.
+            self._idle.clear()
+            self._ready.clear()
         elif len(self._idle) > MAX_IDLE_SHARES:
-            least = self.least_counter()
+            least = self.now_served()
             self._idle = {key: idle for key, idle in self._idle.items() if idle.counter > least}
-            while len(self._idle) > MAX_IDLE_SHARES:
-                del self._idle[next(iter(self._idle))]
+            for key in list(self._idle)[: len(self._idle) - MAX_IDLE_SHARES // 2]:
+                del self._idle[key]
 
-    def least_counter(self) -> float:
-        """The least counter of all active children, or the last leaver's."""
-        while self._active:
-            counter, ticket, child = self._active[0]
-            if self.children.get(child.key) is not child:
-                heapq.heappop(self._active)
-            elif counter < child.counter:
-                heapq.heapreplace(self._active, (child.counter, ticket, child))
-            else:
-                return counter
-        return self._floor
+    def charge(self, units: float) -> None:
+        """Count service."""
+        self.counter += units / self.weight
+        if self.parent is not None:
+            self.parent._ceiling = max(self.parent._ceiling, self.counter)
+
+    def now_served(self) -> float:
+        """The least counter of all children that have rows and want more, or the largest of all where none does."""
+        counters = (child.counter for child in self.stepping.values() if child.num_queued)
+        return min(counters, default=self._ceiling)
 
     def touch(self) -> None:
         """Its place, or whether it has queued requests, has changed."""
@@ -262,11 +262,12 @@ class FairOrder:
         """A request arrives, without a row."""
         flow = state.request.flow
         lane_weight = BATCH_WEIGHT if flow.lane else INTERACTIVE_WEIGHT
-        lane = self._root.child(flow.lane, lane_weight, lambda: self._share(self._root, flow.lane))
+        credit = self._quantum * self._num_rows
+        lane = self._root.child(flow.lane, lane_weight, credit, lambda: self._share(self._root, flow.lane))
         tenant_key, weight = (flow.tenant, flow.weight) if self._is_fair else ("", 1.0)
-        tenant = lane.child(tenant_key, weight, lambda: self._share(lane, tenant_key))
+        tenant = lane.child(tenant_key, weight, credit, lambda: self._share(lane, tenant_key))
         adapter = state.digest if self._is_fair else None
-        leaf = tenant.child(adapter, 1.0, lambda: Flow(tenant, adapter, self._quantum, self._ticket()))
+        leaf = tenant.child(adapter, 1.0, credit, lambda: Flow(tenant, adapter, self._quantum, self._ticket()))
         if not isinstance(leaf, Flow):
             raise TypeError("an adapter's share must be a Flow")
         state.share = leaf
@@ -331,7 +332,7 @@ class FairOrder:
         for flow, units in by_flow.items():
             share: Share = flow
             while share.parent is not None:
-                share.counter += units / share.weight
+                share.charge(units)
                 if share.num_queued:
                     queued.add(share)
                 share = share.parent

@@ -450,8 +450,6 @@ class Scheduler:
                     num_bypassed = len(blocked)
                 elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
                     blocked.append(state)
-                if reason in ("LOADING", "NO_ROOM"):
-                    self._order.pass_over(state)
             is_full = self.num_rows >= self._config.max_running
             if is_full and not is_whole_look and len(looked) >= GLANCE:
                 break
@@ -477,6 +475,8 @@ class Scheduler:
             self._make_way(state, (state.adapter_pages or 0) + self._room_to_grow(), draft)
         if reason is not None and state.status == "waiting":
             state.waiting_reason = reason
+            if reason in ("LOADING", "NO_ROOM"):
+                self._order.pass_over(state)
         return reason
 
     def _resume(self, state: RequestState) -> WaitingReason | None:

@@ -228,7 +228,7 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
     assert len(crowd.order.check()) == 1
     lane = crowd.order._root.children[0]
     assert len(lane._idle) <= MAX_IDLE_SHARES
-    assert len(lane._active) <= 2 * len(lane.children) + 65
+    assert len(lane._ready) <= 4 * len(lane.children) + 65
 
 
 def test_batches_have_a_twentieth_and_all_that_is_left() -> None:
@@ -307,3 +307,42 @@ def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_
     for _ in range(1200):
         simulator.pump()
     assert sum(outputs[-1].finish_reason == "length" for outputs in simulator.outputs.values()) == 400
+
+
+def flood(simulator: Simulator, name: str, count: int, lane: int = 0) -> None:
+    for index in range(count):
+        flow = FlowKey(tenant=name, lane=lane)
+        simulator.core.submit(request(f"{name}{index}", prompt=4, max_tokens=100, flow=flow))
+
+
+def served(simulator: Simulator, name: str, num_steps: int) -> float:
+    before = simulator.scheduler.service(name)
+    for _ in range(num_steps):
+        simulator.pump()
+    return simulator.scheduler.service(name) - before
+
+
+def roomy() -> Simulator:
+    return Simulator(num_pages=1500, max_running=8, step_tokens=64, checked=False, max_model_len=4000)
+
+
+@pytest.mark.parametrize("burst", ["modest", "newcomer"])
+def test_a_modest_tenant_earns_no_credit_for_itself_or_a_newcomer(burst: str) -> None:
+    simulator = roomy()
+    simulator.core.submit(request("m", prompt=4, max_tokens=3000, flow=FlowKey(tenant="modest")))
+    flood(simulator, "flood", 300)
+    served(simulator, "flood", 1000)
+    flood(simulator, burst, 100)
+    served(simulator, "flood", 100)  # what it left to others is settled within a quantum a row
+    assert served(simulator, "flood", 400) > 0.4 * 400 * 2 * 8 * 0.9
+
+
+def test_a_batch_that_had_an_idle_engine_still_has_its_twentieth() -> None:
+    simulator = roomy()
+    simulator.core.submit(request("m", prompt=4, max_tokens=3000, flow=FlowKey(tenant="modest")))
+    flood(simulator, "batch", 300, lane=1)
+    served(simulator, "batch", 1000)
+    flood(simulator, "flood", 300)
+    served(simulator, "batch", 400)
+    share = served(simulator, "batch", 1200) / (1200 * 2 * 8)
+    assert 0.03 < share < 0.1

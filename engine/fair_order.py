@@ -429,13 +429,17 @@ class FairOrder:
         return False
 
     def place(self, state: RequestState) -> tuple[float, ...]:
-        """Sorts requests of the step and others alike: the smallest is the most entitled to tokens and pages."""
+        """Sorts requests of the step and others alike: the smallest is the most entitled to pages."""
         return (
             state.request.flow.lane,
             not state.has_row,
             *(share.counter for share in reversed(list(_flow(state).path())[:-1])),
             state.arrival_index,
         )
+
+    def turn(self, state: RequestState) -> tuple[float, ...]:
+        """Sorts requests with rows, or about to have one, by who is next for tokens: a lane's weight counts here."""
+        return (*(share.counter for share in reversed(list(_flow(state).path()))), state.arrival_index)
 
     def tick(self, now_s: float) -> None:
         """Let time change the inner order of requests that sit out steps."""

@@ -434,7 +434,7 @@ class Scheduler:
         # Each fork of a beam has a token for itself, so that a search takes a step in every step.
         num_forks = sum(search.num_forks for search in self._searches.values())
         draft.budget = self._budget.tokens(self._num_decoding()) - num_forks
-        draft.prefilling = [(self._order.place(state), state.num_left) for state in self._prefilling if state.has_row]
+        draft.prefilling = [(self._order.turn(state), state.num_left) for state in self._prefilling if state.has_row]
         overdue = self._waiting.overdue()
         looked = {overdue.request_id: overdue} if overdue is not None else {}
         if overdue is not None:
@@ -525,7 +525,7 @@ class Scheduler:
             if is_free and num_computed < state.pages.table.num_blocks * page_tokens:
                 counts[state.request_id] = 1
             else:
-                needy.append((self._order.place(state), is_free, state))
+                needy.append((self._order.turn(state), is_free, state))
         needy.sort(key=itemgetter(0))
         budget = draft.budget
         for _, is_free, state in needy:
@@ -652,8 +652,8 @@ class Scheduler:
 
     def _start(self, state: RequestState, row: RequestState | None, draft: Draft) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
-        place = self._order.place(state)
-        num_ahead = sum(left for other, left in draft.prefilling if (other[0], other[2:]) < (place[0], place[2:]))
+        turn = self._order.turn(state)
+        num_ahead = sum(left for other, left in draft.prefilling if other < turn)
         is_free = state.beam is not None and state.leader is not None  # one token, like those that decode
         if num_ahead >= draft.budget and not is_free:
             return "NEW"
@@ -678,7 +678,7 @@ class Scheduler:
         self._order.start(state)
         if state.num_left > 1:
             self._prefilling.add(state)
-            draft.prefilling.append((place, state.num_left))
+            draft.prefilling.append((turn, state.num_left))
         draft.started.add(state.request_id)
         if state.queue_s is None:
             self._note_first_start(state)

@@ -346,3 +346,14 @@ def test_a_batch_that_had_an_idle_engine_still_has_its_twentieth() -> None:
     served(simulator, "batch", 400)
     share = served(simulator, "batch", 1200) / (1200 * 2 * 8)
     assert 0.03 < share < 0.1
+
+
+def test_a_batch_has_its_part_of_the_tokens_beside_prompts_without_end() -> None:
+    simulator = Simulator(num_pages=400, max_running=4, step_tokens=16, checked=False)
+    for index in range(300):
+        simulator.core.submit(request(f"i{index}", prompt=200, max_tokens=1, flow=FlowKey(tenant="interactive")))
+    simulator.core.submit(request("batch", prompt=20, max_tokens=4, flow=FlowKey(tenant="batch", lane=1)))
+    for _ in range(1000):
+        simulator.pump()
+    assert simulator.last("batch").finish_reason == "length"
+    assert simulator.scheduler.num_waiting > 100

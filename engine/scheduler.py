@@ -585,6 +585,7 @@ class Scheduler:
             else:
                 return False
         if self._kv.grow(state, count, draft):
+            draft.started.add(state.request_id)  # a batch may go before those that are more entitled to pages
             return True
         draft.promised += count
         return False

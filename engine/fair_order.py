@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator
 from operator import attrgetter
 from typing import Literal
@@ -207,7 +207,10 @@ class Flow(Share):
 
     def push(self, key: SortKey, state: RequestState) -> None:
         """Queue a request."""
-        insort(self._queue, (key, state), key=_sort_key)
+        index = bisect_left(self._queue, key, key=_sort_key)
+        self._queue.insert(index, (key, state))
+        if index < self.cursor:
+            self.cursor += 1  # it lost its row in this plan, and waits for the next
 
     def pop(self, state: RequestState) -> None:
         """Take a request out of the queue."""
@@ -351,6 +354,7 @@ class FairOrder:
         What is ahead in this order counts as served, so that tenants take turns. `pass_over` skips those of the same
         adapter. Must be run to its end, or closed.
         """
+        self._settled.clear()  # of a request that was looked at out of turn
         try:
             for _ in range(limit):
                 state = self._next()

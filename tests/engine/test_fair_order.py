@@ -357,3 +357,39 @@ def test_a_batch_has_its_part_of_the_tokens_beside_prompts_without_end() -> None
         simulator.pump()
     assert simulator.last("batch").finish_reason == "length"
     assert simulator.scheduler.num_waiting > 100
+
+
+def test_a_load_is_charged_once_however_many_wait_for_it() -> None:
+    def service(count: int, ref_pages: int) -> float:
+        simulator = Simulator(num_pages=400, max_running=8, step_tokens=64, adapter_pages=ref_pages, has_prefixes=False)
+        for index in range(count):
+            flow = FlowKey(tenant="t", lane=index % 2)
+            simulator.core.submit(request(f"r{index}", ref=adapter("x"), flow=flow))
+        simulator.run()
+        return simulator.scheduler.service("t")
+
+    price = service(1, 20) - service(1, 10)
+    assert price > 0
+    assert service(8, 20) - service(8, 10) == pytest.approx(price)
+
+
+def test_a_request_that_is_looked_at_out_of_turn_settles_nothing() -> None:
+    crowd = Crowd()
+    flood = crowd.run(*"aaaa")
+    crowd.order.charge([(state, 500.0) for state in flood])
+    newcomer, more = crowd.arrive("b"), crowd.arrive("a")
+    assert crowd.order.row_for(more) is None
+    assert [state for state in crowd.order.candidates(1) if crowd.order.row_for(state) is flood[-1]] == [newcomer]
+
+
+def test_a_request_that_loses_its_row_while_others_are_looked_at_shows_none_of_them_twice() -> None:
+    crowd = Crowd()
+    (row,) = crowd.run("a")
+    crowd.arrive("a")
+    crowd.arrive("a")
+    seen = []
+    for state in crowd.order.candidates(10):
+        seen.append(state.arrival_index)
+        if state.arrival_index == 2:
+            crowd.order.stop(row)
+    assert seen == [2, 3]

@@ -330,7 +330,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--probes", type=positive, default=40, help="refused requests whose Retry-After is tested")
     add("--settle-s", type=float, default=120.0, help="how long to wait for what is left when no more arrive")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.benchmarks.arguments import counts, positive
-from weft.benchmarks.calls import Call, Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters

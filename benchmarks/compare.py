@@ -19,9 +19,9 @@ from typing import Any
 
 from weft.benchmarks import load
 from weft.benchmarks.arguments import bench_parser, positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
+from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
 from weft.benchmarks.http_stream import EventClient
-from weft.benchmarks.metrics import Objective, RequestRecord, summarise
+from weft.benchmarks.metrics import Objective, summarise
 from weft.benchmarks.report import spread, tell
 from weft.benchmarks.rounds import take_turns
 from weft.benchmarks.serve import add_server_options, target
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return make_result(take_turns(contenders, options.repeats, run))
 
 
-async def _send(contender: Contender, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[RequestRecord]:
+async def _send(contender: Contender, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
     headers = {"Authorization": f"Bearer {contender.key}"} if contender.key else {}
     async with EventClient(contender.url, headers) as client:
         return await run_load(client, plan, settings)

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.calls import Reply, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.flood import Stream, flood
+from weft.benchmarks.generator import Reply
 from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
 from weft.benchmarks.report import goal, spread, tell

@@ -290,9 +290,7 @@ def missed_goals(found: Mapping[str, Mapping[str, float]]) -> list[str]:
             for mix in ("32 of rank 16", "8 of ranks 8 to 64", "10 of rank 24", "1 of rank 16")
         )
         if many["ratio"] > GOAL_RATIO:
-            missed.append(
-                f"missed: LoRA {site.name} of 32 adapters: {many['ratio']:.2f} of its floor, at most {GOAL_RATIO}"
-            )
+            missed.append(f"LoRA {site.name} of 32 adapters: {many['ratio']:.2f} of its floor, at most {GOAL_RATIO}")
         if mixed["us"] > GOAL_MIXED * even["us"]:
             times = mixed["us"] / even["us"]
             missed.append(f"LoRA {site.name} of mixed ranks: {times:.2f} of one rank, at most {GOAL_MIXED}")

@@ -1,15 +1,8 @@
-"""How fast does a server answer? A load generator for any OpenAI-compatible URL.
-
-    python -P -m weft.benchmarks.load --url http://127.0.0.1:8000/v1 --key KEY --models base,pirate,french
-
-Closed loop by default (--concurrency requests in flight); --rate makes it an open loop. Prints a table and, last, one
-JSON line. Exit status 1 if any request failed or was answered wrongly, 2 if the arguments make no sense.
-"""
+"""The load that `weft bench serve` and `compare` put on an OpenAI-compatible server, and what they measure of it."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 import random
 import sys
@@ -17,11 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.arguments import bench_parser, positive
+from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.report import tell
 from weft.benchmarks.workloads import PATTERNS, assign_adapters, gamma_arrivals
 from weft.errors import ConfigError
 
@@ -29,21 +21,12 @@ RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput
 _SHOWN_ERRORS = 5
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("load", _parser().parse_args(arguments), measure)
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Carry out the load that the options describe.
 
     Raises:
         ConfigError: The options contradict each other.
     """
-    return asyncio.run(_measure(options))
-
-
-async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     plan = make_plan(options)
     settings = make_settings(options)
     objective = Objective(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
@@ -89,17 +72,6 @@ def make_settings(options: argparse.Namespace) -> LoadSettings:
         timeout_s=options.timeout_s,
         seed=options.seed,
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("load", __doc__)
-    add = parser.add_argument
-    add("--url", required=True, help="base URL with /v1")
-    add("--key", default="", help="API key")
-    add("--models", required=True, help="comma-separated names; the first is the most popular")
-    add_load_options(parser)
-    add_single_run_options(parser)
-    return parser
 
 
 def add_single_run_options(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +130,3 @@ def _warm_up(plan: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]
     each = list({request.model: request for request in plan}.values())
     chosen = [*each, *plan][: max(count, len(each))]
     return [PlannedRequest(request.model, request.prompt_tokens, request.output_tokens) for request in chosen]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

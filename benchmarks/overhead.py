@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weft.benchmarks.arguments import bench_parser, positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
+from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
 from weft.benchmarks.http_stream import EventClient
-from weft.benchmarks.metrics import RequestRecord
 from weft.benchmarks.own_server import Served, own_server
 from weft.benchmarks.part_clock import PartClock
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
@@ -113,7 +112,7 @@ def measure_rounds(bench: Engine, served: Served, options: argparse.Namespace) -
     return rounds
 
 
-async def _stream(served: Served, options: argparse.Namespace, seed: int) -> list[RequestRecord]:
+async def _stream(served: Served, options: argparse.Namespace, seed: int) -> list[Reply]:
     plan = [PlannedRequest(served.models[0], PROMPT_TOKENS, options.output_tokens) for _ in range(options.requests)]
     settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
     async with EventClient(served.url, {"Authorization": f"Bearer {served.key}"}) as client:

@@ -11,6 +11,7 @@ if any request failed or was answered wrongly, 2 if the arguments make no sense.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load, sent to the server that the options describe."""
     with target(options):
-        return load.measure(options)
+        return asyncio.run(load.measure(options))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shop_window import TOKEN_DELAY_S, ShopWindow, shop_window
-from weft.benchmarks.load import main
+from weft.benchmarks.serve import main
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_server_that_is_not_there_is_an_error_not_a_traceback(tmp_path: Path) 
 )
 def test_arguments_that_make_no_sense_end_with_status_2(arguments: list[str], capsys: Any) -> None:
     assert main(["--url", "http://127.0.0.1:9/v1", *arguments]) == 2
-    assert capsys.readouterr().err.startswith("load: ")
+    assert capsys.readouterr().err.startswith("serve: ")
 
 
 def test_the_last_line_is_json_with_commit_and_hardware(server: ShopWindow, capsys: Any) -> None:

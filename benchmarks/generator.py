@@ -32,7 +32,7 @@ class PlannedRequest:
 
     model: str
     prompt_tokens: int
-    """Ids, or words where the prompt is text."""
+    """Ids, or words of a chat."""
     output_tokens: int
     arrival_s: float = 0.0
     """Seconds after the start at which it is due; ignored in a closed loop."""
@@ -43,7 +43,6 @@ class LoadSettings:
     """How requests are written and sent."""
 
     api: Literal["completions", "chat"] = "completions"
-    prompt: Literal["ids", "words"] = "ids"
     vocab_size: int = 512
     """Prompt ids are drawn below this."""
     ignore_eos: bool = True
@@ -167,11 +166,9 @@ def request_body(request: PlannedRequest, settings: LoadSettings, index: int) ->
     }
     if settings.ignore_eos:
         body["ignore_eos"] = True
-    text = " ".join(draw.choice(_WORDS) for _ in range(request.prompt_tokens))
     if settings.api == "chat":
+        text = " ".join(draw.choice(_WORDS) for _ in range(request.prompt_tokens))
         body["messages"] = [{"role": "user", "content": text}]
-    elif settings.prompt == "words":
-        body["prompt"] = text
     else:
         lowest = min(_LOWEST_PROMPT_ID, settings.vocab_size - 1)
         body["prompt"] = [draw.randrange(lowest, settings.vocab_size) for _ in range(request.prompt_tokens)]
@@ -214,7 +211,6 @@ class _Answer:
         self._record.completion_tokens = int(self._usage["completion_tokens"])
         if settings.ignore_eos and self._record.completion_tokens != request.output_tokens:
             return f"usage says {self._record.completion_tokens} tokens came, {request.output_tokens} were asked for"
-        sends_ids = settings.api == "completions" and settings.prompt == "ids"
-        if sends_ids and self._record.prompt_tokens != request.prompt_tokens:
+        if settings.api == "completions" and self._record.prompt_tokens != request.prompt_tokens:
             return f"usage says {self._record.prompt_tokens} prompt tokens, {request.prompt_tokens} were sent"
         return None

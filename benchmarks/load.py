@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
 from collections import Counter
@@ -65,21 +64,12 @@ def make_settings(options: argparse.Namespace) -> LoadSettings:
     """How the requests are sent."""
     return LoadSettings(
         api=options.api,
-        prompt="words" if options.api == "chat" else options.prompt,
         vocab_size=options.vocab_size,
         ignore_eos=options.ignore_eos,
         concurrency=None if options.rate else options.concurrency,
         timeout_s=options.timeout_s,
         seed=options.seed,
     )
-
-
-def add_single_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says what is done beside the load, and made of it."""
-    add = parser.add_argument
-    add("--slo-ttft-ms", type=float, default=math.inf)
-    add("--slo-tpot-ms", type=float, default=math.inf)
-    add("--warmup", type=int, default=0, help="requests sent before, not measured")
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +83,6 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     add("--popularity", default="uniform", help=", ".join(PATTERNS))
     add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
     add("--output-tokens", default="64", help="output tokens: a number or low:high")
-    add("--prompt", choices=("ids", "words"), default="ids", help="prompt as token ids or as text")
     add("--vocab-size", type=positive, default=512, help="prompt ids are drawn below this")
     add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="for servers without ignore_eos")
     add("--timeout-s", type=float, default=600.0)

@@ -10,6 +10,7 @@ hits all of them; medians are compared. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import statistics
@@ -29,6 +30,7 @@ from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.floor import LinearPass
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.rounds import take_turns
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, Sequence[int] | None], list[list[int]]]
@@ -75,13 +77,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     floors = measure_floors(options)
     cases = make_cases(options.requests, options.input_tokens, len(adapters))
     contenders, memory = load_contenders(options, base, adapters, cases[1])
-    for repeat in range(options.repeats):
-        for case in cases:
-            for contender in contenders:
-                if case.name in contender.cases:
-                    contender.time(case)
-                    seconds = contender.seconds[case.name][-1]
-                    print(f"repeat {repeat + 1} {case.name:7} {contender.name:22} {seconds:8.2f} s", flush=True)
+    turns = {
+        f"{case.name}, {contender.name}": functools.partial(contender.time, case)
+        for case in cases
+        for contender in contenders
+        if case.name in contender.cases
+    }
+    take_turns(turns, options.repeats, lambda name, _: turns[name](), first=1)
     result = make_result(options, cases, contenders) | {"floor_seconds": floors, "resident_mib_added": memory}
     for name, floor_s in floors.items():
         result["ratios"][f"weft {name} time / floor"] = statistics.median(contenders[0].seconds[name]) / floor_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,5 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("serve", __doc__)
     add_server_options(parser)
     load.add_load_options(parser)
-    load.add_single_run_options(parser)
+    add = parser.add_argument
+    add("--slo-ttft-ms", type=float, default=math.inf)
+    add("--slo-tpot-ms", type=float, default=math.inf)
+    add("--warmup", type=int, default=0, help="requests sent before, not measured")
     return parser

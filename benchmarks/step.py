@@ -28,11 +28,9 @@ from weft.benchmarks.floor import LinearPass
 from weft.benchmarks.part_clock import GROUPS, PARTS, PartClock, timed_parts
 from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
-from weft.benchmarks.stored import store_adapters
+from weft.benchmarks.stored import greedy_request, store_adapters
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import StepStats
 from weft.errors import EngineError
 
@@ -165,16 +163,9 @@ class StepBench:
         for _, adapter in zip(range(case.rows), itertools.cycle(case.adapters), strict=False):
             request_id = str(next(self._ids))
             requests.append(request_id)
-            self._core.submit(
-                GenerationRequest(
-                    request_id=request_id,
-                    prompt_token_ids=[self._draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)],
-                    params=SamplingParams(
-                        max_tokens=self._parts.ready.max_model_len - case.prompt_tokens, temperature=0, ignore_eos=True
-                    ),
-                    adapter=adapter,
-                )
-            )
+            prompt = [self._draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)]
+            most = self._parts.ready.max_model_len - case.prompt_tokens
+            self._core.submit(greedy_request(request_id, prompt, most, adapter))
         return requests
 
     def _end(self, requests: Sequence[str]) -> None:

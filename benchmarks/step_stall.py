@@ -32,11 +32,9 @@ from weft.adapters.ref import AdapterRef
 from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.qwen_shape import make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
-from weft.benchmarks.stored import store_adapters
+from weft.benchmarks.stored import greedy_request, store_adapters
 from weft.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 from weft.errors import EngineError
 
 PHASES = ("quiet", "swaps", "joins")
@@ -232,14 +230,7 @@ class StallBench:
 
     def _submit(self, ref: AdapterRef, max_tokens: int) -> str:
         request_id = str(next(self._ids))
-        self._core.submit(
-            GenerationRequest(
-                request_id=request_id,
-                prompt_token_ids=list(range(10, 10 + PROMPT_TOKENS)),
-                params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
-                adapter=ref,
-            )
-        )
+        self._core.submit(greedy_request(request_id, list(range(10, 10 + PROMPT_TOKENS)), max_tokens, ref))
         return request_id
 
 

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "cliff": ("cliff", "Serve more adapters than fit."),
     "unified": ("unified", "Compare one pool with two halves."),
     "stall": ("step_stall", "Time steps while adapters load."),
+    "batches": ("batch_lane", "Time interactive requests alone and beside a batch."),
     "waste": ("page_waste", "Print how much of their pages adapters leave empty."),
 }
 """Module and help by command, in the order of the help."""

@@ -55,19 +55,35 @@ def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
         )
 
 
-def check_fits(request: GenerationRequest, geometry: PageGeometry, pool_pages: int, adapter_pages: int | None) -> None:
+def kv_pages(request: GenerationRequest, geometry: PageGeometry, *, shares_blocks: bool) -> int:
+    """Most pages of a request; the beams of a beam search share the full blocks of its prompt, if blocks are shared."""
+    width = 1 if request.beam is None else request.beam.width
+    num_shared = (len(request.prompt_token_ids) - 1) // geometry.page_tokens if shares_blocks else 0
+    num_blocks = num_shared + width * (geometry.blocks(kv_tokens(request)) - num_shared)
+    return num_blocks * geometry.num_groups
+
+
+def check_fits(
+    request: GenerationRequest,
+    geometry: PageGeometry,
+    pool_pages: int,
+    adapter_pages: int | None,
+    *,
+    shares_blocks: bool,
+) -> None:
     """Refuse what even an empty pool of `pool_pages` pages could not hold; `adapter_pages` is None while unknown.
 
     Raises:
         NeverFitsError: With the numbers.
     """
-    kv_pages = geometry.pages(kv_tokens(request))
-    if kv_pages + (adapter_pages or 0) <= pool_pages:
+    num_pages = kv_pages(request, geometry, shares_blocks=shares_blocks)
+    if num_pages + (adapter_pages or 0) <= pool_pages:
         return
     adapter_part = f" and {adapter_pages} pages for its adapter" if adapter_pages else ""
+    beam_part = f" in {request.beam.width} beams" if request.beam is not None else ""
     raise NeverFitsError(
-        f"The request needs {kv_pages} pages for {kv_tokens(request)} tokens{adapter_part}, but the pool has "
-        f"{pool_pages} pages in all. Shorten the prompt, lower max_tokens, or give the server a larger memory.gib.",
+        f"The request needs {num_pages} pages for {kv_tokens(request)} tokens{beam_part}{adapter_part}, but the pool "
+        f"has {pool_pages} pages in all. Shorten the prompt, lower max_tokens, or give the server a larger memory.gib.",
         param="max_tokens",
     )
 

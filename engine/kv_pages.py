@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.engine.draft import Draft
+from weft.engine.fit import check_fits
 from weft.engine.plan import PageCopy, PageMove
 from weft.engine.request import GenerationRequest
 from weft.engine.request_pages import RequestPages, SwappedBlocks
@@ -45,7 +46,7 @@ class Beginning:
     swapped: SwappedBlocks | None = None
     """Host pages that go on where the cached blocks end."""
     leader: RequestState | None = None
-    """Whose page for the block after the cached ones is copied."""
+    """Whose pages for the blocks after the cached ones are copied."""
 
 
 class KvPages:
@@ -93,6 +94,15 @@ class KvPages:
         """Whether a waiting request can be looked up without keeping those that run waiting for names of blocks."""
         return not self._num_named or self._num_named + self._num_unnamed(state) <= MAX_NAMED_TOKENS
 
+    def check_fits(self, request: GenerationRequest, adapter_pages: int | None) -> None:
+        """Refuse what even the empty pool could not hold; `adapter_pages` is None while unknown.
+
+        Raises:
+            NeverFitsError: With the numbers.
+        """
+        shares_blocks = self._prefixes is not None
+        check_fits(request, self._geometry, self._pool.capacity, adapter_pages, shares_blocks=shares_blocks)
+
     @property
     def num_available(self) -> int:
         """Pages that are free or can be, now or when the steps under way are complete."""
@@ -127,10 +137,8 @@ class KvPages:
         page_tokens = self._geometry.page_tokens
         leader = state.leader
         if leader is not None:
-            num_blocks = (state.num_prompt - 1) // page_tokens
-            if len(leader.pages.held) >= num_blocks:
-                blocks = leader.pages.held[:num_blocks]
-                return Beginning(blocks=blocks, num_tokens=state.num_prompt - 1, leader=leader)
+            held = leader.pages.held[: state.num_shared // page_tokens]
+            return Beginning(blocks=held, num_tokens=state.num_shared, leader=leader)
         blocks = self._find(state)
         num_tokens = len(blocks) * page_tokens
         swapped = state.pages.swapped
@@ -204,11 +212,11 @@ class KvPages:
                     table[index] = page
                 self._pool.free(own, state.last_step)
 
-    def suspend(self, state: RequestState, draft: Draft) -> Preemption:
+    def suspend(self, state: RequestState, draft: Draft | None) -> Preemption:
         """Take all device pages from a running request, and say how it gets its KV cache back."""
         pages = state.pages
-        swapped = self._swap_out(state, draft)
-        self.give_back(state, state.last_step if swapped is None else draft.step)
+        swapped = None if draft is None else self._swap_out(state, draft)
+        self.give_back(state, state.last_step if swapped is None else swapped.step)
         state.pages = RequestPages(
             table=BlockTable(self._geometry),
             chain=pages.chain,
@@ -311,16 +319,17 @@ class KvPages:
 
     def _fill(self, beginning: Beginning, own: list[int], draft: Draft) -> int:
         """Have a starting request's first own pages filled; returns how many are."""
-        num_groups, num_blocks = self._geometry.num_groups, len(beginning.blocks)
+        num_blocks = len(beginning.blocks)
         if beginning.leader is not None:
             leader = beginning.leader
-            sources = [table[num_blocks] for table in leader.pages.table.pages]
+            num_full = self._geometry.blocks(beginning.num_tokens)
+            sources = [table[index] for index in range(num_blocks, num_full) for table in leader.pages.table.pages]
             draft.copies += [PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)]
             leader.last_step = max(leader.last_step, draft.step)
-            return num_groups
+            return len(sources)
         if beginning.swapped is not None:
             swapped = beginning.swapped
-            host_pages = swapped.host_pages[(num_blocks - swapped.first_block) * num_groups :]
+            host_pages = swapped.host_pages[(num_blocks - swapped.first_block) * self._geometry.num_groups :]
             moves = zip(own, host_pages, strict=False)
             draft.swap_in += [PageMove(device_page=page, host_page=host_page) for page, host_page in moves]
             return len(host_pages)

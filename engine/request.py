@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from weft.adapters.ref import AdapterRef
-from weft.engine.sampling_params import SamplingParams
+from weft.engine.sampling_params import BeamParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["base", "device", "host", "stored"]
@@ -45,6 +45,8 @@ class GenerationRequest:
     """Tokens generated earlier elsewhere; they count as output."""
     fork_of: str | None = None
     """The request with choice 0 of the same prompt, sent before this one: its KV cache of the prompt is shared."""
+    beam: BeamParams | None = None
+    """Beam search: of `params` only `max_tokens`, `logprobs` and what ends a sequence are used. There is one output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +98,6 @@ class RequestOutput:
     computed_prompt_tokens: int = 0
     """Prompt tokens whose keys and values were computed, or taken from the prefix cache, before the request ended; 0 if
     it never left the queue. Tokens computed again after a preemption count once. Comes with the last output."""
+    hypotheses: list[RequestOutput] | None = None
+    """Of a beam search that has ended: as many as its width, best first, each as if it had been generated alone. Of one
+    that was aborted: its beams."""

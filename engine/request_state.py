@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from weft.engine.fit import kv_tokens
@@ -11,6 +11,7 @@ from weft.engine.neighbours import SlotLease
 from weft.engine.plan import Chunk, SampleSpec, SlotRef
 from weft.engine.request import AdapterState, GenerationRequest, TokenLogprobs
 from weft.engine.request_pages import RequestPages
+from weft.memory.block_table import BlockTable
 from weft.memory.geometry import PageGeometry
 
 WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK"]
@@ -24,13 +25,27 @@ class OutputFacts(NamedTuple):
     cached_tokens: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class Beam:
+    """What makes a request one of the beams of a beam search."""
+
+    search_id: str
+    """The client's request."""
+    score: float = 0.0
+    """Sum of the log-probabilities of its output."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per output token."""
+    result: TokenLogprobs | None = None
+    """What may come next. While it is there, the beam waits for the results of the others."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
     """A request that is waiting or running; finished ones are forgotten."""
 
     request: GenerationRequest
-    arrival_index: int
-    """Counts up per engine; older means smaller."""
+    arrival_index: float
+    """Counts up per engine; older means smaller. No two are the same: fractions are for beams of one search."""
     arrived_s: float
     seed: int
     """The client's seed, or one drawn on arrival."""
@@ -48,7 +63,11 @@ class RequestState:
     num_cached: int = 0
     """Prompt tokens that it found in the prefix cache when it first started."""
     leader: RequestState | None = None
-    """The request with the same prompt whose pages it is going to share."""
+    """The request whose pages it is going to share: with the same prompt, or the beam that it continues."""
+    num_shared: int = 0
+    """Tokens, from the first one on, whose keys and values it takes from the leader."""
+    beam: Beam | None = None
+    """None for all but beam searches."""
     lease: SlotLease | None = None
     slot_ref: SlotRef | None = None
     """The lease, as plans tell it."""
@@ -112,7 +131,7 @@ class RequestState:
         self.digest = self.request.adapter.digest if self.request.adapter else None
 
     @property
-    def age_key(self) -> tuple[int, int]:
+    def age_key(self) -> tuple[int, float]:
         """Sorts from the most to the least entitled to pages: lane, then arrival."""
         return self.request.flow.lane, self.arrival_index
 
@@ -123,8 +142,8 @@ class RequestState:
 
     @property
     def has_started(self) -> bool:
-        """Whether it ever had pages."""
-        return self.status == "running" or self.num_preemptions > 0
+        """Whether it ever had pages, or goes on with what had."""
+        return self.status == "running" or self.num_preemptions > 0 or self.is_beam_fork
 
     @property
     def num_tokens(self) -> int:
@@ -135,6 +154,16 @@ class RequestState:
     def num_left(self) -> int:
         """Known tokens that are still to be computed; 1 while it decodes."""
         return self.num_prompt + len(self.output_token_ids) - self.num_computed
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to compute until the other beams of its search have their results."""
+        return self.beam is not None and self.beam.result is not None
+
+    @property
+    def is_beam_fork(self) -> bool:
+        """Whether it goes on from another beam, and not from a client's request."""
+        return self.beam is not None and self.num_shared > 0
 
     @property
     def keeps_prompt_logprobs(self) -> bool:
@@ -175,6 +204,29 @@ class RequestState:
         if ref is None or (ref.slot, ref.generation) != (lease.slot, lease.generation):
             ref = self.slot_ref = SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest)
         return ref
+
+    def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
+        """A waiting request that goes on from here with another token."""
+        chain = self.pages.chain
+        return RequestState(
+            request=replace(self.request, request_id=request_id),
+            arrival_index=arrival_index,
+            arrived_s=self.arrived_s,
+            seed=self.seed,
+            adapter_state=self.adapter_state,
+            geometry=self.geometry,
+            pages=RequestPages(table=BlockTable(self.geometry), chain=chain.copy() if chain is not None else None),
+            adapter_pages=self.adapter_pages,
+            output_token_ids=[*self.output_token_ids, token_id],
+            leader=self,
+            num_shared=self.num_tokens,
+            beam=beam,
+            num_charged=self.num_tokens,
+            queue_s=self.queue_s,
+            priority=self.priority,
+            predicted_tokens=self.predicted_tokens,
+            level=self.level,
+        )
 
     def restart(self) -> None:
         """Back to waiting with its tokens and no device pages."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from weft.errors import InvalidRequestError
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean the most likely token."""
+
+
+MAX_LENGTH_PENALTY = 10.0
+"""A length to this power is still a float."""
 
 
 def _check(ok: bool, param: str, expected: str, got: object) -> None:
@@ -107,6 +112,28 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """Whether logits depend on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """Beam search instead of sampling, with the fields and rules of `generate` in transformers.
+
+    Raises:
+        InvalidRequestError: A value is out of range; `param` names it.
+    """
+
+    width: int
+    """Sequences kept at each step, and hypotheses returned."""
+    length_penalty: float = 1.0
+    """Power of the length that a hypothesis' sum of log-probabilities is divided by; above 0 prefers long ones."""
+    early_stopping: bool | Literal["never"] = False
+    """True ends the search at `width` hypotheses, False when the best beam at its present length is no better than the
+    worst of them, "never" when it is no better at its best length either."""
+
+    def __post_init__(self) -> None:
+        _check(self.width >= 1, "n", ">= 1", self.width)
+        ok = _within(self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        _check(ok, "length_penalty", f"at most {MAX_LENGTH_PENALTY:.0f} from 0", self.length_penalty)
 
 
 def _within(value: float, low: float, high: float) -> bool:

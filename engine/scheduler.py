@@ -33,6 +33,10 @@ no lease, so nobody waits for it but a fork (5), and what nobody runs with can b
 5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which waits for no
    younger one. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of forks go
    back to ever older requests, so there is no circle.
+6. A beam with a result is idle: it waits, with or without a row or pages, for the other beams of its search, which are
+   as old as it is. When nothing can be computed, idle beams are in the way of the first in line: those of other
+   searches are preempted, the least entitled first, protected or not. So the first search in line always gets its
+   pages and rows, which (by its check on arrival) are not more than there are.
 """
 
 from __future__ import annotations
@@ -44,13 +48,15 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from operator import itemgetter
 
 from weft.config import SchedulerConfig
+from weft.engine.beam import BeamSearch
 from weft.engine.draft import Draft
 from weft.engine.failures import EXPIRED, INTERNAL, UNSOUND, request_error
 from weft.engine.fair_order import QUANTUM_TOKENS, FairOrder
-from weft.engine.fit import ModelLimits, check_fits, check_limits
+from weft.engine.fit import ModelLimits, check_limits
 from weft.engine.inner_order import inner_order
 from weft.engine.kv_pages import PREEMPTIONS, Beginning, KvPages
 from weft.engine.lengths import Lengths
@@ -60,7 +66,7 @@ from weft.engine.prices import Prices
 from weft.engine.progress import advance, ended
 from weft.engine.request import FinishReason, GenerationRequest, RequestError, RequestOutput
 from weft.engine.request_pages import RequestPages
-from weft.engine.request_state import RequestState, WaitingReason
+from weft.engine.request_state import Beam, RequestState, WaitingReason
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.engine.step_budget import StepBudget
 from weft.engine.tenant_service import TenantService
@@ -152,6 +158,8 @@ class Scheduler:
         self._service = TenantService(prices, Lengths(), clock)
         self._budget = StepBudget(config)
         self._requests: dict[str, RequestState] = {}
+        self._searches: dict[str, BeamSearch] = {}
+        """Beam searches by the client's request id."""
         self._waiting = WaitingQueue(residency)
         self._deadlines: list[tuple[float, str]] = []
         """A heap of (second, request) of all that were to start by then."""
@@ -160,6 +168,8 @@ class Scheduler:
         """Running requests that have more to compute than their last token."""
         self._last_units = 0.0
         """Price of the step that was committed last."""
+        self._started: set[str] = set()
+        """Requests that got their pages in the step that was planned last."""
         self._budget_used = 0
         """Tokens of the budget in the step that was planned last."""
         self._outbox: list[RequestOutput] = []
@@ -209,12 +219,16 @@ class Scheduler:
                 f"{len(self._waiting)} requests wait already. Try again later.",
                 retry_after_s=self._service.retry_after_s(len(self._waiting)),
             )
-        if request.request_id in self._requests:
+        if request.request_id in self._requests or request.request_id in self._searches:
             raise InvalidRequestError("request_id must be unique, got one that is in use.", param="request_id")
         check_limits(request, self._limits)
         adapter = request.adapter
         adapter_pages = self._residency.pages_needed(adapter) if adapter else 0
-        check_fits(request, self._geometry, self._pool.capacity, adapter_pages)
+        self._kv.check_fits(request, adapter_pages)
+        search = None
+        if request.beam is not None:
+            search = BeamSearch(request, request.beam, self._limits, self._config.max_running)
+            request = search.begin()
         self._arrivals += 1
         state = RequestState(
             request=request,
@@ -231,7 +245,10 @@ class Scheduler:
         self._predict(state)
         leader = self._requests.get(request.fork_of) if request.fork_of is not None else None
         if leader is not None and self._kv.may_fork(leader, state):
-            state.leader = leader
+            state.leader, state.num_shared = leader, state.num_prompt - 1
+        if search is not None:
+            search.start(state)
+            self._searches[state.request_id] = search
         self._requests[state.request_id] = state
         self._service.arrive(state)
         self._order.enter(state)
@@ -247,12 +264,12 @@ class Scheduler:
         self._fill_rows(draft)
         self._plan_rows(draft)
         self._residency.reserve_pages = self._room_to_grow() + draft.promised
-        plan = draft.plan()
+        plan = draft.plan() or self._resolve_stall(draft)
         if plan is None:
-            self._resolve_stall()
             return None
-        self._stalls = 0
+        self._stalls = 0 if plan.chunks else self._stalls
         self._step = draft.step
+        self._started = draft.started
         return plan
 
     def commit(self, plan: StepPlan, results: list[ChunkResult]) -> list[RequestOutput]:
@@ -291,12 +308,20 @@ class Scheduler:
         return outputs
 
     def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> None:
-        """End a request, whatever its state; unknown and finished ids are fine."""
+        """End a request, whatever its state; unknown and finished ids are fine. A beam ends with its whole search."""
         state = self._requests.get(request_id)
+        search_id = state.beam.search_id if state is not None and state.beam is not None else request_id
+        search = self._searches.pop(search_id, None)
+        if search is not None:
+            state = search.first
         if state is None:
             return
-        self._remove(state)
-        self._outbox.append(ended(state, reason, error))
+        for each in [state] if search is None else search.beams:
+            self._remove(each)
+        output = ended(state, reason, error)
+        if search is not None and reason == "abort":
+            output = replace(output, hypotheses=search.unfinished())
+        self._outbox.append(output)
 
     def fail_adapter(self, digest: str, error: WeftError) -> None:
         """End the requests that wait for an adapter that cannot be loaded."""
@@ -304,9 +329,12 @@ class Scheduler:
             self.finish(state.request_id, "error", request_error(error))
 
     def fail_step(self, plan: StepPlan) -> None:
-        """End the requests of a step that failed with an internal error; what it should have swapped out is lost."""
+        """End the requests of a failed step with an internal error; what it should have moved or filled is lost."""
         for chunk in plan.chunks:
             self.finish(chunk.request_id, "error", INTERNAL)
+        for state in [state for state in self._running if state.request_id in self._started]:
+            state.last_step = plan.step
+            self._preempt(state, None)
         self._lose_swapped(plan.step)
 
     def fail_running(self) -> None:
@@ -409,7 +437,9 @@ class Scheduler:
         if not self._order.num_queued or not (is_due or self._waiting.num_loading()):
             return
         self._waiting.has_changed = False
-        draft.budget = self._budget.tokens(self._num_decoding())
+        # Each fork of a beam has a token for itself, so that a search takes a step in every step.
+        num_forks = sum(search.num_forks for search in self._searches.values())
+        draft.budget = self._budget.tokens(self._num_decoding()) - num_forks
         draft.prefilling = [(self._order.place(state), state.num_left) for state in self._prefilling if state.has_row]
         overdue = self._waiting.overdue()
         looked = {overdue.request_id: overdue} if overdue is not None else {}
@@ -439,7 +469,7 @@ class Scheduler:
     def _try_row(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
         if state.status == "running":
-            return self._resume(state)
+            return "FORK" if state.is_idle else self._resume(state)
         reason = self._why_not(state)
         if reason is None:
             row = None if self.num_rows < self._config.max_running else self._order.row_for(state)
@@ -470,6 +500,8 @@ class Scheduler:
     def _why_not(self, state: RequestState) -> WaitingReason | None:
         """What a waiting request lacks besides a row and pages for its tokens."""
         adapter = state.request.adapter
+        if state.is_idle:
+            return "FORK"
         if adapter is not None:
             if not self._check_fits(state):
                 return "NEW"
@@ -580,7 +612,8 @@ class Scheduler:
                 return
             self._preempt(victim, draft)
 
-    def _preempt(self, state: RequestState, draft: Draft) -> None:
+    def _preempt(self, state: RequestState, draft: Draft | None) -> None:
+        """Take the pages from a request; without a draft there is no step that could swap them out."""
         how = self._kv.suspend(state, draft)
         self._release_lease(state)
         self._running.remove(state)
@@ -605,17 +638,18 @@ class Scheduler:
         leader = state.leader
         if leader is None:
             return False
-        if self._requests.get(leader.request_id) is not leader or leader.num_preemptions or state.num_preemptions:
+        is_without_pages = leader.num_preemptions if state.beam is None else leader.status == "waiting"
+        if self._requests.get(leader.request_id) is not leader or is_without_pages or state.num_preemptions:
             state.leader = None
             return False
-        return leader.num_computed < leader.num_prompt
+        return leader.num_computed < state.num_shared
 
     def _check_fits(self, state: RequestState) -> bool:
         """Refuse a request once it is known that its adapter leaves no room for it even in an empty pool."""
         if state.adapter_pages is None and state.request.adapter is not None:
             state.adapter_pages = self._residency.pages_needed(state.request.adapter)
             try:
-                check_fits(state.request, self._geometry, self._pool.capacity, state.adapter_pages)
+                self._kv.check_fits(state.request, state.adapter_pages)
             except NeverFitsError as error:
                 self.finish(state.request_id, "error", request_error(error))
                 return False
@@ -624,15 +658,16 @@ class Scheduler:
     def _start(self, state: RequestState, row: RequestState | None, draft: Draft) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
         place = self._order.place(state)
-        num_ahead = sum(left for other, left in draft.prefilling if (other[0], other[2:]) < (place[0], place[2:]))
-        if num_ahead >= draft.budget:
+        num_ahead = sum(left for other, left in draft.prefilling if other[1:] < place[1:])
+        is_free = state.beam is not None and state.leader is not None  # one token, like those that decode
+        if num_ahead >= draft.budget and not is_free:
             return "NEW"
         if state.digest is not None:
             state.lease = self._residency.acquire(state.digest)
             if state.lease is None:
                 return self._residency.waiting_reason(state.digest)
         beginning = self._kv.beginning(state)
-        count = min(state.num_tokens - beginning.num_tokens, draft.budget - num_ahead)
+        count = 1 if is_free else min(state.num_tokens - beginning.num_tokens, draft.budget - num_ahead)
         num_tokens = max(beginning.num_tokens + count, state.tokens_to_reserve)
         if not self._find_pages(state, beginning, num_tokens, draft):
             if state.lease is not None:
@@ -645,10 +680,10 @@ class Scheduler:
         self._service.stop_waiting(state)
         state.status, state.num_bypasses, state.leader = "running", 0, None
         self._running.append(state)
+        self._order.start(state)
         if state.num_left > 1:
             self._prefilling.add(state)
-        self._order.start(state)
-        draft.prefilling.append((place, state.num_left))
+            draft.prefilling.append((place, state.num_left))
         draft.started.add(state.request_id)
         if state.queue_s is None:
             self._note_first_start(state)
@@ -656,7 +691,8 @@ class Scheduler:
 
     def _find_pages(self, state: RequestState, beginning: Beginning, num_tokens: int, draft: Draft) -> bool:
         """Give a waiting request its pages, from what is free or idle or from shares that are far ahead."""
-        room = self._room_to_grow()
+        # The other beams of a search cannot grow before this one has started.
+        room = 0 if state.beam is not None and state.output_token_ids else self._room_to_grow()
         if self._kv.start(state, beginning, num_tokens, room, draft):
             return True
         before = sum(self.preemptions.values())
@@ -677,25 +713,38 @@ class Scheduler:
         """Pages that admissions, and adapters on their way to the device, leave to those that run."""
         return min(len(self._running) * self._geometry.num_groups, self._pool.capacity // GROWTH_SHARE)
 
-    def _resolve_stall(self) -> None:
-        """Nothing can be computed: make way for the first in line, or refuse it (see the module's docstring, 4)."""
-        first = min(self._running, key=self._order.place, default=None)
-        if first is None:
-            line = self._order.candidates(MIN_LOOK_AHEAD)
-            first = next((state for state in line if not self._waiting.is_unread(state)), None)
-            line.close()
+    def _resolve_stall(self, draft: Draft) -> StepPlan | None:
+        """Nothing can be computed: make way for the first in line, or refuse it (see the module's docstring, 4, 6)."""
+        first = self._first_in_line()
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
         if first is None or self._pool.num_quarantined or self._residency.is_copying:
-            return
+            return None
         self._waiting.drop_holds(keep=first.digest)
         self._no_holds_until = 0
         if first.status == "waiting":
             self._waiting.bypass(first, MAX_BYPASSES)
+        in_the_way = [state for state in self._running if state.is_idle and not _are_beams(state, first)]
+        if in_the_way:
+            self._preempt(max(in_the_way, key=self._order.place), draft)
+            return draft.plan()
         self._stalls += 1
         if self._stalls > MAX_STALLS:
             self._stalls = 0
             error = CapacityError("Pinned adapters leave too little room for this request. Try again, or unpin some.")
             self.finish(first.request_id, "error", request_error(error))
+        return None
+
+    def _first_in_line(self) -> RequestState | None:
+        """The most entitled that runs and is not idle, or else of those that idle ones wait for, or of all."""
+        running = [state for state in self._running if not state.is_idle]
+        awaited = [state for state in self._waiting if any(_are_beams(state, idle) for idle in self._running)]
+        able = running or [state for state in awaited if not state.is_idle]
+        if able:
+            return min(able, key=self._order.place)
+        line = self._order.candidates(MIN_LOOK_AHEAD)
+        first = next((state for state in line if not state.is_idle and not self._waiting.is_unread(state)), None)
+        line.close()
+        return first
 
     def _release_lease(self, state: RequestState) -> None:
         if state.lease is not None:
@@ -720,6 +769,9 @@ class Scheduler:
         if result.is_unsound:
             self.finish(state.request_id, "error", UNSOUND)
             return
+        if state.beam is not None:
+            self._commit_beam(state, state.beam, chunk, result)
+            return
         output = advance(state, chunk, result, self._limits)
         if state.num_left <= 1:
             self._prefilling.discard(state)
@@ -730,3 +782,30 @@ class Scheduler:
             self._service.lengths.observe(state.tenant, state.digest, len(state.output_token_ids))
             self._remove(state)
         self._outbox.append(output)
+
+    def _commit_beam(self, state: RequestState, beam: Beam, chunk: Chunk, result: ChunkResult) -> None:
+        state.num_computed = chunk.start + len(chunk.token_ids)
+        if state.num_left <= 1:
+            self._prefilling.discard(state)
+        self._kv.publish(state)
+        if result.logprobs is None:  # the prompt goes on
+            return
+        step = self._searches[beam.search_id].take(state, beam, result.logprobs)
+        if step is None:
+            return
+        for begun in step.begun:
+            self._requests[begun.request_id] = begun
+            self._service.arrive(begun)
+            self._order.enter(begun)
+            self._wait(begun)
+        for ended_beam in step.ended:
+            self._remove(ended_beam)
+        if step.output is not None:
+            del self._searches[beam.search_id]
+            self._service.lengths.observe(state.tenant, state.digest, len(state.output_token_ids) + 1)
+            self._outbox.append(step.output)
+
+
+def _are_beams(state: RequestState, other: RequestState) -> bool:
+    """Whether both are beams of one search."""
+    return state.beam is not None and other.beam is not None and state.beam.search_id == other.beam.search_id

@@ -92,7 +92,8 @@ class TenantService:
     def note_end(self, state: RequestState) -> None:
         """A request has left the engine."""
         self._tenants[state.tenant].num_requests -= 1
-        self._ends_s.append(self._clock())
+        if not state.is_beam_fork:
+            self._ends_s.append(self._clock())
 
     def wait(self, state: RequestState) -> None:
         """A request begins to wait: its predicted work is in the queue."""

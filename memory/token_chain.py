@@ -43,6 +43,12 @@ class TokenChain:
         """Tokens in full blocks so far; `extend` goes on from here."""
         return len(self.blocks) * self._block_tokens
 
+    def copy(self) -> TokenChain:
+        """A chain with the same blocks, to go on with other tokens."""
+        chain = TokenChain(self._last, self._block_tokens)
+        chain.digests, chain.blocks = list(self.digests), list(self.blocks)
+        return chain
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add the tokens that follow `num_tokens`; what does not fill a block is left for the next call."""
         for start in range(0, len(token_ids) - self._block_tokens + 1, self._block_tokens):

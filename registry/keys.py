@@ -282,17 +282,34 @@ async def _read_known(database: Database, credential: Credential) -> _Known:
         ends = [end for end in (row.expires_at, row.previous_until if is_previous else None) if end is not None]
     if not hmac.compare_digest(credential.digest, stored) or row is None or owner is None or row.revoked_at is not None:
         raise _refusal()
-    identity = Identity(
+    return _Known(_identity(row, owner, credential), from_micros(min(ends)) if ends else None)
+
+
+async def identify_key(session: AsyncSession, key_id: str, now: datetime) -> Identity:
+    """Who holds the key of this id, whatever its secret is by now.
+
+    Raises:
+        AuthenticationError: The key was revoked or has expired, or its tenant is gone.
+    """
+    statement = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
+    found = (await session.execute(statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None)))).one_or_none()
+    if found is None or (found[0].expires_at is not None and found[0].expires_at <= to_micros(now)):
+        raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
+    return _identity(found[0], found[1], None)
+
+
+def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> Identity:
+    return Identity(
         role="tenant",
         tenant_id=row.tenant_id,
         tenant=owner.name,
         key_id=row.id,
         scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
         tenant_limits=Limits.of(owner.limits),
+        tenant_weight=owner.weight,
         key_limits=Limits.of(row.limits),
         credential=credential,
     )
-    return _Known(identity, from_micros(min(ends)) if ends else None)
 
 
 async def _find(session: AsyncSession, prefix: str) -> tuple[KeyRow | None, TenantRow | None]:

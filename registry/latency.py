@@ -52,7 +52,7 @@ async def query(session: AsyncSession, query: UsageQuery) -> LatencyReport:
     check_query(query)
     if query.bucket not in _WIDTHS:
         raise InvalidRequestError("bucket must be 1h or 1d.", param="bucket")
-    if not set(query.group_by) <= _IDS.keys() or query.statuses:
+    if not set(query.group_by) <= _IDS.keys() or query.statuses or query.service_classes:
         raise InvalidRequestError(f"group_by takes {', '.join(LATENCY_GROUPS)}.", param="group_by")
     start = to_micros(query.start) // HOUR_US * HOUR_US
     end = min(-(-to_micros(query.end) // HOUR_US) * HOUR_US, _LAST_HOUR)

@@ -26,6 +26,8 @@ async def add_latencies(
     """Count events, as rows of their table, that were inserted in this transaction; `insert` is the database's own."""
     hours: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
+        if row["service_class"] == "batch":
+            continue
         keys = {name: row[name] for name in _KEYS[1:-1]}
         keys |= {"at": row["at"] // HOUR_US * HOUR_US, "bin": bin_of(row["ttft_s"])}
         names = {"tenant": row["tenant"], "adapter": row["adapter"], "requests": 0}
@@ -41,6 +43,7 @@ async def count_wrong_latencies(session: AsyncSession) -> int:
     hour = (_events.at // HOUR_US * HOUR_US).label("at")
     keys = (_events[name] for name in _KEYS[1:-1])
     counted = select(hour, *keys, bin_in_sql(_events.ttft_s).label("bin"), literal(1).label("requests"))
+    counted = counted.where(_events.service_class != "batch")
     negated = select(*(_counts[name] for name in _KEYS), (-_counts.requests).label("requests"))
     both = union_all(counted, negated).subquery()
     wrong = select(both.c.at).group_by(*(both.c[name] for name in _KEYS)).having(func.sum(both.c.requests) != 0)

@@ -40,6 +40,8 @@ class Limits:
 
 
 UNLIMITED = Limits()
+WEIGHTS = (0.01, 100.0)
+"""Least and largest weight of a tenant."""
 TENANT_LIMITS = tuple(field.name for field in fields(Limits))
 KEY_LIMITS = TENANT_LIMITS[:4]
 """What a single key can be held to."""

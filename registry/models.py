@@ -50,6 +50,7 @@ class TenantRow(Base):
     name: Mapped[str] = mapped_column(String(63), unique=True)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[int] = mapped_column(BigInteger)
+    weight: Mapped[float] = mapped_column(Float, server_default="1")
 
 
 class KeyRow(Base):
@@ -204,6 +205,7 @@ class UsageEventRow(Base):
     ttft_s: Mapped[float | None] = mapped_column(Float)
     duration_s: Mapped[float | None] = mapped_column(Float)
     adapter_state: Mapped[str] = mapped_column(String(16))
+    service_class: Mapped[str] = mapped_column(String(16), server_default="interactive")
 
 
 class UsageRollupRow(Base):
@@ -219,6 +221,7 @@ class UsageRollupRow(Base):
     adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     status: Mapped[str] = mapped_column(String(64), primary_key=True, server_default="")
+    service_class: Mapped[str] = mapped_column(String(16), primary_key=True, server_default="interactive")
     tenant: Mapped[str] = mapped_column(String(63))
     adapter: Mapped[str] = mapped_column(String(127))
     requests: Mapped[int] = mapped_column(BigInteger)
@@ -230,7 +233,10 @@ class UsageRollupRow(Base):
 
 
 class UsageLatencyRow(Base):
-    """Requests of one hour by their time to the first token; written in the transaction that inserts the events."""
+    """Requests of one hour by their time to the first token; written in the transaction that inserts the events.
+
+    Lines of batches do not count: nobody waits for them.
+    """
 
     __tablename__ = "usage_latency"
     __table_args__ = BY_KEY
@@ -290,3 +296,62 @@ class AuditRow(Base):
     tenant: Mapped[str] = mapped_column(String(63))
     target: Mapped[str] = mapped_column(String(255))
     detail: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class FileRow(Base):
+    """A file of a tenant: the requests of a batch, or its results. Its bytes are a blob."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    filename: Mapped[str] = mapped_column(String(255))
+    purpose: Mapped[str] = mapped_column(String(16))
+    """batch or batch_output."""
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class BatchRow(Base):
+    """A batch, and which server runs it."""
+
+    __tablename__ = "batches"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    key_id: Mapped[str] = mapped_column(String(64))
+    """The key that made it, for which its lines run; empty for the admin key."""
+    endpoint: Mapped[str] = mapped_column(String(64))
+    input_file_id: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    output_file_id: Mapped[str] = mapped_column(String(64))
+    error_file_id: Mapped[str] = mapped_column(String(64))
+    labels: Mapped[dict[str, str]] = mapped_column(JSON)
+    """The client's `metadata`."""
+    times: Mapped[dict[str, int]] = mapped_column(JSON)
+    """When it reached each status, such as `in_progress_at`."""
+    errors: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    """What is wrong with its input."""
+    total: Mapped[int] = mapped_column(Integer)
+    completed: Mapped[int] = mapped_column(Integer)
+    failed: Mapped[int] = mapped_column(Integer)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    owner: Mapped[str] = mapped_column(String(64))
+    """The server that runs it; empty for none."""
+    lease_until: Mapped[int] = mapped_column(BigInteger)
+    """When another server may take it over, unless its owner says before that it goes on."""
+
+
+class BatchResultRow(Base):
+    """The result of one line, until the batch ends and all of them become files; written with its usage event."""
+
+    __tablename__ = "batch_results"
+
+    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True)
+    line: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    is_error: Mapped[bool]
+    result: Mapped[str] = mapped_column(Text)
+    """A line of the output file or the error file."""

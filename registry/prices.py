@@ -42,6 +42,8 @@ class PriceTable:
     tenants: Mapping[str, Price] = field(default_factory=dict)
     adapters: Mapping[tuple[str, str], Price] = field(default_factory=dict)
     """By the caller's tenant and the adapter's name."""
+    batch: PriceTable | None = None
+    """Of lines of batches; None charges them like all else."""
 
     def costs(self, facts: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
         """The cost of each row of `facts` in two parts: the first in `PART` units, the second in units."""
@@ -53,7 +55,11 @@ class PriceTable:
             terms = [cast(tokens, BigInteger) * self._of(kind, part, columns) for kind, tokens in kinds]
             return terms[0] + terms[1] + terms[2]
 
-        return cost(0), cost(1)
+        if self.batch is None:
+            return cost(0), cost(1)
+        is_batch = columns.service_class == "batch"
+        parts, units = (case((is_batch, of_line), else_=cost(n)) for n, of_line in enumerate(self.batch.costs(facts)))
+        return parts, units
 
     def _of(self, kind: str, part: int, columns: Any) -> ColumnElement[int]:  # noqa: ANN401 - a collection of columns
         def units(price: Price) -> ColumnElement[int]:

@@ -20,7 +20,9 @@ SCOPES: tuple[Scope, ...] = ("infer", "adapters", "usage")
 UploadState = Literal["uploading", "ready", "rejected"]
 
 Bucket = Literal["1m", "1h", "1d"]
-GroupBy = Literal["tenant", "adapter", "version", "key", "status"]
+GroupBy = Literal["tenant", "adapter", "version", "key", "status", "service_class"]
+ServiceClass = Literal["interactive", "batch"]
+"""What a request was: one that somebody waits for, or a line of a batch; each may have prices of its own."""
 RankBy = Literal["requests", "prompt_tokens", "completion_tokens", "total_tokens", "cost"]
 
 Shares = Mapping[int, int]
@@ -47,6 +49,8 @@ class Tenant:
     limits: Mapping[str, int]
     """By name, those that are set."""
     created_at: datetime
+    weight: float = 1.0
+    """Its part of the engine, beside those of the other tenants with requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ class Identity:
     """None for the admin key, which has no row."""
     scopes: tuple[Scope, ...]
     tenant_limits: Limits = UNLIMITED
+    tenant_weight: float = 1.0
     key_limits: Limits = UNLIMITED
     credential: Credential | None = field(default=None, repr=False, compare=False)
     """What it was told by; None where authentication is off."""
@@ -267,6 +272,7 @@ class UsageEvent:
     duration_s: float | None = None
     adapter_state: str | None = None
     """Where the adapter was on arrival: device, host or stored."""
+    service_class: ServiceClass = "interactive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +312,7 @@ class UsageQuery:
     versions: tuple[int, ...] = ()
     key_ids: tuple[str, ...] = ()
     statuses: tuple[str, ...] = ()
+    service_classes: tuple[str, ...] = ()
     after: str | None = None
     """`next` of the page before."""
     limit: int = 1000
@@ -328,6 +335,7 @@ class UsageRow(UsageTotals):
     version: int | None = None
     key_id: str | None = None
     status: str | None = None
+    service_class: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, exists, not_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
-from weft.registry.models import VersionRow
+from weft.registry.models import FileRow, VersionRow
 from weft.registry.records import Removed
 
 _CHUNK = 500
@@ -26,14 +26,13 @@ async def only_referenced_by(session: AsyncSession, doomed: Doomed) -> Removed:
 
 
 async def unreferenced_weights(session: AsyncSession, weights: Iterable[str]) -> frozenset[str]:
-    """Which of these blobs no version refers to."""
+    """Which of these blobs no version and no file refers to."""
     rest = set(weights)
     candidates = sorted(rest)
     for start in range(0, len(candidates), _CHUNK):
         chunk = candidates[start : start + _CHUNK]
-        rest -= set(
-            await session.scalars(select(VersionRow.weights_sha256).where(VersionRow.weights_sha256.in_(chunk)))
-        )
+        for column in (VersionRow.weights_sha256, FileRow.sha256):
+            rest -= set(await session.scalars(select(column).where(column.in_(chunk))))
     return frozenset(rest)
 
 

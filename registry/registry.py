@@ -21,8 +21,10 @@ from weft.errors import AuthenticationError
 from weft.registry import adapters, audit, grants, keys, quotas, sessions, tenants
 from weft.registry.aliases import pick
 from weft.registry.audit import ADMIN
+from weft.registry.batches import Batches
 from weft.registry.clock import Clock, iso, utc_now
 from weft.registry.database import Database
+from weft.registry.files import Files
 from weft.registry.keys import KeyRing, read_pepper
 from weft.registry.ledger import UsageLedger
 from weft.registry.limits import Limits
@@ -76,6 +78,8 @@ class Registry:
         """The usage ledger: `record`, `progress`, `flush`, `query`, `summary`."""
         self.uploads = Uploads(database, clock)
         """Uploads in pieces, and the answers to changes that are sent again."""
+        self.files = Files(database, clock)
+        self.batches = Batches(database, clock)
         self._database = database
         self._key_ring = key_ring
         self._resolved = resolved
@@ -140,6 +144,11 @@ class Registry:
         """
         return await self._key_ring.authenticate(self._database, secret)
 
+    async def identify_key(self, key_id: str) -> Identity:
+        """Who holds the key of this id; raises AuthenticationError where it works no more."""
+        async with self._database.read() as session:
+            return await keys.identify_key(session, key_id, self._clock())
+
     async def authenticate_session(self, token: str) -> Identity:
         """Who began the session of this token.
 
@@ -183,16 +192,16 @@ class Registry:
         async with self._change(self._key_ring.sessions) as session:
             await sessions.end_session(session, self._key_ring.digest(token))
 
-    async def create_tenant(self, name: str, limits: Mapping[str, object] | None = None) -> Tenant:
+    async def create_tenant(self, name: str, limits: Mapping[str, object] | None = None, weight: float = 1.0) -> Tenant:
         """Make a tenant.
 
         Raises:
             ConflictError: The name is taken.
         """
         async with self._change() as session:
-            tenant = await tenants.create_tenant(session, name, limits or {}, self._clock())
-            given = dict(limits) if limits else None
-            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, limits=given)
+            tenant = await tenants.create_tenant(session, name, limits or {}, weight, self._clock())
+            given = {"limits": dict(tenant.limits) or None, "weight": None if weight == 1 else weight}
+            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, **given)
         return tenant
 
     async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[Tenant]:
@@ -226,15 +235,18 @@ class Registry:
                 "stored_bytes": await quotas.stored_bytes(session, tenant_id, self._clock()),
             }
 
-    async def update_tenant(self, name: str, limits: Mapping[str, object]) -> Tenant:
-        """Replace a tenant's limits.
+    async def update_tenant(
+        self, name: str, limits: Mapping[str, object] | None = None, weight: float | None = None
+    ) -> Tenant:
+        """Replace a tenant's limits, its weight, or both; None leaves what there is.
 
         Raises:
             NotFoundError: There is none of this name.
         """
         async with self._change(self._key_ring, self._tenant_limits) as session:
-            tenant = await tenants.update_tenant(session, name, limits)
-            audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, limits=dict(limits))
+            tenant = await tenants.update_tenant(session, name, limits, weight)
+            given = {"limits": None if limits is None else dict(limits), "weight": weight}
+            audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, **given)
         return tenant
 
     async def delete_tenant(self, name: str) -> Removed:

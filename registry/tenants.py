@@ -9,9 +9,9 @@ from datetime import datetime
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, NotFoundError
+from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry.clock import from_micros, to_micros
-from weft.registry.limits import TENANT_LIMITS, Limits, checked_limits, known_limits
+from weft.registry.limits import TENANT_LIMITS, WEIGHTS, Limits, checked_limits, known_limits
 from weft.registry.models import AdapterRow, TenantRow
 from weft.registry.names import check_integer, check_name, check_text, is_name
 from weft.registry.records import Page, Removed, Tenant
@@ -20,12 +20,14 @@ from weft.registry.references import only_referenced_by
 MAX_PAGE = 1000
 
 
-async def create_tenant(session: AsyncSession, name: str, limits: Mapping[str, object], now: datetime) -> Tenant:
+async def create_tenant(
+    session: AsyncSession, name: str, limits: Mapping[str, object], weight: float, now: datetime
+) -> Tenant:
     """Make a tenant.
 
     Raises:
         ConflictError: The name is taken.
-        InvalidRequestError: The name cannot be stored, or there is no such limit.
+        InvalidRequestError: The name cannot be stored, there is no such limit, or the weight is out of range.
     """
     check_name(name, "name")
     if await session.scalar(select(TenantRow.id).where(TenantRow.name == name)) is not None:
@@ -34,6 +36,7 @@ async def create_tenant(session: AsyncSession, name: str, limits: Mapping[str, o
         id=f"ten_{secrets.token_hex(12)}",
         name=name,
         limits=checked_limits(limits, TENANT_LIMITS),
+        weight=_checked_weight(weight),
         created_at=to_micros(now),
     )
     session.add(row)
@@ -76,15 +79,20 @@ async def limits_of(session: AsyncSession, tenant_id: str) -> Limits:
     return Limits.of(await session.scalar(select(TenantRow.limits).where(TenantRow.id == tenant_id)) or {})
 
 
-async def update_tenant(session: AsyncSession, name: str, limits: Mapping[str, object]) -> Tenant:
-    """Replace a tenant's limits.
+async def update_tenant(
+    session: AsyncSession, name: str, limits: Mapping[str, object] | None, weight: float | None
+) -> Tenant:
+    """Replace a tenant's limits, its weight, or both; None leaves what there is.
 
     Raises:
         NotFoundError: There is none of this name.
-        InvalidRequestError: There is no such limit, or it cannot have this value.
+        InvalidRequestError: There is no such limit, or it or the weight cannot have this value.
     """
     row = await tenant_row(session, name)
-    row.limits = checked_limits(limits, TENANT_LIMITS)
+    if limits is not None:
+        row.limits = checked_limits(limits, TENANT_LIMITS)
+    if weight is not None:
+        row.weight = _checked_weight(weight)
     return _tenant(row)
 
 
@@ -116,5 +124,18 @@ async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
     return row
 
 
+def _checked_weight(weight: float) -> float:
+    low, high = WEIGHTS
+    if not low <= weight <= high:  # also what is no number
+        raise InvalidRequestError(f"weight must be from {low} to {high}, got {weight}.", param="weight")
+    return weight
+
+
 def _tenant(row: TenantRow) -> Tenant:
-    return Tenant(id=row.id, name=row.name, limits=known_limits(row.limits), created_at=from_micros(row.created_at))
+    return Tenant(
+        id=row.id,
+        name=row.name,
+        limits=known_limits(row.limits),
+        weight=row.weight,
+        created_at=from_micros(row.created_at),
+    )

@@ -47,7 +47,7 @@ MAX_TOP = 50
 """Most groups that one question ranks."""
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-_KEYS = ("at", "tenant_id", "adapter_id", "adapter_version", "key_id", "status")
+_KEYS = ("at", "tenant_id", "adapter_id", "adapter_version", "key_id", "status", "service_class")
 NAMES = ("tenant", "adapter")
 GROUP_COLUMNS = {
     "tenant": ("tenant_id",),
@@ -55,6 +55,7 @@ GROUP_COLUMNS = {
     "version": ("adapter_id", "adapter_version"),
     "key": ("key_id",),
     "status": ("status",),
+    "service_class": ("service_class",),
 }
 _TEXTS = (
     ("id", 64),
@@ -67,6 +68,7 @@ _TEXTS = (
     ("endpoint", 64),
     ("status", 64),
     ("adapter_state", 16),
+    ("service_class", 16),
 )
 
 _events = UsageEventRow.__table__.c
@@ -222,7 +224,7 @@ def _check_top(query: UsageQuery) -> None:
 def _check_filters(query: UsageQuery) -> None:
     owner = () if query.tenant_id is None else (query.tenant_id,)
     texts = {"tenant": owner, "adapter": query.adapters, "key": query.key_ids, "status": query.statuses}
-    for name, wanted in texts.items():
+    for name, wanted in {**texts, "service_class": query.service_classes}.items():
         for text in wanted:
             check_text(text, name, 127)
     for version in query.versions:
@@ -253,4 +255,5 @@ def _filters(query: UsageQuery) -> dict[str, tuple[Any, ...]]:
         "adapter_version": query.versions,
         "key_id": query.key_ids,
         "status": query.statuses,
+        "service_class": query.service_classes,
     }

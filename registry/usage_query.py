@@ -60,7 +60,7 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
     if query.top is not None and query.rank_by == "cost" and prices is None:
         raise InvalidRequestError("This server has no prices, so rank_by takes no cost.", param="rank_by")
     buckets = await _buckets(session, query)
-    facts = _facts(query, buckets, _names(query) if prices is None else NAMES)
+    facts = _facts(query, buckets, _names(query) if prices is None else (*NAMES, "service_class"))
     costs = (cost.label(name) for name, cost in zip(_COSTS, cost_sums(prices, facts), strict=True))
     sums = [*(sum_of(facts.c[name]) for name in SUMS), *costs]
     cells = _cells(query, facts, sums)
@@ -201,12 +201,13 @@ def _usage_row(query: UsageQuery, buckets: Buckets, row: RowMapping, *, is_other
         version=ids.get("adapter_version"),
         key_id=ids.get("key_id"),
         status=ids.get("status"),
+        service_class=ids.get("service_class"),
         **_figures(row),
     )
 
 
 def _group(row: UsageRow) -> tuple[object, ...]:
-    return row.tenant_id, row.adapter_id, row.version, row.key_id, row.status
+    return row.tenant_id, row.adapter_id, row.version, row.key_id, row.status, row.service_class
 
 
 def _total(rows: Iterable[UsageTotals]) -> UsageTotals:

@@ -25,6 +25,8 @@ class Caller:
     tenant_id: str | None
     """None only for an admin who named no tenant."""
     tenant: str | None
+    weight: float = 1.0
+    """The tenant's part of the engine."""
 
     @property
     def is_admin(self) -> bool:
@@ -91,7 +93,8 @@ class Acting:
                 raise NotFoundError("There is no such tenant.", param="tenant")
             if self._scope is not None and self._scope not in identity.scopes:
                 raise ForbiddenError(f"The API key lacks the scope {self._scope}.")
-            return Caller(identity=identity, tenant_id=identity.tenant_id, tenant=identity.tenant)
+            weight = identity.tenant_weight
+            return Caller(identity=identity, tenant_id=identity.tenant_id, tenant=identity.tenant, weight=weight)
         return await for_tenant(services_of(request), identity, tenant)
 
 
@@ -125,7 +128,9 @@ async def for_tenant(services: Services, admin: Identity, tenant: str | None) ->
         NotFoundError: There is no such tenant.
     """
     chosen = services.default_tenant if tenant is None else await services.registry.get_tenant(tenant)
-    return Caller(identity=admin, tenant_id=chosen.id if chosen else None, tenant=chosen.name if chosen else None)
+    if chosen is None:
+        return Caller(identity=admin, tenant_id=None, tenant=None)
+    return Caller(identity=admin, tenant_id=chosen.id, tenant=chosen.name, weight=chosen.weight)
 
 
 def bound(caller: Caller) -> TenantCaller:
@@ -136,7 +141,9 @@ def bound(caller: Caller) -> TenantCaller:
     """
     if caller.tenant_id is None or caller.tenant is None:
         raise InvalidRequestError("An admin names the tenant with ?tenant=.", param="tenant")
-    return TenantCaller(identity=caller.identity, tenant_id=caller.tenant_id, tenant=caller.tenant)
+    return TenantCaller(
+        identity=caller.identity, tenant_id=caller.tenant_id, tenant=caller.tenant, weight=caller.weight
+    )
 
 
 async def _admin(request: Request) -> Identity:
@@ -148,6 +155,7 @@ AnyCaller = Annotated[Caller, Depends(Acting())]
 InferCaller = Annotated[Caller, Depends(Acting("infer"))]
 UploadCaller = Annotated[Caller, Depends(Acting("adapters"))]
 UsageCaller = Annotated[Caller, Depends(Acting("usage"))]
+InferTenant = Annotated[TenantCaller, Depends(ActingForTenant("infer"))]
 AnyTenantReader = Annotated[Caller, Depends(ActingForEvery())]
 TenantReader = Annotated[TenantCaller, Depends(ActingForTenant())]
 TenantWriter = Annotated[TenantCaller, Depends(ActingForTenant("adapters"))]

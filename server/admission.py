@@ -13,10 +13,10 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from weft.registry.limits import Limits
-from weft.server.access import Caller, InferCaller
+from weft.server.access import Acting, Caller, TenantQuery
 from weft.server.lease import Holder, Lease, Share
 from weft.server.rate_limits import month_after, month_of
-from weft.server.services import Services, Wired
+from weft.server.services import Services, services_of
 
 
 def lease_of(request: Request) -> Lease:
@@ -90,9 +90,11 @@ class Admitted:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
+        self._acting = Acting("infer")
 
-    async def __call__(self, request: Request, services: Wired, caller: InferCaller) -> Caller:
-        """Called by FastAPI for each request."""
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
+        """Called by FastAPI for each request. One dependency: each costs about as much as the rest of a refusal."""
+        services, caller = services_of(request), await self._acting(request, tenant)
         shares = await shares_of(services, caller)
         lease_of(request).admit(shares, services.monotonic, services.metrics.limited, self._tokens)
         return caller

@@ -24,6 +24,7 @@ from weft.server import (
     routes_usage,
 )
 from weft.server.auth import AuthMiddleware
+from weft.server.batches import routes as routes_batches
 from weft.server.boundary import Boundary
 from weft.server.dashboard import add_dashboard
 from weft.server.openapi import openapi_of
@@ -32,6 +33,7 @@ from weft.server.services import Services
 
 ROUTERS = (
     routes_generation.router,
+    routes_batches.router,
     routes_models.router,
     routes_adapters.router,
     routes_uploads.router,

@@ -21,6 +21,8 @@ class Drain:
 
     def __init__(self) -> None:
         self.is_draining = False
+        self.began = asyncio.Event()
+        """Set with `is_draining`, for what ends at once instead of running on."""
         self._running: dict[object, Cut] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,6 +87,7 @@ class Drain:
     async def drain(self, limit_s: float) -> int:
         """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut."""
         self.is_draining = True
+        self.began.set()
         await self._wait(limit_s, self._idle, self._hurry)
         cuts = list(self._running.values())
         for cut in cuts:

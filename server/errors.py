@@ -97,7 +97,7 @@ def error_headers(error: WeftError) -> dict[str, str]:
     status, _ = answer(error)
     headers: dict[str, str] = {}
     if isinstance(error, errors.CapacityError):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers.update(_retry_headers(error.retry_after_s))
     if isinstance(error, errors.RateLimitError):
         headers.update(_retry_headers(error.retry_after_s))
     if status == 401:

@@ -14,6 +14,7 @@ from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.text import TextDelta, TextStream
 from weft.errors import EngineError, EngineUnavailableError
 from weft.server.errors import from_engine
+from weft.server.gate import Admission
 from weft.server.prompts import Prompt
 from weft.server.services import Engine
 
@@ -70,12 +71,18 @@ class Generation:
         choices: What to compute.
         may_grow: Asked before a choice goes on: whether the choices together may have this many tokens of output. Where
             they may not, the choice ends with `finish_reason` "length".
+        admission: What the gate let in; None for work that passes around it.
     """
 
     def __init__(
-        self, engine: Engine, choices: Sequence[Choice], may_grow: Callable[[int], bool] = lambda _: True
+        self,
+        engine: Engine,
+        choices: Sequence[Choice],
+        may_grow: Callable[[int], bool] = lambda _: True,
+        admission: Admission | None = None,
     ) -> None:
         self.choices = tuple(choices)
+        self.admission = admission
         self._engine = engine
         self._may_grow = may_grow
         self._computed = {choice.index: Computed(choice=choice) for choice in choices}
@@ -83,19 +90,23 @@ class Generation:
         """Tokens of output so far, and one more of each choice that has not finished."""
         self._arrived: asyncio.Queue[Step | BaseException | None] = asyncio.Queue()
         self._cut: BaseException | None = None
-        self._pumps: list[asyncio.Task[None]] = []
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+        """By request of the engine."""
 
     async def __aenter__(self) -> Generation:
+        by_request: dict[str, list[Choice]] = {}
         for choice in self.choices:
-            pump = asyncio.create_task(self._pump(choice))
+            by_request.setdefault(choice.request.request_id, []).append(choice)
+        for request_id, choices in by_request.items():
+            pump = asyncio.create_task(self._pump(choices))
             pump.add_done_callback(self._note_failure)
-            self._pumps.append(pump)
+            self._pumps[request_id] = pump
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for pump in self._pumps:
+        for pump in self._pumps.values():
             pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps.values(), return_exceptions=True)
 
     def cut(self, error: BaseException) -> None:
         """End the stream of steps with `error`, at once; later calls change nothing."""
@@ -109,10 +120,10 @@ class Generation:
         Waits until the engine has said so, at most `LAST_OUTPUT_S` seconds. Of an engine that is dead or silent, the
         outputs that came before count.
         """
-        for choice, pump in zip(self.choices, self._pumps, strict=True):
+        for request_id, pump in self._pumps.items():
             if not pump.done():
-                self._engine.abort(choice.request.request_id)
-        await asyncio.wait(self._pumps, timeout=LAST_OUTPUT_S)
+                self._engine.abort(request_id)
+        await asyncio.wait(self._pumps.values(), timeout=LAST_OUTPUT_S)
         return list(self._computed.values())
 
     async def steps(self) -> AsyncIterator[Step]:
@@ -133,26 +144,46 @@ class Generation:
             unfinished -= arrived.delta.finish_reason is not None
             yield arrived
 
-    async def _pump(self, choice: Choice) -> None:
+    async def _pump(self, choices: Sequence[Choice]) -> None:
+        """Pass on what the engine says of one request: of one choice, or of all that a beam search ends with."""
         if self._cut is not None:
             return  # before the engine was asked
-        async with aclosing(_as_generator(self._engine.generate(choice.request))) as outputs:
+        has_started = False
+        async with aclosing(_as_generator(self._engine.generate(choices[0].request))) as outputs:
             async for output in outputs:
-                self._note(choice, output)
-                if output.error is not None:
-                    raise from_engine(output.error)
-                if output.finish_reason == "error":
-                    raise EngineError("The engine ended the request without a reason.")
+                own = list(zip(choices, output.hypotheses or [output], strict=False))
+                for choice, part in own:
+                    self._note(choice, part)
                 if output.finish_reason == "abort":
-                    raise EngineUnavailableError("The engine gave the request up; send it again.")
-                delta = choice.text.push(self._within_limits(output))
-                self._arrived.put_nowait(
-                    Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens)
-                )
-                if delta.finish_reason is not None:
-                    self._num_wanted -= 1
+                    for choice, part in own:
+                        choice.text.push(part)  # of a beam search, what its beams had
+                self._check(output, has_started)
+                if self.admission is not None and not has_started:
+                    self.admission.started(output.queue_s)
+                has_started = True
+                for choice, part in own:
+                    self._pass_on(choice, part)
+                if all(choice.text.is_finished for choice in choices):
                     return
         raise EngineUnavailableError("The engine stopped before the request was finished; send it again.")
+
+    def _check(self, output: RequestOutput, has_started: bool) -> None:
+        """Raise what the engine ended the request with, if that is no end of an answer."""
+        if output.error is not None:
+            error = from_engine(output.error)
+            raise error if self.admission is None or has_started else self.admission.refused(error)
+        if output.finish_reason == "error":
+            raise EngineError("The engine ended the request without a reason.")
+        if output.finish_reason == "abort":
+            raise EngineUnavailableError("The engine gave the request up; send it again.")
+
+    def _pass_on(self, choice: Choice, output: RequestOutput) -> None:
+        delta = choice.text.push(self._within_limits(output))
+        self._arrived.put_nowait(Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens))
+        if delta.finish_reason is not None:
+            self._num_wanted -= 1
+            if self.admission is not None:
+                self.admission.finished(choice.text.num_tokens)
 
     def _note(self, choice: Choice, output: RequestOutput) -> None:
         computed = self._computed[choice.index]

@@ -8,8 +8,8 @@ before the last bytes go out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, WeftError
 from weft.server import sse
+from weft.server.best_of import best_choices
 from weft.server.drain import Drain
-from weft.server.generation import Generation, Step
+from weft.server.generation import Choice, Generation, Step
 from weft.server.http_protocol import IS_CLOSING
 from weft.server.metering import Meter
 from weft.server.shapes import JsonObject, Part, Shape, joined
@@ -32,9 +33,49 @@ class Manner:
     head: JsonObject
     """`id`, `created`, `model`, `system_fingerprint`: the same in every chunk."""
     headers: dict[str, str]
+    n: int
+    """Choices of each prompt that are returned, of as many candidates or more."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
+
+
+class WholeAnswer:
+    """All steps of a generation as one body."""
+
+    def __init__(self, shape: Shape, meter: Meter) -> None:
+        self.headers: dict[str, str] = {}
+        """Those that the engine's word decides."""
+        self._shape = shape
+        self._meter = meter
+        self._parts: dict[int, list[Part]] = {}
+        self._steps: list[Step] = []
+
+    async def collect(self, steps: AsyncIterator[Step]) -> None:
+        """Take all steps; raises what ends them early."""
+        async for step in steps:
+            self._meter.observe(step)
+            self._parts.setdefault(step.choice.index, []).append(self._shape.part(step))
+            self.headers.update(_state_header(step))
+            self._steps.append(step)
+
+    def body(self, manner: Manner, candidates: Sequence[Choice]) -> tuple[JsonObject, str]:
+        """The answer, which is counted as delivered, and the status that is recorded of it."""
+        for step in self._steps:
+            self._meter.deliver(step)
+        best = best_choices(candidates, self._steps, manner.n)
+        ends = [joined(self._parts[choice.index]) for choice in best]
+        choices = [
+            self._shape.whole_choice(replace(choice, index=index), end)
+            for index, (choice, end) in enumerate(zip(best, ends, strict=True))
+        ]
+        body: JsonObject = {
+            "object": self._shape.whole_object,
+            **manner.head,
+            "choices": choices,
+            "usage": self._meter.usage.body(),
+        }
+        return body, _overall(ends)
 
 
 class GenerationResponse(Response):
@@ -67,28 +108,17 @@ class GenerationResponse(Response):
                         await asyncio.shield(self._meter.finish_quietly(status))
         finally:
             watcher.cancel()
+            if self._generation.admission is not None:
+                self._generation.admission.end()
 
     async def _whole(self, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]) -> None:
-        parts: dict[int, list[Part]] = {}
-        headers = dict(self._manner.headers)
-        arrived = []
-        async for step in steps:
-            self._meter.observe(step)
-            parts.setdefault(step.choice.index, []).append(self._shape.part(step))
-            headers.update(_state_header(step))
-            arrived.append(step)
+        answer = WholeAnswer(self._shape, self._meter)
+        await answer.collect(steps)
         if is_gone():
             raise ClientDisconnect
-        for step in arrived:
-            self._meter.deliver(step)
-        choices = [self._shape.whole_choice(choice, joined(parts[choice.index])) for choice in self._generation.choices]
-        body: JsonObject = {
-            "object": self._shape.whole_object,
-            **self._manner.head,
-            "choices": choices,
-            "usage": self._meter.usage.body(),
-        }
-        await self._meter.finish(_overall([joined(part) for part in parts.values()]))
+        body, status = answer.body(self._manner, self._generation.choices)
+        headers = {**self._manner.headers, **answer.headers}
+        await self._meter.finish(status)
         response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})

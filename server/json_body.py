@@ -21,18 +21,31 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace) -> BodyT:
-    """Read, parse and validate a body.
+    """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
+    return await parsed(model, await json_bytes(request, limit, pace))
+
+
+async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
+    """Read a body that is said to be JSON.
 
     Raises:
-        InvalidRequestError: Not JSON, ambiguous JSON, or a value that the model refuses; `param` names the field.
-        UnsupportedParameterError: A field that the model does not have.
+        InvalidRequestError: It is said to be something else.
         PayloadTooLargeError: More than `limit` bytes.
         TimeoutExceededError: The client is too slow.
     """
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequestError("The body must be JSON: send Content-Type application/json.", code="invalid_json")
-    raw = await read_body(request, limit, pace)
+    return await read_body(request, limit, pace)
+
+
+async def parsed(model: type[BodyT], raw: bytes) -> BodyT:
+    """Parse and validate a body.
+
+    Raises:
+        InvalidRequestError: Not JSON, ambiguous JSON, or a value that the model refuses; `param` names the field.
+        UnsupportedParameterError: A field that the model does not have.
+    """
     if len(raw) <= INLINE_BYTES:
         return validate(model, parse_json(raw))
     return await asyncio.to_thread(lambda: validate(model, parse_json(raw)))
@@ -62,7 +75,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
-    """Check a parsed body against its model; raises like `json_body`."""
+    """Check a parsed body against its model; raises like `parsed`."""
     try:
         return model.model_validate(body)
     except ValidationError as error:

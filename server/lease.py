@@ -151,6 +151,12 @@ class Lease:
                 share.account.in_flight -= 1
             self._request_slot = None
 
+    def withdraw(self) -> None:
+        """Do not count a request that was refused for want of room."""
+        if self._request_slot is not None:
+            for share in self._shares:
+                share.account.requests.give_back(self._request_slot, 1)
+
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-*` as OpenAI writes them, of the holder who has less left; none where nothing limits."""
         now_s = self._monotonic()

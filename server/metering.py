@@ -19,7 +19,7 @@ import structlog
 
 from weft.engine.request import AdapterState
 from weft.errors import WeftError
-from weft.registry.records import UsageEvent
+from weft.registry.records import ServiceClass, UsageEvent
 from weft.server.access import Caller
 from weft.server.generation import Computed, Step
 from weft.server.lease import Lease
@@ -60,12 +60,22 @@ class Meter:
         lease: What was reserved of the limits; settled when the event is recorded.
         endpoint: The route.
         request_id: The id that the client knows.
+        line_id: The event's id, for a line of a batch: the same whenever the line runs again.
     """
 
     def __init__(
-        self, services: Services, caller: Caller, model: ResolvedModel, lease: Lease, *, endpoint: str, request_id: str
+        self,
+        services: Services,
+        caller: Caller,
+        model: ResolvedModel,
+        lease: Lease,
+        *,
+        endpoint: str,
+        request_id: str,
+        line_id: str | None = None,
     ) -> None:
-        self.ledger_id = services.registry.usage.mint_id()
+        self.ledger_id = line_id or services.registry.usage.mint_id()
+        self._service_class: ServiceClass = "interactive" if line_id is None else "batch"
         self._services = services
         self._caller = caller
         self._model = model
@@ -109,9 +119,10 @@ class Meter:
             self._ttft_s = now - self._started_s
             self._queue_s = step.output.queue_s
             self._adapter_state = step.output.adapter_state
-            self._services.metrics.first_token(self._ttft_s, self._queue_s)
+            if self._service_class == "interactive":
+                self._services.metrics.first_token(self._ttft_s, self._queue_s)
         last = self._last_token_s.get(step.choice.index)
-        if last is not None and step.output.token_ids:
+        if last is not None and step.output.token_ids and self._service_class == "interactive":
             self._services.metrics.next_token(now - last)
         self._last_token_s[step.choice.index] = now
 
@@ -149,15 +160,25 @@ class Meter:
         Raises:
             CapacityError: The event could not be made durable: the client must not see a good end.
         """
-        if self._is_finished:
+        event = self.close(status)
+        if event is None:
             return
-        self._is_finished = True
-        event = self._event(status)
         try:
             await self._services.registry.usage.record(event)
         finally:
-            self._lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
-            self._count(status)
+            self.settle(event)
+
+    def close(self, status: str) -> UsageEvent | None:
+        """The event to record, the first time; None later. Once it is recorded, `settle` it."""
+        if self._is_finished:
+            return None
+        self._is_finished = True
+        return self._event(status)
+
+    def settle(self, event: UsageEvent) -> None:
+        """Count a recorded event against the limits, and in the metrics."""
+        self._lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
+        self._count(event.status)
 
     async def finish_quietly(self, status: str) -> None:
         """Record the event after the client is gone or was told of an error; what fails is logged."""
@@ -198,6 +219,7 @@ class Meter:
             adapter_digest=version.digest if version else None,
             request_id=self._request_id,
             endpoint=self._endpoint,
+            service_class=self._service_class,
             status=status,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,

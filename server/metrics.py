@@ -53,6 +53,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._pairs = _CappedPairs()
         self._adapters = _CappedLabels()
+        self._tenants = _CappedLabels()
         self._digests: dict[str, str] = {}
         self._last_step = ("", 0)
         self._declare()
@@ -78,6 +79,9 @@ class Metrics:
         )
         for limit in TENANT_LIMITS:
             self._limited.labels(limit)
+        self._refused = Counter(
+            "weft_refused", "Requests that would have waited too long.", ["code", "tenant"], registry=own
+        )
         self._responses = Counter("weft_responses", "Answers to HTTP requests by class.", ["status"], registry=own)
         for hundreds in range(2, 6):
             self._responses.labels(f"{hundreds}xx")
@@ -121,6 +125,15 @@ class Metrics:
     def limited(self, limit: str) -> None:
         """Count a refusal by one of the limits of a tenant or key."""
         self._limited.labels(limit).inc()
+
+    def refused(self, code: str, tenant: str | None) -> None:
+        """Count a request that was refused because it would have waited, or has waited, too long.
+
+        Args:
+            code: The error code.
+            tenant: The tenant's name; None is the admin.
+        """
+        self._refused.labels(code, NO_TENANT if tenant is None else self._tenants.label(tenant)).inc()
 
     def answered(self, status: int) -> None:
         """Count an answer by the class of its HTTP status, also of requests that come to no generation."""

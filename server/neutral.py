@@ -14,10 +14,6 @@ IGNORED = frozenset({"metadata", "store", "service_tier"})
 """Accepted with any value."""
 
 SHARED: Neutral = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -35,7 +31,6 @@ SHARED: Neutral = {
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "priority": (0,),
     "cache_salt": (),
     "prompt_cache_key": (),
     "safety_identifier": (),

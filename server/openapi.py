@@ -48,6 +48,11 @@ def takes_upload() -> dict[str, Any]:
             "sha256": {**text, "description": "Of the weights; other bytes are refused."},
         },
     }
+    return takes_form(schema)
+
+
+def takes_form(schema: dict[str, Any]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads a form of this schema."""
     return _request_body("multipart/form-data", schema)
 
 

@@ -6,6 +6,9 @@ default: {prompt: 0.20, cached: 0.05, completion: 0.60}
 base: {prompt: 0.10, cached: 0.02, completion: 0.30}
 acme/*: {prompt: 0.15, cached: 0.05, completion: 0.50}
 acme/support: {prompt: 0.30, cached: 0.05, completion: 0.90}
+batch: 0.5
+
+`batch` is optional: a line of a batch costs this part of the price.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ def read_prices(path: Path) -> PriceTable:
         raise _wrong(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise _wrong(f"{path} is not YAML") from error
-    if not isinstance(content, dict) or set(content) != {"currency", "per_million_tokens"}:
-        raise _wrong(f"{path} must have exactly currency and per_million_tokens")
+    needed = {"currency", "per_million_tokens"}
+    if not isinstance(content, dict) or not needed <= set(content) <= {*needed, "batch"}:
+        raise _wrong(f"{path} must have currency and per_million_tokens, may have batch, and nothing else")
     currency, entries = content["currency"], content["per_million_tokens"]
     if not isinstance(currency, str) or not 1 <= len(currency) <= 16 or not currency.isalnum():
         raise _wrong("currency must be a short word such as EUR")
@@ -59,7 +63,26 @@ def read_prices(path: Path) -> PriceTable:
             tenants[tenant] = price
         else:
             adapters[tenant, adapter] = price
-    return PriceTable(currency=currency, default=default, base=base, tenants=tenants, adapters=adapters)
+    table = PriceTable(currency=currency, default=default, base=base, tenants=tenants, adapters=adapters)
+    return dataclasses.replace(table, batch=_of_batches(table, content["batch"])) if "batch" in content else table
+
+
+def _of_batches(table: PriceTable, factor: Any) -> PriceTable:  # noqa: ANN401 - what a file says
+    part = Decimal(_units("batch", factor)) / PER_TOKEN
+
+    def price(of: Price) -> Price:
+        units = [getattr(of, kind) * part for kind in _KINDS]
+        if any(unit != int(unit) for unit in units):
+            raise _wrong(f"batch {part} times a price has more than ten decimal places for a token: round one of them")
+        return Price(**{kind: int(unit) for kind, unit in zip(_KINDS, units, strict=True)})
+
+    return PriceTable(
+        currency=table.currency,
+        default=price(table.default),
+        base=price(table.base) if table.base else None,
+        tenants={name: price(of) for name, of in table.tenants.items()},
+        adapters={name: price(of) for name, of in table.adapters.items()},
+    )
 
 
 def _price(name: str, entry: object) -> Price:

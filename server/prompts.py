@@ -33,14 +33,10 @@ def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: Limit
     """The prompts of a completions body, in order.
 
     Raises:
-        InvalidRequestError: Too many prompts times n, an empty prompt, or a token id beyond the vocabulary.
+        InvalidRequestError: Too many prompts times candidates, an empty prompt, or a token id beyond the vocabulary.
         ContextLengthError: A prompt and `max_tokens` exceed the context.
     """
-    if len(body.prompt) * body.n > limits.max_choices:
-        raise InvalidRequestError(
-            f"{len(body.prompt)} prompts times n = {body.n} exceed the limit of {limits.max_choices} choices.",
-            param="n" if body.n > limits.max_choices else "prompt",
-        )
+    _check_candidates(body, len(body.prompt), limits)
     prompts = []
     for given in body.prompt:
         if isinstance(given, str):
@@ -58,11 +54,10 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> Prompt:
     """The prompt of a chat body, by the model's chat template.
 
     Raises:
-        InvalidRequestError: n is too large, or the template refuses the messages.
+        InvalidRequestError: n or best_of is too large, or the template refuses the messages.
         ContextLengthError: Prompt and requested tokens exceed the context, or nothing is left to generate.
     """
-    if body.n > limits.max_choices:
-        raise InvalidRequestError(f"n must be at most {limits.max_choices}, got {body.n}.", param="n")
+    _check_candidates(body, 1, limits)
     for message in body.messages:
         _check_text_length(message.content, limits)
     prompt = Prompt(token_ids=tokenizer.chat_prompt(as_turns(body.messages)))
@@ -99,6 +94,8 @@ def _params(
 ) -> SamplingParams:
     _check_vocabulary(list(body.logit_bias), "logit_bias", limits)
     _check_vocabulary(body.stop_token_ids, "stop_token_ids", limits)
+    if logprobs is None and body.num_candidates > body.n:
+        logprobs = 0  # candidates are compared by them, whether they are shown or not
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -116,6 +113,16 @@ def _params(
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
     )
+
+
+def _check_candidates(body: GenerationBody, num_prompts: int, limits: Limits) -> None:
+    count, name = body.num_candidates, "n" if body.best_of is None else "best_of"
+    if num_prompts * count > limits.max_choices:
+        prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+        raise InvalidRequestError(
+            f"{prompts} times {name} = {count} exceed the limit of {limits.max_choices} choices.",
+            param=name if count > limits.max_choices else "prompt",
+        )
 
 
 def _check_prompt(prompt: Prompt, limits: Limits, param: str) -> None:

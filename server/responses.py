@@ -49,6 +49,8 @@ class TenantView(View):
     object: Literal["tenant"] = "tenant"
     name: str
     limits: dict[str, int]
+    weight: float
+    """Its part of the engine, beside those of the other tenants with requests."""
     created_at: str
 
 
@@ -391,6 +393,7 @@ class UsageRowView(UsageTotalsView):
     version: int | None = None
     key: str | None = None
     status: str | None = None
+    service_class: str | None = None
     other: bool = False
     """All groups below the top together, their fields null; absent without `top`."""
 
@@ -478,6 +481,8 @@ class UsageEventView(View):
     digest: str | None
     request_id: str
     endpoint: str
+    service_class: str
+    """interactive, or batch for a line of a batch."""
     status: str
     prompt_tokens: int
     cached_tokens: int

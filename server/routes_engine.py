@@ -99,9 +99,9 @@ def _shallow(status: EngineStatus) -> dict[str, Any]:
     return {field.name: getattr(status, field.name) for field in fields(status)}
 
 
-def _admission(_: Services) -> Mapping[str, Mapping[str, Any]]:
+def _admission(services: Services) -> Mapping[str, Mapping[str, Any]]:
     """By tenant id: `wait_s`, the predicted wait of a new request in seconds; `refused`, refusals by code."""
-    return {}
+    return services.gate.snapshot()
 
 
 def _by_name(by_id: Mapping[str, ValueT], names: Mapping[str, str]) -> dict[str, ValueT]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -22,9 +23,10 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 @router.post("/v1/tenants", status_code=201, openapi_extra=takes(TenantBody))
 async def create_tenant(request: Request, services: Wired, _: Admin) -> TenantView:
-    """Make a tenant."""
+    """Make a tenant. It gets the limits of the settings `tenant_defaults.*` where the body names none."""
     body = await json_body(request, TenantBody, services.config.server.max_body_bytes, services.pace)
-    return tenant_view(await services.registry.create_tenant(body.name, body.limits))
+    limits = {**asdict(services.config.tenant_defaults), **body.limits}
+    return tenant_view(await services.registry.create_tenant(body.name, limits, body.weight))
 
 
 @router.get("/v1/tenants")
@@ -42,9 +44,9 @@ async def get_tenant(name: str, services: Wired, _: Admin) -> TenantView:
 
 @router.patch("/v1/tenants/{name}", openapi_extra=takes(TenantPatchBody))
 async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> TenantView:
-    """Replace a tenant's limits."""
+    """Replace a tenant's limits, its weight, or both; in force at once."""
     body = await json_body(request, TenantPatchBody, services.config.server.max_body_bytes, services.pace)
-    return tenant_view(await services.registry.update_tenant(name, body.limits))
+    return tenant_view(await services.registry.update_tenant(name, body.limits, body.weight))
 
 
 @router.delete("/v1/tenants/{name}", status_code=204)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
 from weft.registry.prices import in_currency
-from weft.registry.records import GroupBy, RankBy, UsageQuery, UsageRow, UsageTotals
+from weft.registry.records import GroupBy, RankBy, ServiceClass, UsageQuery, UsageRow, UsageTotals
 from weft.registry.usage import MAX_ROWS, MAX_TOP, MAX_WANTED
 from weft.registry.usage_buckets import zone
 from weft.server.access import Caller, UsageCaller
@@ -31,12 +31,17 @@ from weft.server.usage_span import SpanParams, whose
 from weft.server.views import iso, usage_event_view
 
 router = APIRouter(tags=["usage"])
-GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status")
+GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status", "service_class")
 BucketWidth = Literal["1m", "1h", "1d"]
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
 """Default and largest number of buckets per page, as OpenAI has them."""
-_OPENAI_GROUPS: dict[str, GroupBy] = {"project_id": "tenant", "model": "adapter", "api_key_id": "key"}
+_OPENAI_GROUPS: dict[str, GroupBy] = {
+    "project_id": "tenant",
+    "model": "adapter",
+    "api_key_id": "key",
+    "batch": "service_class",
+}
 _CSV: dict[str, Any] = {"text/csv": {"schema": {"type": "string"}}}
 
 
@@ -45,6 +50,8 @@ class RangeParams(SpanParams):
 
     status: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
     """How requests ended: stop, length, aborted, error, interrupted."""
+    service_class: list[ServiceClass] = Field(default_factory=list)
+    """Only what somebody waited for (interactive), or only lines of batches (batch)."""
     after: str | None = None
     limit: int = Field(1000, ge=1, le=MAX_ROWS)
     format: Literal["json", "csv"] = "json"
@@ -52,7 +59,13 @@ class RangeParams(SpanParams):
     def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
         """The question to the ledger, without bucket and grouping."""
         asked = super().query(caller, now, zone)
-        return replace(asked, statuses=tuple(self.status), after=self.after, limit=self.limit)
+        return replace(
+            asked,
+            statuses=tuple(self.status),
+            service_classes=tuple(self.service_class),
+            after=self.after,
+            limit=self.limit,
+        )
 
 
 class UsageParams(RangeParams):
@@ -63,7 +76,7 @@ class UsageParams(RangeParams):
     tz: str = Field("UTC", max_length=64)
     """IANA name of a time zone; `start` and `end` without an offset are of this zone, those of rows are in UTC."""
     group_by: str = ""
-    """Comma-separated: tenant, adapter, version, key, status."""
+    """Comma-separated: tenant, adapter, version, key, status, service_class."""
     top: int | None = Field(None, ge=1, le=MAX_TOP)
     """Only so many groups, the largest of the whole range, have rows of their own, the largest first. All others are
     one row per bucket with `"other": true`, so rows still add up to the totals. There are no pages then, and `limit`
@@ -204,11 +217,12 @@ def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[
     fields: dict[str, object] = {"start": iso(row.start), "end": iso(row.end)}
     by_adapter = "adapter" in query.group_by or "version" in query.group_by
     groups = {"tenant": row.tenant, "version": row.version, "key": row.key_id, "status": row.status}
+    groups["service_class"] = row.service_class
     if "tenant" in query.group_by:
         fields["tenant"] = row.tenant
     if by_adapter:
         fields["adapter"] = row.adapter
-    fields.update({name: groups[name] for name in ("version", "key", "status") if name in query.group_by})
+    fields.update({name: groups[name] for name in groups if name != "tenant" and name in query.group_by})
     if query.top is not None:
         fields["other"] = row.other
     return {**fields, **_sums(row, currency)}
@@ -260,4 +274,5 @@ def _result(services: Services, query: UsageQuery, row: UsageRow) -> Organizatio
         project_id=row.tenant if "tenant" in query.group_by else None,
         api_key_id=row.key_id if "key" in query.group_by else None,
         model=(row.adapter or services.served_name) if "adapter" in query.group_by else None,
+        batch=row.service_class == "batch" if "service_class" in query.group_by else None,
     )

@@ -15,8 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.config import MAX_RANK_LIMIT
+from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from weft.errors import InvalidRequestError, UnsupportedParameterError
-from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
+from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
 from weft.registry.names import MAX_DESCRIPTION
 from weft.server import neutral
 
@@ -110,6 +111,12 @@ def _stops(value: object) -> list[str]:
     return stops
 
 
+def _stopping(value: object) -> object:
+    if value is True or value is False or value == "never":
+        return value
+    raise InvalidRequestError(f'early_stopping must be true, false or "never", got {value!r}.', param="early_stopping")
+
+
 def _biases(value: object) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise InvalidRequestError(f"logit_bias must be an object of at most {MAX_BIASES} entries.", param="logit_bias")
@@ -174,6 +181,7 @@ def _limits_schema(names: Sequence[str]) -> dict[str, Any]:
 
 
 # What they may hold is checked by the registry.
+Weight = Annotated[float, Field(ge=WEIGHTS[0], le=WEIGHTS[1])]
 TenantLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(TENANT_LIMITS))]
 KeyLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(KEY_LIMITS))]
 _CONTENT_SCHEMA = {
@@ -189,6 +197,14 @@ _CONTENT_SCHEMA = {
         },
     ]
 }
+
+
+NOT_IN_BEAM_SEARCH = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "stop", "echo"),
+)
+"""Fields that beam search takes with values that change nothing, and no others."""
+ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
 
 
 class StreamOptions(Body):
@@ -215,6 +231,18 @@ class GenerationBody(Body):
     user: str | None = Field(None, max_length=4096)
     """Whoever asks, in the caller's own words: decides, unseen by the model, where an alias splits its requests."""
     n: int = Field(1, ge=1, le=4096)
+    priority: int = Field(0, ge=-100, le=100)
+    """Order among the tenant's own waiting requests of one adapter: lower goes first."""
+    best_of: int | None = Field(None, ge=1, le=4096)
+    """Candidates to generate for each prompt, `n` if not given: the `n` with the highest log-probability per token are
+    returned, all are billed. For beam search the beam width."""
+    use_beam_search: bool = False
+    """Search instead of sampling: the `n` best of `best_of` beams are returned, best first."""
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
+    """For beam search: power of the length that a sequence's sum of log-probabilities is divided by."""
+    early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_stopping)] = False
+    """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
+    possible, and false when none is likely."""
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -237,6 +265,42 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true.", param="stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _candidates_can_be_compared(self) -> GenerationBody:
+        if self.num_candidates < self.n:
+            raise InvalidRequestError(f"best_of must be at least n = {self.n}, got {self.best_of}.", param="best_of")
+        if self.stream and (self.use_beam_search or self.num_candidates > self.n):
+            param = "use_beam_search" if self.use_beam_search else "best_of"
+            message = f"{param} compares finished candidates, so it cannot be streamed. Send stream: false."
+            raise InvalidRequestError(message, param=param)
+        return self
+
+    @model_validator(mode="after")
+    def _beam_search_is_not_sampling(self) -> GenerationBody:
+        for name in NOT_IN_BEAM_SEARCH if self.use_beam_search else ONLY_IN_BEAM_SEARCH:
+            if name not in type(self).model_fields:
+                continue
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            value = getattr(self, name)
+            # Greedy decoding and "all tokens", as vLLM's clients write them.
+            if value != default and (name, value) not in (("temperature", 0), ("top_k", -1)):
+                goes = "does not go" if self.use_beam_search else "goes only"
+                message = f"{name} {goes} with use_beam_search: true; expected {default}, got {value}."
+                raise InvalidRequestError(message, param=name)
+        return self
+
+    @property
+    def num_candidates(self) -> int:
+        """Generations of each prompt, of which `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def beam(self) -> BeamParams | None:
+        """The beam search that is asked for."""
+        width, penalty, stopping = self.num_candidates, self.length_penalty, self.early_stopping
+        search = BeamParams(width=width, length_penalty=penalty, early_stopping=stopping)
+        return search if self.use_beam_search else None
 
     @property
     def include_usage(self) -> bool:
@@ -357,13 +421,24 @@ class TenantBody(Body):
 
     name: str = Field(max_length=512)
     limits: TenantLimits = Field(default_factory=dict)
+    """What is not named is as in the settings `tenant_defaults.*`; null is no limit."""
+    weight: Weight = 1.0
+    """Its part of the engine, beside those of the other tenants with requests."""
 
 
 class TenantPatchBody(Body):
     """Body of PATCH /v1/tenants/{name}."""
 
-    limits: TenantLimits
-    """All of them: what is not named does not limit any more."""
+    limits: TenantLimits | None = None
+    """All of them: what is not named does not limit any more. Null leaves them."""
+    weight: Weight | None = None
+    """Null leaves it."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> TenantPatchBody:
+        if self.limits is None and self.weight is None:
+            raise InvalidRequestError("Give limits, weight or both.", param="limits")
+        return self
 
 
 class KeyBody(KeyFields):

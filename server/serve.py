@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +27,9 @@ from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.app import MetricsApp, create_app
+from weft.server.batches.worker import BatchWorker, owner_name
 from weft.server.drain import Drain
+from weft.server.gate import Gate
 from weft.server.http_protocol import BoundedReads
 from weft.server.logs import configure_logs
 from weft.server.metrics import Metrics
@@ -105,6 +108,7 @@ async def open_services(
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
+    metrics, scheduler = Metrics(ready.memory.slots), config.scheduler
     services = Services(
         config=config,
         registry=registry,
@@ -114,7 +118,8 @@ async def open_services(
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
         check=AdapterCheck(ready, blobs, base_names(config)),
-        metrics=Metrics(ready.memory.slots),
+        metrics=metrics,
+        gate=Gate(scheduler.max_wait_s, scheduler.max_waiting, lambda: engine.load, time.monotonic, metrics.refused),
         drain=drain,
         staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
         prices=prices,
@@ -125,6 +130,9 @@ async def open_services(
     stack.push_async_callback(sweeper.stop)
     await sweeper.start()
     await settle_pins(services)
+    worker = BatchWorker(services, await asyncio.to_thread(owner_name, config.server.data_dir))
+    stack.push_async_callback(worker.stop)
+    worker.start()
     return services
 
 

@@ -26,6 +26,7 @@ from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.drain import Drain
 from weft.server.engine_feed import EngineFeed
+from weft.server.gate import Gate
 from weft.server.incoming import Pace
 from weft.server.intake import Intake
 from weft.server.metrics import Metrics
@@ -108,6 +109,10 @@ class Services:
     """What callers have taken of their limits."""
     pace: Pace = field(default_factory=Pace)
     """How slowly clients may send."""
+    gate: Gate
+    """Who may wait in the engine."""
+    batches_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a batch was made or cancelled here, so that it need not be found by looking."""
     engine_feed: EngineFeed = field(default_factory=EngineFeed)
     """What the engine does, for all who watch."""
     monotonic: Callable[[], float] = time.monotonic

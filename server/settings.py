@@ -26,12 +26,14 @@ from pydantic_settings import (
 
 from weft.config import (
     AdapterConfig,
+    BatchConfig,
     Config,
     MemoryConfig,
     ModelConfig,
     RegistryConfig,
     SchedulerConfig,
     ServerConfig,
+    TenantDefaults,
 )
 from weft.errors import ConfigError
 
@@ -42,6 +44,8 @@ SECTIONS: dict[str, type[Any]] = {
     "scheduler": SchedulerConfig,
     "server": ServerConfig,
     "registry": RegistryConfig,
+    "tenant_defaults": TenantDefaults,
+    "batch": BatchConfig,
 }
 PREFIX = "WEFT_"
 PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})

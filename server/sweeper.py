@@ -58,6 +58,8 @@ class Sweeper:
             "uploads": uploads,
             "answers": answers,
             "staged": await self._sweep_staged(),
+            "files": await services.registry.files.forget_expired(),
+            "batches": await services.registry.batches.forget_old(),
             "temporary": await asyncio.to_thread(services.blobs.sweep, age_s),
             "blobs": await self._sweep_blobs(),
         }

@@ -1,11 +1,12 @@
-"""Takes an adapter upload off the wire: a strict multipart reader under byte limits of its own.
+"""Takes an upload off the wire: a strict multipart reader under byte limits of its own.
 
-Weights go to a temporary blob while they are hashed; nothing else touches the disk. Client file names are ignored.
+The file goes to a temporary blob while it is hashed; nothing else touches the disk. File names mean nothing.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
@@ -35,32 +36,79 @@ MAX_HEADERS = 8
 MAX_HEADER_BYTES = 4096
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Which parts a form may have."""
+
+    file: str
+    """The one whose bytes go to a blob."""
+    texts: Mapping[str, int]
+    """The others, and how many bytes each may have."""
+    rule: str
+    """What a client is told that sends something else."""
+
+
+ADAPTER_PARTS = Parts(
+    file=WEIGHTS,
+    texts=TEXT_LIMITS,
+    rule="An upload has the parts name, config and weights, and may have tenant, description, activate and "
+    "sha256 (of the weights), each once.",
+)
+
+
 @dataclass(slots=True)
-class UploadForm:
-    """The parts of an upload, except the weights."""
+class Form:
+    """What came, except the bytes of the file."""
 
     texts: dict[str, bytearray] = field(default_factory=dict)
-    has_weights: bool = False
+    has_file: bool = False
+    filename: str = ""
+    """As the client calls it."""
+
+    def text(self, name: str) -> str | None:
+        """A part's text; None where it did not come."""
+        raw = self.texts.get(name)
+        try:
+            return None if raw is None else raw.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"{name} must be text in UTF-8.", param=name) from error
+
+    def check_has(self, names: Sequence[str], file: str) -> None:
+        """Return if these parts came.
+
+        Raises:
+            InvalidRequestError: One did not; code upload.missing_part.
+        """
+        present = {*self.texts, *((file,) if self.has_file else ())}
+        for name in names:
+            if name not in present:
+                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
+
+
+class UploadForm(Form):
+    """The parts of an adapter's upload, except the weights."""
+
+    __slots__ = ()
 
     @property
     def name(self) -> str:
         """The adapter's name, which may be none."""
-        return self._text("name") or ""
+        return self.text("name") or ""
 
     @property
     def tenant(self) -> str | None:
         """The tenant that an admin uploads for."""
-        return self._text("tenant")
+        return self.text("tenant")
 
     @property
     def description(self) -> str | None:
         """Free text."""
-        return self._text("description")
+        return self.text("description")
 
     @property
     def activate(self) -> bool:
         """Whether the alias `default` moves to this version."""
-        word = (self._text("activate") or "true").lower()
+        word = (self.text("activate") or "true").lower()
         if word not in ("true", "false", "1", "0"):
             raise InvalidRequestError("activate must be true or false.", param="activate")
         return word in ("true", "1")
@@ -72,7 +120,7 @@ class UploadForm:
             InvalidRequestError: What was announced is no SHA-256.
             AdapterFormatError: Other bytes came; code upload.digest_mismatch.
         """
-        announced = (self._text("sha256") or sha256).removeprefix("sha256:").lower()
+        announced = (self.text("sha256") or sha256).removeprefix("sha256:").lower()
         if not re.fullmatch(r"[0-9a-f]{64}", announced):
             raise InvalidRequestError("sha256 must be 64 hex digits.", param="sha256")
         if announced != sha256:
@@ -83,32 +131,24 @@ class UploadForm:
         """`adapter_config.json`; a longer one is cut one byte behind the limit, which its reader refuses."""
         return bytes(self.texts["config"])
 
-    def check_complete(self) -> None:
-        """Return if nothing is missing.
-
-        Raises:
-            InvalidRequestError: A part is; code upload.missing_part.
-        """
-        present = {*self.texts, *((WEIGHTS,) if self.has_weights else ())}
-        for name in ("name", "config", WEIGHTS):
-            if name not in present:
-                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
-
-    def _text(self, name: str) -> str | None:
-        raw = self.texts.get(name)
-        try:
-            return None if raw is None else raw.decode()
-        except UnicodeDecodeError as error:
-            raise InvalidRequestError(f"{name} must be text in UTF-8.", param=name) from error
-
 
 async def read_upload(request: Request, weights: BlobWriter, limit: int, pace: Pace) -> UploadForm:
-    """Read the whole body; the weights are written to `weights`.
+    """Read an adapter's upload; the weights are written to `weights`. Arguments and errors are those of `read_form`."""
+    form = UploadForm()
+    await read_form(request, form, ADAPTER_PARTS, weights, limit, pace)
+    form.check_has(("name", "config", WEIGHTS), WEIGHTS)
+    return form
+
+
+async def read_form(request: Request, form: Form, parts: Parts, file: BlobWriter, limit: int, pace: Pace) -> None:
+    """Read the whole body into `form`; the bytes of the file are written to `file`.
 
     Args:
         request: A multipart request whose body was not touched.
-        weights: An empty blob.
-        limit: Most bytes of the weights.
+        form: Takes the texts.
+        parts: Which parts may come.
+        file: An empty blob.
+        limit: Most bytes of the file.
         pace: How slowly the client may send.
 
     Raises:
@@ -118,21 +158,19 @@ async def read_upload(request: Request, weights: BlobWriter, limit: int, pace: P
         CapacityError: The disk is full.
         ClientDisconnect: The client is gone.
     """
-    reader = _FormReader(_boundary(request), limit)
+    reader = _FormReader(_boundary(request), form, parts, limit)
     try:
         async for chunk in read_chunks(request, limit + FORM_BYTES, pace, "upload.too_large"):
             for start in range(0, len(chunk), WRITE_BYTES):
                 reader.feed(chunk[start : start + WRITE_BYTES])
                 if reader.num_pending >= WRITE_BYTES:
-                    await in_thread(weights.write, reader.take())
-        await in_thread(weights.write, reader.take())
+                    await in_thread(file.write, reader.take())
+        await in_thread(file.write, reader.take())
     except TimeoutExceededError as error:
         raise TimeoutExceededError(error.message, code="upload.timeout") from error
     except FormParserError as error:
         raise _malformed("The multipart body is broken.") from error
     reader.check_ended()
-    reader.form.check_complete()
-    return reader.form
 
 
 def _boundary(request: Request) -> bytes:
@@ -144,12 +182,13 @@ def _boundary(request: Request) -> bytes:
 
 
 class _FormReader:
-    """Turns multipart bytes into parts; pieces of the weights wait in `take` for being written."""
+    """Turns multipart bytes into parts; pieces of the file wait in `take` for being written."""
 
-    def __init__(self, boundary: bytes, weights_limit: int) -> None:
-        self.form = UploadForm()
-        self._weights_limit = weights_limit
-        self._num_weights = 0
+    def __init__(self, boundary: bytes, form: Form, parts: Parts, file_limit: int) -> None:
+        self._form = form
+        self._parts = parts
+        self._file_limit = file_limit
+        self._num_bytes = 0
         self._pending = bytearray()
         self._header = (b"", b"")
         self._part: str | None = None
@@ -198,38 +237,38 @@ class _FormReader:
     def _end_header(self) -> None:
         (name, value), self._header = self._header, (b"", b"")
         if name.lower() == b"content-disposition":
-            self._part = parse_options_header(value)[1].get(b"name", b"").decode("latin-1")
+            options = parse_options_header(value)[1]
+            self._part = options.get(b"name", b"").decode("latin-1")
+            if self._part == self._parts.file:
+                self._form.filename = options.get(b"filename", b"").decode("utf-8", "replace")
 
     def _check_part(self) -> None:
         part = self._part
-        is_new = part not in self.form.texts and not (part == WEIGHTS and self.form.has_weights)
-        if part is None or not is_new or (part != WEIGHTS and part not in TEXT_LIMITS):
-            raise InvalidRequestError(
-                "An upload has the parts name, config and weights, and may have tenant, description, activate and "
-                "sha256 (of the weights), each once.",
-                code="upload.unexpected_part",
-            )
-        if part == WEIGHTS:
-            self.form.has_weights = True
+        form, parts = self._form, self._parts
+        is_new = part not in form.texts and not (part == parts.file and form.has_file)
+        if part is None or not is_new or (part != parts.file and part not in parts.texts):
+            raise InvalidRequestError(parts.rule, code="upload.unexpected_part")
+        if part == parts.file:
+            form.has_file = True
         else:
-            self.form.texts[part] = bytearray()
+            form.texts[part] = bytearray()
 
     def _part_bytes(self, chunk: bytes, start: int, end: int) -> None:
-        if self._part == WEIGHTS:
-            self._num_weights += end - start
-            if self._num_weights > self._weights_limit:
+        if self._part == self._parts.file:
+            self._num_bytes += end - start
+            if self._num_bytes > self._file_limit:
                 raise PayloadTooLargeError(
-                    f"The weights exceed the limit of {self._weights_limit} bytes.", code="upload.too_large"
+                    f"The part {self._part} exceeds the limit of {self._file_limit} bytes.", code="upload.too_large"
                 )
             self._pending += memoryview(chunk)[start:end]
         elif self._part is not None:
             self._text_bytes(self._part, memoryview(chunk)[start:end])
 
     def _text_bytes(self, part: str, piece: memoryview) -> None:
-        text = self.form.texts[part]
-        room = TEXT_LIMITS[part] - len(text)
+        text, limit = self._form.texts[part], self._parts.texts[part]
+        room = limit - len(text)
         if len(piece) > room and part != "config":
-            raise InvalidRequestError(f"{part} exceeds {TEXT_LIMITS[part]} bytes.", param=part)
+            raise InvalidRequestError(f"{part} exceeds {limit} bytes.", param=part)
         text += piece[:room]
 
     def _end(self) -> None:

@@ -53,7 +53,13 @@ def iso(moment: datetime) -> str:
 
 def tenant_view(tenant: Tenant) -> TenantView:
     """A tenant's body."""
-    return TenantView(id=tenant.id, name=tenant.name, limits=dict(tenant.limits), created_at=iso(tenant.created_at))
+    return TenantView(
+        id=tenant.id,
+        name=tenant.name,
+        limits=dict(tenant.limits),
+        weight=tenant.weight,
+        created_at=iso(tenant.created_at),
+    )
 
 
 def key_view(key: Key) -> KeyView:
@@ -201,6 +207,7 @@ def usage_event_view(event: UsageEvent) -> UsageEventView:
         digest=event.adapter_digest,
         request_id=event.request_id,
         endpoint=event.endpoint,
+        service_class=event.service_class,
         status=event.status,
         prompt_tokens=event.prompt_tokens,
         cached_tokens=event.cached_tokens,

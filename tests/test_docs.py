@@ -19,6 +19,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "docs/registry.md",
+    "docs/batches.md",
     "docs/operations.md",
     "docs/dashboard.md",
 )

@@ -32,7 +32,7 @@ async def _page(folder: Path) -> str:
         ]
         for body in ({"model": BASE}, {"model": "pirate", "max_tokens": 90}):
             assert (await client.post("/v1/completions", json={"prompt": "x", **body})).status_code == 200
-        opened.engine.refusal = RequestError(kind="capacity", code="queue_full", message="full")
+        opened.engine.refusal = RequestError(kind="capacity", code="engine_overloaded", message="full")
         assert (await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})).status_code == 503
         return (await opened.admin.get("/metrics")).text
 

@@ -134,7 +134,10 @@ class SchedulerConfig:
     step_tokens: int = 512
     """Most tokens in one step; prompts longer than what is left are computed in chunks."""
     max_waiting: int = 4096
-    """Most requests that may wait; one more is answered 503 with Retry-After."""
+    """Most requests that may wait, for the sake of memory. One tenant may have twice as many as places are free."""
+    max_wait_s: float = 10.0
+    """Longest predicted wait for a first token, in seconds; requests that would wait longer are answered 429 or 503
+    with Retry-After."""
     policy: Literal["fcfs", "fair"] = "fair"
     """Who is in a step: tenants by weighted service, then their adapters, then arrival; or first come first served."""
     inner: Literal["fifo", "shortest", "slack", "mlfq"] = "fifo"
@@ -158,6 +161,7 @@ class SchedulerConfig:
             "1 to 1048576",
             self.max_waiting,
         )
+        _require(0.1 <= self.max_wait_s <= 3600, "scheduler.max_wait_s", "from 0.1 to 3600", self.max_wait_s)
         _require(self.policy in ("fcfs", "fair"), "scheduler.policy", "fcfs or fair", self.policy)
         _require(
             self.inner in ("fifo", "shortest", "slack", "mlfq"),
@@ -273,6 +277,53 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantDefaults:
+    """Limits that a new tenant gets where its creation names none; null is no limit. Old tenants keep theirs."""
+
+    requests_per_minute: int | None = 60_000
+    """A thousand a second: each costs the server time, also one that is refused."""
+    tokens_per_minute: int | None = None
+    """The engine shares its time by weight, so that an idle one need not stay idle."""
+    concurrent_requests: int | None = 2048
+    """Open requests hold connections and memory."""
+    tokens_per_month: int | None = None
+    """For whoever sells quotas."""
+    adapters: int | None = 4096
+    """Rows and names of one tenant."""
+    stored_bytes: int | None = 64 * GIB
+    """Bytes of all its adapter versions on the server's disk."""
+    adapter_pages: int | None = None
+    """adapter.max_rank bounds one adapter already."""
+    pinned_pages: int | None = 1024
+    """Pinned pages are lost to all others; for an 8B model these are about 25 adapters of rank 16."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            _require(value is None or 0 <= value < 1 << 63, f"tenant_defaults.{name}", "null or >= 0", value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """What batches may be: files of requests that run in what interactive traffic leaves."""
+
+    max_file_bytes: int = 200 * MIB
+    """Largest file of requests in bytes."""
+    max_lines: int = 50_000
+    """Most requests in one batch."""
+    max_files: int = 500
+    """Most files of a tenant, those of results included."""
+    max_stored_bytes: int = 10 * GIB
+    """Most bytes of all files of a tenant."""
+    max_running: int = 128
+    """Most lines of all batches that this server runs at once."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            _require(getattr(self, name) >= 1, f"batch.{name}", ">= 1", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings."""
 
@@ -282,6 +333,8 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    tenant_defaults: TenantDefaults = field(default_factory=TenantDefaults)
+    batch: BatchConfig = field(default_factory=BatchConfig)
 
     @property
     def blob_dir(self) -> Path:

@@ -9,7 +9,8 @@ import typer
 
 from weft.server.commands.client import DEFAULT_URL, JSON, KEY, LIMIT, URL, call, limits_of, show
 
-COLUMNS = ("name", "id", "limits", "created_at")
+COLUMNS = ("name", "id", "limits", "weight", "created_at")
+WEIGHT = Annotated[float | None, typer.Option(help="Part of the engine beside other tenants, 0.01 to 100; default 1.")]
 app = typer.Typer(help="Make, list and remove tenants; needs the admin key.", no_args_is_help=True)
 
 
@@ -19,9 +20,18 @@ def register(parent: typer.Typer) -> None:
 
 
 @app.command()
-def create(name: str, limit: LIMIT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
-    """Make a tenant."""
-    body = {"name": name, "limits": limits_of(limit or ())}
+def create(
+    name: str,
+    limit: LIMIT = None,
+    weight: WEIGHT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Make a tenant. Limits that are not given are the server's defaults; NAME=none is no limit."""
+    body: dict[str, object] = {"name": name, "limits": limits_of(limit or ())}
+    if weight is not None:
+        body["weight"] = weight
     show(call(url, key, "POST", "/v1/tenants", json=body), as_json, COLUMNS)
 
 
@@ -38,6 +48,19 @@ def limit_tenant(
     given = limits_of(limits)
     merged = {**call(url, key, "GET", path)["limits"], **given}
     show(call(url, key, "PATCH", path, json={"limits": merged}), as_json, COLUMNS)
+
+
+@app.command("weight")
+def weigh_tenant(
+    name: str,
+    weight: Annotated[float, typer.Argument(help="0.01 to 100; 1 is usual.")],
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Set a tenant's weight: its part of the engine beside other tenants, in force at once."""
+    path = f"/v1/tenants/{quote(name, safe='')}"
+    show(call(url, key, "PATCH", path, json={"weight": weight}), as_json, COLUMNS)
 
 
 @app.command("ls")

@@ -153,3 +153,22 @@ def test_a_client_over_its_concurrency_waits_and_succeeds(shop: WeftServer, base
         assert client.completions.create(model=base, prompt=[5], max_tokens=2).usage is not None
     assert seen[0] == 429
     assert seen[-1] == 200
+
+
+def test_beam_search_and_best_of_return_the_best_and_bill_all(client: openai.OpenAI, base: str) -> None:
+    def ask(model: str, n: int, **fields: object) -> tuple[list[str], int]:
+        got = client.completions.create(model=model, prompt="The shop", max_tokens=12, n=n, extra_body=fields)
+        assert got.usage is not None
+        return [choice.text for choice in got.choices], got.usage.completion_tokens
+
+    for model in (base, "pirate"):
+        beams, billed = ask(model, 4, use_beam_search=True)
+        assert len(set(beams)) == 4
+        assert ask(model, 2, use_beam_search=True, best_of=4) == (beams[:2], billed)
+        greedy = client.completions.create(model=model, prompt="The shop", max_tokens=12, temperature=0)
+        assert ask(model, 1, use_beam_search=True, best_of=1)[0] == [greedy.choices[0].text]
+        texts, tokens = ask(model, 2, best_of=5, seed=3)
+        assert len(texts) == 2
+        assert tokens > 24 or len(set(ask(model, 5, seed=3)[0])) < 5
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+        client.completions.create(model=base, prompt="x", n=2, stream=True, extra_body={"use_beam_search": True})

@@ -50,7 +50,7 @@ class Crowd:
         self.order.start(state)
         state.status = "running"
 
-    def line(self, limit: int = 100) -> list[int]:
+    def line(self, limit: int = 100) -> list[float]:
         return [state.arrival_index for state in self.order.candidates(limit)]
 
 

@@ -278,8 +278,11 @@ def test_forks_wait_for_the_prompt_of_their_leader_and_share_it(length: int, num
     simulator.pump()
     plan = simulator.runner.plans[-1]
     assert [len(chunk.token_ids) for chunk in plan.chunks] == [1, 1, 1, 1]
-    assert len(plan.copies) == 3 * num_groups
-    assert len({copy.target for copy in plan.copies}) == 3 * num_groups
+    num_copied = (
+        3 * num_groups if (length - 1) % PAGE_TOKENS else 0
+    )  # nothing of a page that only ends in the last token
+    assert len(plan.copies) == num_copied
+    assert len({copy.target for copy in plan.copies}) == num_copied
     assert not set(plan.zero_pages) & {copy.target for copy in plan.copies}
     simulator.run()
     check_tokens(simulator, requests)

@@ -317,6 +317,8 @@ def _make_old_database(url: str, revision: str, stored: dict[str, list[tuple[Any
         assert not inspect(connection).has_table("usage_latency")
         for table in (UsageEventRow, UsageRollupRow):
             columns = table.__table__.columns.keys()
-            rows = [dict(zip(columns, row, strict=True)) for row in stored[table.__tablename__]]
+            had = {column["name"] for column in inspect(connection).get_columns(table.__tablename__)}
+            filled = [dict(zip(columns, row, strict=True)) for row in stored[table.__tablename__]]
+            rows = [{name: value for name, value in row.items() if name in had} for row in filled]
             connection.execute(insert(table), rows)
     engine.dispose()

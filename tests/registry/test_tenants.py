@@ -47,6 +47,39 @@ async def test_tenants_are_listed_by_name_in_pages(registry: Registry) -> None:
     assert (await registry.list_tenants(limit=4)).next is None
 
 
+async def test_a_weight_is_one_unless_it_is_set(registry: Registry) -> None:
+    assert (await registry.create_tenant("acme")).weight == 1
+    assert (await registry.create_tenant("large", {"adapters": 1}, 3)).weight == 3
+    changed = await registry.update_tenant("large", weight=0.5)
+    assert (changed.weight, changed.limits) == (0.5, {"adapters": 1})
+    assert (await registry.update_tenant("large", {"adapters": 2})).weight == 0.5
+    assert (await registry.get_tenant("large")).limits == {"adapters": 2}
+    entries = [entry for entry in await registry.list_audit(limit=10) if entry.target == "large"]
+    assert [entry.detail for entry in entries] == [
+        {"limits": {"adapters": 2}},
+        {"weight": 0.5},
+        {"limits": {"adapters": 1}, "weight": 3},
+    ]
+
+
+async def test_the_weight_comes_with_the_key(registry: Registry) -> None:
+    await registry.create_tenant("acme", weight=2)
+    _, secret = await registry.create_key("acme")
+    assert (await registry.authenticate(secret)).tenant_weight == 2
+    await registry.update_tenant("acme", weight=4)
+    assert (await registry.authenticate(secret)).tenant_weight == 4
+
+
+@pytest.mark.parametrize("weight", [0, 0.009, 100.1, -1, float("nan"), float("inf")])
+async def test_a_weight_has_bounds(registry: Registry, weight: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"weight must be from 0\.01 to 100"):
+        await registry.create_tenant("acme", weight=weight)
+    await registry.create_tenant("acme")
+    with pytest.raises(InvalidRequestError):
+        await registry.update_tenant("acme", weight=weight)
+    assert (await registry.get_tenant("acme")).weight == 1
+
+
 @pytest.mark.parametrize("limit", [0, 1001, True])
 async def test_a_page_has_bounds(registry: Registry, limit: int) -> None:
     with pytest.raises(InvalidRequestError):

@@ -161,6 +161,7 @@ def test_commands_call_their_routes(recorder: Recorder) -> None:
         (("adapter", "unpin", "a", "--tenant", "acme"), "PATCH", "/v1/adapters/a?tenant=acme", 200),
         (("tenant", "ls"), "GET", "/v1/tenants?limit=1000", 200),
         (("tenant", "create", "acme"), "POST", "/v1/tenants", 200),
+        (("tenant", "weight", "ac/me", "2.5"), "PATCH", "/v1/tenants/ac%2Fme", 200),
         (("tenant", "rm", "ac/me"), "DELETE", "/v1/tenants/ac%2Fme", 204),
         (("key", "create", "acme", "--scope", "infer"), "POST", "/v1/tenants/acme/keys", 200),
         (("key", "ls", "acme"), "GET", "/v1/tenants/acme/keys", 200),
@@ -190,6 +191,10 @@ def test_limits_are_given_by_name_and_merged_with_those_there(recorder: Recorder
     done = run("tenant", "create", "acme", "--limit", "adapters=3", "--limit", "requests_per_minute=60", *server)
     assert done.exit_code == 0, done.output
     assert json.loads(recorder.calls[-1][3]) == {"name": "acme", "limits": {"adapters": 3, "requests_per_minute": 60}}
+    run("tenant", "create", "acme", "--weight", "3", "--limit", "adapters=none", *server)
+    assert json.loads(recorder.calls[-1][3]) == {"name": "acme", "limits": {"adapters": None}, "weight": 3.0}
+    run("tenant", "weight", "acme", "0.5", *server)
+    assert json.loads(recorder.calls[-1][3]) == {"weight": 0.5}
     run("key", "create", "acme", "--limit", "tokens_per_month=5", *server)
     assert json.loads(recorder.calls[-1][3])["limits"] == {"tokens_per_month": 5}
     recorder.body = {"name": "acme", "limits": {"adapters": 3, "stored_bytes": 9}}
@@ -199,7 +204,7 @@ def test_limits_are_given_by_name_and_merged_with_those_there(recorder: Recorder
     assert json.loads(recorder.calls[-1][3]) == {"limits": merged}
     for word in ("adapters", "adapters=", "adapters=-1", "=3", "adapters=1.5"):
         assert run("tenant", "limit", "acme", word, *server).exit_code == 2
-    assert len(recorder.calls) == 4
+    assert len(recorder.calls) == 6
 
 
 def test_pin_and_unpin_send_what_they_say(recorder: Recorder) -> None:

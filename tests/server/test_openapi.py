@@ -44,6 +44,16 @@ async def test_every_operation_names_its_errors(api: Api) -> None:
 
 async def test_fields_that_pass_are_described(api: Api) -> None:
     fields = api.app.openapi()["components"]["schemas"]["CompletionBody"]["properties"]
-    assert fields["best_of"]["enum"] == [1, None]
+    assert fields["min_tokens"]["enum"] == [0, None]
     assert "ignored" in fields["metadata"]["description"]
     assert {"type": "null"} in fields["temperature"]["anyOf"]
+
+
+async def test_fields_of_best_of_and_beam_search_are_described(api: Api) -> None:
+    schemas = api.app.openapi()["components"]["schemas"]
+    for name in ("CompletionBody", "ChatBody"):
+        fields = schemas[name]["properties"]
+        assert "all are billed" in fields["best_of"]["description"]
+        assert {"type": "boolean"} in fields["use_beam_search"]["anyOf"]
+        assert {"type": "number", "minimum": -10.0, "maximum": 10.0} in fields["length_penalty"]["anyOf"]
+        assert "never" in str(fields["early_stopping"]["anyOf"])

@@ -40,7 +40,7 @@ def test_a_price_file_is_read_exactly(tmp_path: Path) -> None:
     ("content", "told"),
     [
         ("[", "not YAML"),
-        ("currency: EUR", "exactly currency and per_million_tokens"),
+        ("currency: EUR", "must have currency and per_million_tokens"),
         (f"currency: 'E U'\nper_million_tokens: {{default: {DEFAULT}}}", "short word"),
         ("currency: EUR\nper_million_tokens: {}", "must have default"),
         (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, acme: {DEFAULT}}}", "TENANT/ADAPTER"),

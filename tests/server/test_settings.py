@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 
-from weft.config import RegistryConfig
+from weft.config import RegistryConfig, SchedulerConfig, TenantDefaults
 from weft.errors import ConfigError
+from weft.registry.limits import TENANT_LIMITS
 from weft.server.settings import (
     as_tree,
     defaults_as_yaml,
@@ -108,7 +110,8 @@ def test_a_written_file_reads_as_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "weft.yaml"
     file.write_text(uncommented)
     assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
-    assert set(yaml.safe_load(uncommented)) == {"model", "memory", "adapter", "scheduler", "server", "registry"}
+    sections = {"model", "memory", "adapter", "scheduler", "server", "registry", "tenant_defaults", "batch"}
+    assert set(yaml.safe_load(uncommented)) == sections
 
 
 def test_a_database_password_is_never_shown() -> None:
@@ -167,3 +170,17 @@ def test_other_blob_urls_are_refused_with_what_to_write(url: str) -> None:
     ) as no:
         load_config({**MODEL, "registry": {"blob_url": url}}, {})
     assert "hunter2" not in str(no.value.message)
+
+
+def test_the_defaults_of_tenants_are_limits_that_exist() -> None:
+    assert tuple(field.name for field in dataclasses.fields(TenantDefaults)) == TENANT_LIMITS
+    config = load_config({"model": {"path": "m"}}, {"WEFT_TENANT_DEFAULTS__ADAPTERS": "null"})
+    assert config.tenant_defaults.adapters is None
+    with pytest.raises(ConfigError, match=r"tenant_defaults\.adapters must be null or >= 0"):
+        TenantDefaults(adapters=-1)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.05, 3601, float("nan")])
+def test_the_longest_wait_has_bounds(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.max_wait_s"):
+        SchedulerConfig(max_wait_s=seconds)

@@ -296,6 +296,7 @@ METRICS: dict[str, set[str]] = {
     "weft_prefix_cache_hits_total": set(),
     "weft_responses_total": {"status"},
     "weft_limited_total": {"limit"},
+    "weft_refused_total": {"code", "tenant"},
     "weft_engine_up": set(),
     "weft_usage_outbox_lag_seconds": set(),
     "weft_build_info": {"version"},
@@ -319,6 +320,7 @@ async def test_every_promised_metric_is_there_with_its_labels(api: Api) -> None:
     digest = (await upload(await api.tenant("acme"), "pirate")).json()["digest"]
     await ask(api, "acme", model="pirate")
     api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=2, running=1)]
+    api.services.metrics.refused("limit.queue", "acme")
     text = (await api.admin.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     labels = {sample.name: set(sample.labels) for sample in samples}

@@ -21,6 +21,7 @@ from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
 from weft.server.app import create_app
 from weft.server.drain import Drain
+from weft.server.gate import Gate
 from weft.server.http_protocol import BoundedReads
 from weft.server.incoming import Pace
 from weft.server.metrics import Metrics
@@ -124,6 +125,7 @@ async def api(
     registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY)
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.create_tenant("default") if server.auth == "off" else None
+    metrics = Metrics(ready.memory.slots)
     services = Services(
         config=config,
         registry=registry,
@@ -133,7 +135,14 @@ async def api(
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
         check=AdapterCheck(ready, blobs, base_names(config)),
-        metrics=Metrics(ready.memory.slots),
+        metrics=metrics,
+        gate=Gate(
+            config.scheduler.max_wait_s,
+            config.scheduler.max_waiting,
+            lambda: engine.load,
+            time.monotonic,
+            metrics.refused,
+        ),
         drain=Drain(),
         staged=StagedFiles(server.data_dir / "uploads"),
         default_tenant=default,

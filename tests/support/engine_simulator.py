@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,6 +68,19 @@ def next_token(digest: str | None, history: list[int]) -> int:
     """The simulated model: the next token is a function of the adapter and all tokens before."""
     content = repr((digest, history)).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "little") % VOCAB_SIZE
+
+
+def likely_tokens(digest: str | None, history: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The simulated model's `count` most likely tokens, most likely first, with their log-probabilities."""
+    tokens = [next_token(digest, history)]
+    rng = random.Random(tokens[0] + VOCAB_SIZE * len(history))
+    logprobs = [-rng.random()]
+    while len(tokens) < count:
+        token = rng.randrange(VOCAB_SIZE)
+        if token not in tokens:
+            tokens.append(token)
+            logprobs.append(logprobs[-1] - rng.random())
+    return tokens, logprobs
 
 
 def expected_tokens(request: GenerationRequest, count: int) -> list[int]:
@@ -163,12 +177,13 @@ class SimulatedRunner:
                 assert not self.is_shared(page), f"page {page} is published, and was written"
                 self.pages[page][position % PAGE_TOKENS] = entries[position]
         chosen = next_token(digest, tokens) if chunk.sample is not None else None
-        wants_logprobs = chunk.sample is not None and chunk.sample.params.logprobs is not None
+        num_top = chunk.sample.params.logprobs if chunk.sample is not None else None
+        top_ids, top_logprobs = likely_tokens(digest, tokens, num_top) if num_top else ([], [])
         return ChunkResult(
             request_id=chunk.request_id,
             token_id=chosen,
-            logprobs=TokenLogprobs(token_id=chosen, logprob=-1.0, rank=1)
-            if wants_logprobs and chosen is not None
+            logprobs=TokenLogprobs(token_id=chosen, logprob=-1.0, rank=1, top_ids=top_ids, top_logprobs=top_logprobs)
+            if num_top is not None and chosen is not None
             else None,
             prompt_logprobs=[
                 TokenLogprobs(token_id=target, logprob=-float(chunk.start + i), rank=1)
@@ -514,7 +529,7 @@ def request(
     """A request whose prompt is its own: `prompt` is a length or the tokens."""
     start = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=2).digest(), "little")
     tokens = [(start + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
-    names = ("flow", "choice_index", "generated_token_ids", "fork_of")
+    names = ("flow", "choice_index", "generated_token_ids", "fork_of", "beam")
     own = {key: fields.pop(key) for key in names if key in fields}
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, **own)  # type: ignore[arg-type]

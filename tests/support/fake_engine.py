@@ -104,6 +104,8 @@ class FakeEngine:
         self.write: Writer = write_plainly
         self.cached: Callable[[GenerationRequest], int] = lambda _: 0
         """Prompt tokens found in the prefix cache."""
+        self.logprob: Callable[[GenerationRequest], float] = lambda _: -0.25
+        """Of every token."""
         self.token_s = 0.0
         self.chunk_tokens: int | None = None
         """Prompt tokens computed in a turn; None computes a prompt together with the first token."""
@@ -205,6 +207,24 @@ class FakeEngine:
             await asyncio.wait_for(abort.wait(), self.token_s)
 
     def _outputs(self, request: GenerationRequest) -> list[RequestOutput]:
+        """One token each; of a beam search all at once, as many sequences as it is wide."""
+        if request.beam is None:
+            return self._written(request)
+        hypotheses = []
+        for index in range(request.beam.width):
+            first, *rest = self._written(replace(request, beam=None, choice_index=index))
+            merged = replace(
+                rest[-1] if rest else first,
+                token_ids=[token for output in (first, *rest) for token in output.token_ids],
+                logprobs=[entry for output in (first, *rest) for entry in output.logprobs or ()] or None,
+            )
+            facts = first if index == 0 else RequestOutput(request_id=request.request_id)
+            state, queue_s, cached = facts.adapter_state, facts.queue_s, facts.cached_tokens
+            hypotheses.append(replace(merged, adapter_state=state, queue_s=queue_s, cached_tokens=cached))
+        reason = hypotheses[0].finish_reason
+        return [RequestOutput(request_id=request.request_id, finish_reason=reason, hypotheses=hypotheses)]
+
+    def _written(self, request: GenerationRequest) -> list[RequestOutput]:
         params, tokenizer = request.params, demo_tokenizer()
         eos = min(tokenizer.eos_token_ids)
         tokens = [*tokenizer.encode(self.write(request), add_special_tokens=False), eos]
@@ -229,7 +249,7 @@ class FakeEngine:
                 break
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
-            entries = [_entry(token, params.prompt_logprobs) for token in request.prompt_token_ids[1:]]
+            entries = [_entry(token, params.prompt_logprobs, -0.25) for token in request.prompt_token_ids[1:]]
             prompt_logprobs = [None, *entries]
         state: AdapterState = "base" if request.adapter is None else "stored"
         outputs[0] = replace(
@@ -244,7 +264,7 @@ class FakeEngine:
     def _logprobs(self, request: GenerationRequest, token: int | None) -> list[TokenLogprobs] | None:
         if request.params.logprobs is None or token is None:
             return None
-        return [_entry(token, request.params.logprobs)]
+        return [_entry(token, request.params.logprobs, self.logprob(request))]
 
     async def status(self, *, is_detailed: bool = False) -> EngineStatus:
         self.num_asked += 1
@@ -290,12 +310,12 @@ class FakeEngine:
         self.told_pins.append((ref, is_pinned))
 
 
-def _entry(token: int, num_top: int) -> TokenLogprobs:
+def _entry(token: int, num_top: int, logprob: float) -> TokenLogprobs:
     others = [other for other in range(10, 10 + num_top) if other != token][: max(0, num_top - 1)]
     return TokenLogprobs(
         token_id=token,
-        logprob=-0.25,
+        logprob=logprob,
         rank=1,
         top_ids=[token, *others][:num_top],
-        top_logprobs=[-0.25, *(float("-inf") for _ in others)][:num_top],
+        top_logprobs=[logprob, *(float("-inf") for _ in others)][:num_top],
     )

@@ -1,0 +1,1 @@
+"""The batch lane: files of requests that run in what interactive traffic leaves."""

@@ -1,0 +1,146 @@
+"""When the refused requests of one tenant may come back, so that each who comes at the told time is let in.
+
+A queue outside the engine that holds no requests, only times: each refusal takes the next time at which the tenant's
+share of the engine can compute it. Not everybody comes back, so times are given out more densely by the share of those
+who did, as seats are overbooked. Whoever sends the same body with the same key at its time or soon after is recognised.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+GRACE_S = 5.0
+"""A slot can be claimed until so long after its time."""
+EARLY_S = 0.05
+"""Clocks and sleeps of clients are not exact: a claim counts from so long before its time."""
+MAX_SLOT_S = 3600.0
+"""No slot is further away."""
+MIN_CLAIMED = 0.02
+FIRST_ONLY = 16_384
+NOISE = 1.25
+"""Less change of what fits into a second is none."""
+_MEMORY = 32
+"""The share of claimed slots is an average over about so many."""
+
+
+class ReturnSlots:
+    """Slots of one tenant. Each operation is O(log n) in the open slots, but for finding room anew (`NOISE`).
+
+    Slots are of two kinds: the first of a request, and those of what was sent again before its time. The latter may be
+    other requests with the same body, which come back, or an impatient client, who will have been served by then; each
+    kind has a share of claims of its own.
+    """
+
+    def __init__(self) -> None:
+        self.claimed_shares = [1.0, 1.0]
+        """By kind, of the slots whose time has come, the share that was claimed lately; at first all are expected."""
+        self._booked: dict[int, list[float]] = {}
+        """Units of both kinds by second."""
+        self._densities = (0.0, 0.0)
+        self._first_free_s = 0
+        """No second before has room; looked for anew when much more fits into a second."""
+        self._pruned_s = 0
+        self._again_s = 0.0
+        self._by_time: list[tuple[float, int]] = []
+        self._by_key: dict[int, list[tuple[float, int, int]]] = {}
+        self._num_open = 0
+
+    def __len__(self) -> int:
+        """Slots that are neither claimed nor expired."""
+        return self._num_open
+
+    def give(
+        self, key: int, now_s: float, earliest_s: float, units: float, units_per_s: float, *, num_left: int
+    ) -> float:
+        """Take the next free time.
+
+        Args:
+            key: By which the request is recognised.
+            now_s: Monotonic seconds.
+            earliest_s: The slot is not before this.
+            units: What the request costs.
+            units_per_s: What can be computed for the tenant; above 0.
+            num_left: Slots that may still be opened; the last `FIRST_ONLY` not for what is sent again. Without one,
+                the time is told and nobody recognised.
+
+        Returns:
+            Monotonic second of the slot.
+        """
+        kind = int(key in self._by_key)
+        second = max(int(earliest_s), self._first_with_room(units_per_s))
+        while self._expected(second) >= units_per_s:
+            second += 1
+        self._first_free_s = second
+        slot_s = min(max(earliest_s, second + self._expected(second) / units_per_s), now_s + MAX_SLOT_S)
+        if num_left <= kind * FIRST_ONLY:
+            return max(self._by_key[key][0][0], now_s + 1) if kind else slot_s
+        while units > 0 and second < now_s + MAX_SLOT_S:
+            taken = min(units, (units_per_s - self._expected(second)) / self.claimed_shares[kind])
+            if taken > 0:
+                self._booked.setdefault(second, [0.0, 0.0])[kind] += taken
+                units -= taken
+            second += 1
+        return self._open(key, slot_s, turn=1, kind=kind)
+
+    def give_again(self, key: int, earliest_s: float, units: float, units_per_s: float) -> float:
+        """The same for a request that came at its time, and found no room: it goes before all who have no slot yet."""
+        self.claim(key)
+        slot_s = max(self._again_s, earliest_s)
+        self._again_s = slot_s + units / units_per_s
+        return self._open(key, slot_s, turn=2, kind=0)
+
+    def turn(self, key: int, now_s: float) -> int:
+        """0: no slot of this request has come; 1: one has; 2: one has, and the slot before it was in vain."""
+        slots = self._by_key.get(key)
+        return slots[0][1] if slots and slots[0][0] <= now_s + EARLY_S else 0
+
+    def claim(self, key: int) -> None:
+        """Use up the first slot of this request, which must have one."""
+        kind = self._remove_first(key)
+        self.claimed_shares[kind] += (1 - self.claimed_shares[kind]) / _MEMORY
+
+    def expire(self, now_s: float) -> None:
+        """Close the slots that nobody claimed in time."""
+        if now_s - self._pruned_s > MAX_SLOT_S:
+            self._booked = {second: units for second, units in self._booked.items() if second >= int(now_s)}
+        else:
+            for second in range(self._pruned_s, int(now_s)):
+                self._booked.pop(second, None)
+        self._pruned_s = int(now_s)
+        while self._by_time and self._by_time[0][0] < now_s - GRACE_S:
+            slot_s, key = heapq.heappop(self._by_time)
+            slots = self._by_key.get(key)
+            if slots and slots[0][0] <= slot_s:  # else it was claimed
+                kind = self._remove_first(key)
+                self.claimed_shares[kind] = max(MIN_CLAIMED, self.claimed_shares[kind] * (1 - 1 / _MEMORY))
+
+    def _expected(self, second: int) -> float:
+        """Units for which somebody will come in this second."""
+        booked = self._booked.get(second)
+        return booked[0] * self.claimed_shares[0] + booked[1] * self.claimed_shares[1] if booked else 0.0
+
+    def _first_with_room(self, units_per_s: float) -> int:
+        """The first second that may have room, from the start where much more fits into one than before."""
+        densities = (units_per_s / self.claimed_shares[0], units_per_s / self.claimed_shares[1])
+        changes = [new / old if old else math.inf for new, old in zip(densities, self._densities, strict=True)]
+        if max(changes) > NOISE:
+            self._first_free_s = 0
+        if max(changes) > NOISE or min(changes) < 1 / NOISE:
+            self._densities = densities
+        return self._first_free_s
+
+    def _open(self, key: int, slot_s: float, *, turn: int, kind: int) -> float:
+        heapq.heappush(self._by_time, (slot_s, key))
+        heapq.heappush(self._by_key.setdefault(key, []), (slot_s, turn, kind))
+        self._num_open += 1
+        return slot_s
+
+    def _remove_first(self, key: int) -> int:
+        """Close the first slot; returns its kind."""
+        slots = self._by_key[key]
+        _, _, kind = heapq.heappop(slots)
+        if not slots:
+            del self._by_key[key]
+        self._num_open -= 1
+        return kind

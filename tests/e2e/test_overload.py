@@ -1,0 +1,97 @@
+"""A real server with more requests than it can compute: who floods it is refused with a time, others are served."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from weft_server import DEMO_MODEL, WeftServer, weft_server
+
+SETTINGS = {"scheduler.max_running": 4, "scheduler.max_wait_s": 0.5}
+LONG = 300
+FLOODERS = 24
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+    arguments = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+    with weft_server(tmp_path_factory.mktemp("overload"), *arguments) as running:
+        yield running
+
+
+def completion(client: httpx.Client, number: int, max_tokens: int) -> httpx.Response:
+    body = {"model": DEMO_MODEL.name, "prompt": f"tell {number}", "max_tokens": max_tokens, "ignore_eos": True}
+    return client.post("/v1/completions", json=body)
+
+
+def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server: WeftServer) -> None:
+    flood, quiet = server.tenant("flood"), server.tenant("quiet")
+    assert completion(quiet, 0, 4).status_code == 200
+    answers: list[httpx.Response] = []
+    is_over = threading.Event()
+
+    def keep_asking(number: int) -> None:
+        while not is_over.is_set():
+            answer = completion(flood, number, LONG)
+            answers.append(answer)
+            if answer.is_error:
+                is_over.wait(float(answer.headers["retry-after-ms"]) / 1000)
+
+    with ThreadPoolExecutor(FLOODERS) as pool:
+        asking = [pool.submit(keep_asking, number) for number in range(FLOODERS)]
+        deadline = time.monotonic() + 60
+        try:
+            served = 0
+            while (served < 10 or sum(answer.is_error for answer in answers) < 30) and time.monotonic() < deadline:
+                answer = completion(quiet, served, 4)
+                assert answer.status_code == 200, answer.text
+                served += 1
+                is_over.wait(0.1)
+        finally:
+            is_over.set()
+        for one in asking:
+            one.result()
+    refused = [answer for answer in answers if answer.is_error]
+    assert len(refused) >= 30
+    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} <= {
+        (429, "limit.queue"),
+        (503, "server.overloaded"),
+    }
+    assert any(answer.status_code == 429 for answer in refused)
+    assert all(1 <= int(answer.headers["retry-after"]) <= 3600 for answer in refused)
+    assert sum(answer.status_code == 200 for answer in answers) >= 4
+    page = server.admin.get("/metrics").text
+    told = [line for line in page.splitlines() if line.startswith("weft_refused_total{") and 'tenant="flood"' in line]
+    assert sum(float(line.rpartition(" ")[2]) for line in told) == len(refused)
+    assert not [
+        line for line in page.splitlines() if line.startswith("weft_refused_total{") and 'tenant="quiet"' in line
+    ]
+
+
+def billed(client: httpx.Client) -> int:
+    totals = client.get("/v1/usage").json()["totals"]
+    return int(totals["prompt_tokens"] + totals["completion_tokens"])
+
+
+def test_a_deadline_that_passes_in_the_queue_costs_nothing(server: WeftServer) -> None:
+    tenant = server.tenant("hasty")
+    before = billed(tenant)
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(completion, tenant, number, LONG) for number in range(6)]
+        time.sleep(0.2)
+        hasty = tenant.post(
+            "/v1/completions",
+            json={"model": DEMO_MODEL.name, "prompt": "hurry", "max_tokens": 4},
+            headers={"x-weft-ttft-ms": "1"},
+        )
+        answers = [one.result() for one in running]
+    assert hasty.status_code in (429, 503), hasty.text
+    assert hasty.json()["error"]["code"] in ("deadline.queue", "limit.queue", "server.overloaded")
+    assert int(hasty.headers["retry-after"]) >= 1
+    tokens = sum(answer.json()["usage"]["total_tokens"] for answer in answers if answer.status_code == 200)
+    assert billed(tenant) - before == tokens

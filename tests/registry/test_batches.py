@@ -1,0 +1,162 @@
+"""Batches in SQL: one owner at a time, and each line once, with its usage."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+
+import pytest
+
+from registry_samples import NOON, StandingClock, usage_event
+from weft.errors import ConflictError, ForbiddenError, NotFoundError
+from weft.registry.batches import LEASE_S, Batch, LineResult
+from weft.registry.files import FileQuota, StoredFile, new_file
+from weft.registry.prices import Price, PriceTable
+from weft.registry.records import UsageQuery
+from weft.registry.registry import Registry
+
+pytestmark = pytest.mark.anyio
+QUOTA = FileQuota(files=10, size_bytes=1000)
+
+
+async def _store() -> None:
+    pass
+
+
+async def _file(registry: Registry, tenant_id: str, clock: StandingClock, size: int = 10) -> StoredFile:
+    fields = new_file(tenant_id, "a.jsonl", "batch", clock(), clock() + timedelta(days=30))
+    file = StoredFile(**fields, size_bytes=size, sha256="0" * 64)
+    await registry.files.add(file, QUOTA, _store)
+    return file
+
+
+async def _batch(registry: Registry, clock: StandingClock, tenant: str = "acme") -> Batch:
+    tenant_id = (await registry.create_tenant(tenant)).id
+    file = await _file(registry, tenant_id, clock)
+    return await registry.batches.create(tenant_id, "key_1", file.id, "/v1/completions", {"a": "b"})
+
+
+def _result(batch: Batch, line: int, *, is_error: bool = False) -> LineResult:
+    event = usage_event(f"{batch.id}-{line}", service_class="batch")
+    return LineResult(batch_id=batch.id, line=line, is_error=is_error, text=f"{{{line}}}", event=event)
+
+
+async def _billed(registry: Registry) -> int:
+    query = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1), group_by=("service_class",))
+    return (await registry.usage.query(query)).totals.requests
+
+
+async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
+    registry: Registry, clock: StandingClock
+) -> None:
+    batch = await _batch(registry, clock)
+    (held,) = await registry.batches.claim("a")
+    assert held.id == batch.id
+    assert await registry.batches.begin(batch.id, "b", 3) is None
+    assert (await registry.batches.begin(batch.id, "a", 3)) is not None
+    assert await registry.batches.add_results("b", [_result(batch, 1)]) == frozenset()
+    assert await _billed(registry) == 0
+    assert await registry.batches.add_results("a", [_result(batch, 1), _result(batch, 2, is_error=True)]) == {
+        (batch.id, 1),
+        (batch.id, 2),
+    }
+    assert await registry.batches.add_results("a", [_result(batch, 2), _result(batch, 3)]) == {(batch.id, 3)}
+    assert await registry.batches.done_lines(batch.id) == {1, 2, 3}
+    assert await registry.batches.results(batch.id, 1, 1) == [(2, True, "{2}")]
+    assert await _billed(registry) == 3
+    assert await registry.usage.check() == 0
+    stopped = await registry.batches.stop(batch.id, "a")
+    assert stopped is not None
+    assert (stopped.status, stopped.completed, stopped.failed) == ("finalizing", 2, 1)
+    assert await registry.batches.add_results("a", [_result(batch, 4)]) == frozenset()
+    await registry.batches.end(stopped, "a", "completed", {}, 1, _store)
+    assert (await registry.batches.get(batch.tenant_id, batch.id)).status == "completed"
+    assert await registry.batches.done_lines(batch.id) == frozenset()
+    assert await registry.batches.claim("a") == ()
+
+
+async def test_a_batch_is_taken_over_only_when_its_owner_is_silent_or_leaves_it(
+    registry: Registry, clock: StandingClock
+) -> None:
+    await _batch(registry, clock)
+    assert len(await registry.batches.claim("a")) == 1
+    assert await registry.batches.claim("b") == ()
+    assert len(await registry.batches.claim("a")) == 1
+    clock.advance(LEASE_S + 1)
+    assert len(await registry.batches.claim("b")) == 1
+    assert await registry.batches.claim("a") == ()
+    await registry.batches.release("b")
+    assert len(await registry.batches.claim("a")) == 1
+
+
+async def test_an_input_that_is_needed_stays(registry: Registry, clock: StandingClock) -> None:
+    batch = await _batch(registry, clock)
+    with pytest.raises(ConflictError) as refused:
+        await registry.files.delete(batch.tenant_id, batch.input_file_id)
+    assert refused.value.code == "file.in_use"
+    clock.now += timedelta(days=31)
+    assert await registry.files.forget_expired() == 0
+    with pytest.raises(NotFoundError):
+        await registry.files.get(batch.tenant_id, batch.input_file_id)
+    still = await registry.files.get(batch.tenant_id, batch.input_file_id, has_begun=True)
+    assert still.id == batch.input_file_id
+    await registry.batches.cancel(batch.tenant_id, batch.id)
+    await registry.batches.claim("a")
+    await registry.batches.end(batch, "a", "cancelled", {}, 0, _store)
+    assert await registry.files.forget_expired() == 1
+    assert await registry.batches.forget_old() == 1
+    with pytest.raises(NotFoundError):
+        await registry.batches.get(batch.tenant_id, batch.id)
+
+
+async def test_a_batch_that_has_ended_cannot_be_cancelled(registry: Registry, clock: StandingClock) -> None:
+    batch = await _batch(registry, clock)
+    await registry.batches.claim("a")
+    await registry.batches.fail(batch.id, "a", [{"code": "empty_file", "message": "m", "line": None}])
+    with pytest.raises(ConflictError):
+        await registry.batches.cancel(batch.tenant_id, batch.id)
+    other = (await registry.create_tenant("rival")).id
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: registry.batches.get(other, batch.id),
+        lambda: registry.batches.cancel(other, batch.id),
+        lambda: registry.files.get(other, batch.input_file_id),
+        lambda: registry.batches.create(other, None, batch.input_file_id, "/v1/completions", {}),
+    ]
+    for call in calls:
+        with pytest.raises(NotFoundError):
+            await call()
+
+
+async def test_files_are_bounded_and_paged(registry: Registry, clock: StandingClock) -> None:
+    tenant_id = (await registry.create_tenant("acme")).id
+    for _ in range(3):
+        await _file(registry, tenant_id, clock, 300)
+        clock.now += timedelta(seconds=1)
+    with pytest.raises(ForbiddenError) as refused:
+        await _file(registry, tenant_id, clock, 300)
+    assert refused.value.code == "quota.file_bytes"
+    first = await registry.files.list(tenant_id, "batch", None, 2, is_oldest_first=False)
+    rest = await registry.files.list(tenant_id, None, first.next, 2, is_oldest_first=False)
+    assert [len(first.items), len(rest.items), rest.next] == [2, 1, None]
+    oldest = await registry.files.list(tenant_id, None, None, 1, is_oldest_first=True)
+    assert oldest.items == rest.items
+    await registry.delete_tenant("acme")
+    assert await registry.unreferenced(["0" * 64]) == {"0" * 64}
+
+
+async def test_batches_have_prices_of_their_own_and_rows_add_up(registry: Registry) -> None:
+    for number, service_class in enumerate(("interactive", "batch", "batch")):
+        await registry.usage.record(usage_event(f"use_{number}", service_class=service_class))
+    await registry.usage.flush()
+    whole = PriceTable(currency="EUR", default=Price(prompt=2000, cached=500, completion=6000))
+    half = PriceTable(currency="EUR", default=Price(prompt=1000, cached=250, completion=3000))
+    prices = PriceTable(currency="EUR", default=whole.default, batch=half)
+    start, end = NOON - timedelta(hours=12), NOON + timedelta(hours=13)
+    query = UsageQuery(start=start, end=end, group_by=("service_class",))
+    report = await registry.usage.query(query, prices)
+    cost = 6 * 2000 + 4 * 500 + 20 * 6000
+    assert {row.service_class: row.cost for row in report.rows} == {"interactive": cost, "batch": cost}
+    assert report.totals.cost == 2 * cost
+    only = UsageQuery(start=start, end=end, service_classes=("batch",))
+    assert (await registry.usage.query(only, prices)).totals.cost == cost
+    assert await registry.usage.check() == 0

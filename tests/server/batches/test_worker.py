@@ -1,0 +1,226 @@
+"""Lines of batches over the real registry: what they wait for, what fails them, and that each counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from api_adapters import upload
+from api_server import BASE, Api, eventually
+from weft.registry.clock import utc_now
+from weft.server.batches import line_run
+from weft.server.batches.worker import BatchWorker
+
+pytestmark = pytest.mark.anyio
+URL = "/v1/completions"
+
+
+@pytest.fixture
+async def worker(api: Api) -> AsyncIterator[BatchWorker]:
+    worker = BatchWorker(api.services, "srv_a")
+    yield worker
+    await worker.stop()
+    await worker._leave_off()
+
+
+def lines_for(*models: str, **body: Any) -> bytes:
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": URL, "body": {"model": model, "prompt": "x", **body}}
+        for n, model in enumerate(models)
+    ]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+async def start(api: Api, content: bytes, tenant: str = "acme") -> str:
+    client = await api.tenant(tenant)
+    file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
+    assert file.status_code == 200, file.text
+    body = {"input_file_id": file.json()["id"], "endpoint": URL, "completion_window": "24h"}
+    made = await client.post("/v1/batches", json=body)
+    assert made.status_code == 200, made.text
+    return str(made.json()["id"])
+
+
+async def show(api: Api, batch_id: str, tenant: str = "acme") -> dict[str, Any]:
+    return dict((await (await api.tenant(tenant)).get(f"/v1/batches/{batch_id}")).json())
+
+
+async def run(api: Api, worker: BatchWorker, batch_id: str, tenant: str = "acme") -> dict[str, Any]:
+    """Have the worker look until the batch has ended."""
+    for _ in range(3000):
+        await worker.look()
+        batch = await show(api, batch_id, tenant)
+        if batch["status"] in ("completed", "failed", "expired", "cancelled"):
+            return batch
+        await asyncio.sleep(0.02)
+    raise AssertionError(batch)
+
+
+async def until_completed(api: Api, batch_id: str, goal: int) -> None:
+    for _ in range(3000):
+        if (await show(api, batch_id))["request_counts"]["completed"] >= goal:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"not {goal} lines")
+
+
+async def results(api: Api, file_id: str | None, tenant: str = "acme") -> dict[str, dict[str, Any]]:
+    if file_id is None:
+        return {}
+    answer = await (await api.tenant(tenant)).get(f"/v1/files/{file_id}/content")
+    found = [json.loads(line) for line in answer.text.splitlines()]
+    assert len({each["custom_id"] for each in found}) == len(found)
+    return {each["custom_id"]: each for each in found}
+
+
+async def events(api: Api) -> list[dict[str, Any]]:
+    return list((await api.admin.get("/v1/usage/events?service_class=batch")).json()["data"])
+
+
+def codes(found: dict[str, dict[str, Any]]) -> set[tuple[int, str]]:
+    return {(each["response"]["status_code"], each["response"]["body"]["error"]["code"]) for each in found.values()}
+
+
+async def test_lines_run_in_the_lane_of_batches_and_are_billed_as_such(api: Api, worker: BatchWorker) -> None:
+    await upload(await api.tenant("acme"), "pirate")
+    ended = await run(api, worker, await start(api, lines_for(BASE, "pirate", BASE)))
+    assert ended["status"] == "completed"
+    assert ended["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert {request.flow.lane for request in api.engine.requests} == {1}
+    billed = await events(api)
+    assert len(billed) == 3
+    assert {event["service_class"] for event in billed} == {"batch"}
+    latency = (await api.admin.get("/v1/usage/latency")).json()
+    assert latency["totals"]["requests"] == 0
+
+
+async def test_a_rate_limit_is_waited_for_and_fails_no_line(api: Api, worker: BatchWorker) -> None:
+    await api.key("acme")
+    await api.services.registry.update_tenant("acme", {"concurrent_requests": 1})
+    ended = await run(api, worker, await start(api, lines_for(BASE, BASE, BASE)))
+    assert (ended["status"], ended["request_counts"]["failed"]) == ("completed", 0)
+    assert len(await events(api)) == 3
+
+
+async def test_a_month_that_is_used_up_fails_lines_with_the_reason(api: Api, worker: BatchWorker) -> None:
+    await api.key("acme")
+    await api.services.registry.update_tenant("acme", {"tokens_per_month": 1})
+    ended = await run(api, worker, await start(api, lines_for(BASE, BASE)))
+    assert (ended["status"], ended["output_file_id"]) == ("completed", None)
+    failed = await results(api, ended["error_file_id"])
+    assert {status for status, _ in codes(failed)} == {429}
+    assert await events(api) == []
+
+
+async def test_a_revoked_key_and_a_deleted_adapter_fail_the_lines_that_follow(
+    api: Api, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_run, "CALLER_S", 0.0)
+    client = await api.tenant("acme")
+    await upload(client, "pirate")
+    batch_id = await start(api, lines_for(BASE, "pirate"))
+    await client.delete("/v1/adapters/pirate")
+    ended = await run(api, worker, batch_id)
+    assert codes(await results(api, ended["error_file_id"])) == {(404, "model_not_found")}
+    assert set(await results(api, ended["output_file_id"])) == {"0"}
+    batch_id = await start(api, lines_for(BASE, BASE))
+    (key,) = await api.services.registry.list_keys("acme")
+    await api.services.registry.revoke_key(key.id)
+    api.keys.clear()
+    ended = await run(api, worker, batch_id)
+    assert codes(await results(api, ended["error_file_id"])) == {(401, "invalid_api_key")}
+
+
+async def test_lines_that_the_engine_loses_run_again_and_are_billed_once(api: Api, worker: BatchWorker) -> None:
+    api.engine.failure_after = 2
+    batch_id = await start(api, lines_for(BASE, BASE))
+    await worker.look()
+    await eventually(lambda: len(api.engine.aborted) + len(api.engine.requests) >= 2)
+    api.engine.failure_after = None
+    ended = await run(api, worker, batch_id)
+    assert ended["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    assert len(await events(api)) == 2
+
+
+async def test_a_line_that_the_engine_always_dies_under_fails_at_last(
+    api: Api, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_run, "MAX_LOSSES", 2)
+    api.engine.failure_after = 1
+    ended = await run(api, worker, await start(api, lines_for(BASE)))
+    assert codes(await results(api, ended["error_file_id"])) == {(503, "engine_restarted")}
+    assert len(api.engine.requests) == 2
+
+
+async def test_a_batch_whose_window_is_over_keeps_its_results(api: Api, worker: BatchWorker) -> None:
+    api.engine.token_s = 0.01
+    slow = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    last = {"custom_id": "s", "method": "POST", "url": URL, "body": slow}
+    batch_id = await start(api, lines_for(*[BASE] * 4, max_tokens=1) + f"\n{json.dumps(last)}".encode())
+    await worker.look()
+    await until_completed(api, batch_id, 4)
+    object.__setattr__(api.services, "now", lambda: utc_now() + timedelta(hours=25))
+    ended = await run(api, worker, batch_id)
+    assert (ended["status"], ended["request_counts"]) == ("expired", {"total": 5, "completed": 4, "failed": 1})
+    left = await results(api, ended["error_file_id"])
+    assert {name: each["error"]["code"] for name, each in left.items()} == {"s": "batch_expired"}
+    assert api.engine.running == set()
+
+
+async def test_another_server_goes_on_where_one_leaves_off(api: Api, worker: BatchWorker) -> None:
+    api.engine.token_s = 0.005
+    batch_id = await start(api, lines_for(*[BASE] * 40, max_tokens=5))
+    object.__setattr__(worker._slots, "_free", 4)
+    await worker.look()
+    await until_completed(api, batch_id, 5)
+    other = BatchWorker(api.services, "srv_b")
+    await other.look()
+    assert other._runs == {}
+    await worker._leave_off()
+    before = (await show(api, batch_id))["request_counts"]["completed"]
+    assert before < 40
+    ended = await run(api, other, batch_id)
+    assert ended["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+    assert len(await results(api, ended["output_file_id"])) == 40
+    assert len(await events(api)) == 40
+    await other._leave_off()
+
+
+async def test_files_are_bounded_in_number_and_bytes(api: Api) -> None:
+    config = api.services.config
+    small = replace(config.batch, max_files=2, max_stored_bytes=150, max_file_bytes=100)
+    object.__setattr__(api.services, "config", replace(config, batch=small))
+    client = await api.tenant("acme")
+
+    async def send(size: int) -> tuple[int, str]:
+        answer = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x" * size)})
+        return answer.status_code, answer.json().get("error", {}).get("code", "")
+
+    assert await send(101) == (413, "upload.too_large")
+    assert await send(100) == (200, "")
+    assert await send(90) == (413, "upload.too_large")
+    assert await send(40) == (200, "")
+    assert await send(1) == (403, "quota.files")
+    assert len(api.files()) == 2
+    for file in (await client.get("/v1/files")).json()["data"]:
+        assert (await client.delete(f"/v1/files/{file['id']}")).status_code == 200
+    assert api.files() == []
+
+
+async def test_a_file_whose_life_is_over_is_gone_with_its_bytes(api: Api) -> None:
+    client = await api.tenant("acme")
+    life = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    made = (await client.post("/v1/files", data=life, files={"file": ("a", b"x")})).json()
+    assert made["expires_at"] == made["created_at"] + 3600
+    refused = await client.post("/v1/files", data={**life, "expires_after[seconds]": "1"}, files={"file": ("a", b"x")})
+    assert refused.status_code == 400
+    files = api.services.registry.files
+    files._clock = lambda: utc_now() + timedelta(hours=2)
+    assert (await client.get(f"/v1/files/{made['id']}")).status_code == 404
+    assert await files.forget_expired() == 1

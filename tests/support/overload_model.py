@@ -1,0 +1,228 @@
+"""A model of an engine and its clients in virtual time, to try the gate under overload without a server or sleeping.
+
+The engine computes steps of up to `ROWS` rows and about `STEP_UNITS`, shared fairly among tenants by weight and first
+come first served inside a tenant. A step takes as long as its units; nothing else costs time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weft.engine.prices import Prices
+from weft.engine.status import EngineLoad, TenantLoad
+from weft.errors import CapacityError, RateLimitError
+from weft.server.gate import Admission, Ask, Gate
+
+ROWS = 64
+STEP_UNITS = 512.0
+REPORT_S = 0.1
+RATE_SPAN_S = 1.0
+
+
+@dataclass(eq=False)
+class Client:
+    """One request of somebody, with how often it was tried and what became of it."""
+
+    tenant: str
+    key: int
+    prompt: int
+    output: int
+    manner: str
+    """honest: comes back when told; impatient: after a second, whatever it is told; once: never; half: after half."""
+    arrived_s: float
+    tries: int = 0
+    told_s: list[float] = field(default_factory=list)
+    codes: list[str] = field(default_factory=list)
+    admitted_s: float | None = None
+    ttft_s: float | None = None
+    """Since it was let in."""
+    ended_s: float | None = None
+    left: int = 0
+    is_started: bool = False
+    admission: Admission | None = None
+
+
+class ModelEngine:
+    """Computes `capacity` units per second."""
+
+    def __init__(self, capacity: float, weights: dict[str, float]) -> None:
+        self.capacity = capacity
+        self.prices = Prices()
+        self.weights = weights
+        self.requests: dict[str, list[Client]] = {}
+        self.served: dict[str, float] = defaultdict(float)
+        self.recent: list[tuple[float, str, float]] = []
+        self.load: EngineLoad | None = None
+        self.units: dict[str, float] = defaultdict(float)
+        self._seq = 0
+
+    def submit(self, client: Client) -> None:
+        if not self.requests.get(client.tenant):
+            active = [self.served[name] for name, waiting in self.requests.items() if waiting]
+            self.served[client.tenant] = max(self.served[client.tenant], min(active, default=0))
+        self.requests.setdefault(client.tenant, []).append(client)
+
+    def step(self, now_s: float) -> tuple[float, list[Client], list[Client]]:
+        """Seconds that the step takes, who got a first output, and who ended."""
+        chosen: list[Client] = []
+        order = [(self.served[name] / self.weights[name], name) for name, there in self.requests.items() if there]
+        heapq.heapify(order)
+        taken: Counter[str] = Counter()
+        spent: dict[str, float] = defaultdict(float)
+        while order and len(chosen) < ROWS and sum(spent.values()) < STEP_UNITS:
+            _, name = order[0]
+            client = self.requests[name][taken[name]]
+            taken[name] += 1
+            context = client.prompt + client.output - client.left
+            cost = self.prices.output + context * self.prices.context
+            if not client.is_started:
+                cost += client.prompt * (self.prices.prompt + self.prices.context * client.prompt / 2)
+            self.served[name] += cost
+            spent[name] += cost
+            chosen.append(client)
+            if taken[name] < len(self.requests[name]):
+                heapq.heapreplace(order, (self.served[name] / self.weights[name], name))
+            else:
+                heapq.heappop(order)
+        first = [client for client in chosen if not client.is_started]
+        for client in chosen:
+            client.is_started = True
+            client.left -= 1
+        ended = [client for client in chosen if not client.left]
+        for client in ended:
+            self.requests[client.tenant].remove(client)
+        seconds = sum(spent.values()) / self.capacity
+        self.recent += [(now_s + seconds, name, units) for name, units in spent.items()]
+        for name, units in spent.items():
+            self.units[name] += units
+        return seconds, first, ended
+
+    def report(self, now_s: float) -> None:
+        self.recent = [entry for entry in self.recent if entry[0] > now_s - RATE_SPAN_S]
+        rates: dict[str, float] = defaultdict(float)
+        for _, name, units in self.recent:
+            rates[name] += units / RATE_SPAN_S
+        self._seq += 1
+        self.load = EngineLoad(
+            boot_id="model",
+            seq=self._seq,
+            rate=self.capacity,
+            rows=ROWS,
+            tenants={
+                name: TenantLoad(weight=self.weights[name], rate=rates[name])
+                for name, there in self.requests.items()
+                if there
+            },
+        )
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Poisson arrivals of one tenant."""
+
+    tenant: str
+    per_s: float
+    start_s: float = 0.0
+    end_s: float = 60.0
+    manner: Callable[[random.Random], str] = lambda _: "honest"
+    same_body: bool = False
+    """All of them send the same body."""
+    prompt: int = 100
+    output: int = 100
+
+
+class Overload:
+    """Runs traffic against a gate before a model engine."""
+
+    def __init__(
+        self,
+        traffic: list[Traffic],
+        *,
+        capacity: float = 12_000,
+        max_wait_s: float = 10.0,
+        seed: int = 1,
+        **settings: int,
+    ) -> None:
+        self.now_s = 1000.0
+        weights = dict.fromkeys((one.tenant for one in traffic), 1.0)
+        self.engine = ModelEngine(capacity, weights)
+        self.engine.report(self.now_s)
+        self.gate = Gate(max_wait_s, settings.get("max_waiting", 4096), lambda: self.engine.load, lambda: self.now_s)
+        self.clients: list[Client] = []
+        self._draw = random.Random(seed)
+        self._traffic = traffic
+        self._events: list[tuple[float, int, Client]] = []
+        self._numbers = itertools.count()
+
+    def run(self, seconds: float) -> None:
+        """Let everybody come, and compute, for so long."""
+        begin_s = self.now_s
+        for one in self._traffic:
+            at_s = begin_s + one.start_s
+            while (at_s := at_s + self._draw.expovariate(one.per_s)) < begin_s + one.end_s:
+                number = next(self._numbers)
+                client = Client(
+                    tenant=one.tenant,
+                    key=hash(one.tenant) if one.same_body else number,
+                    prompt=one.prompt,
+                    output=max(1, round(self._draw.lognormvariate(0, 0.6) * one.output / 1.2)),
+                    manner=one.manner(self._draw),
+                    arrived_s=at_s,
+                )
+                self.clients.append(client)
+                heapq.heappush(self._events, (at_s, number, client))
+        next_report_s = self.now_s
+        while self.now_s < begin_s + seconds:
+            while self._events and self._events[0][0] <= self.now_s:
+                self._try(heapq.heappop(self._events)[2])
+            if self.now_s >= next_report_s:
+                self.engine.report(self.now_s)
+                next_report_s = self.now_s + REPORT_S
+            took_s, first, ended = self.engine.step(self.now_s)
+            self.now_s += took_s or 0.005
+            for client in first:
+                assert client.admission is not None
+                assert client.admitted_s is not None
+                client.ttft_s = self.now_s - client.admitted_s
+                client.admission.started(client.ttft_s)
+            for client in ended:
+                assert client.admission is not None
+                client.ended_s = self.now_s
+                client.admission.finished(client.output)
+                client.admission.end()
+
+    def _try(self, client: Client) -> None:
+        client.tries += 1
+        try:
+            client.admission = self.gate.admit(
+                Ask(
+                    tenant=client.tenant,
+                    name=client.tenant,
+                    weight=self.engine.weights[client.tenant],
+                    adapter=None,
+                    num_bytes=4 * client.prompt,
+                    num_choices=1,
+                    max_tokens=4096,
+                    deadline_s=None,
+                    key=client.key,
+                )
+            )
+        except (RateLimitError, CapacityError) as error:
+            client.codes.append(error.code)
+            client.told_s.append(error.retry_after_s or 0.0)
+            again_s = {
+                "honest": client.told_s[-1],
+                "impatient": 1.0,
+                "half": client.told_s[-1] / 2 if client.tries == 1 else None,
+            }.get(client.manner)
+            if again_s is not None and client.tries < 20:
+                heapq.heappush(self._events, (self.now_s + again_s, next(self._numbers), client))
+        else:
+            client.admitted_s = self.now_s
+            client.left = client.output
+            self.engine.submit(client)

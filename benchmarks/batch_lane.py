@@ -13,19 +13,18 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from weft.benchmarks import load, serve
-from weft.benchmarks.arguments import positive
+from weft.benchmarks.arguments import bench_parser, positive
 from weft.benchmarks.generator import run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import RequestRecord, percentile
-from weft.benchmarks.report import provenance, shown_options, without_key, without_nan, write_result
-from weft.errors import ConfigError, WeftError
+from weft.benchmarks.report import tell
+from weft.errors import WeftError
 
 PATH = "/v1/completions"
 LOOK_S = 0.2
@@ -33,24 +32,13 @@ LOOK_S = 0.2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        with serve.target(options):
-            result = asyncio.run(_measure(options))
-        if options.json:
-            write_result(options.json, result)
-    except ConfigError as error:
-        print(f"batches: {error}", file=sys.stderr)
-        return 2
-    except WeftError as error:
-        print(f"batches: {error}", file=sys.stderr)
-        return 1
-    for name in ("alone", "beside"):
-        figures = ", ".join(f"{figure} {value:.1f}" for figure, value in result[name].items())
-        print(f"interactive {name:6}: {figures}")
-    print("batch: " + ", ".join(f"{name} {value:.1f}" for name, value in result["batch"].items()))
-    print(json.dumps(without_nan(result)))
-    return 1 if result["alone"]["errors"] + result["beside"]["errors"] + result["batch"]["failed"] else 0
+    return tell("batches", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The load alone and beside a batch, sent to the server that the options describe."""
+    with serve.target(options):
+        return asyncio.run(_measure(options))
 
 
 async def _measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,12 +56,10 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         done_beside = (await _ask(http, "GET", f"/batches/{batch_id}"))["request_counts"]["completed"]
         ended = await _until(http, batch_id, "completed")
     counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])
+    loads = {"alone": _figures(alone), "beside": _figures(beside)}
+    failed = {**{name: found["errors"] for name, found in loads.items()}, "batch": counts["failed"]}
     return {
-        "benchmark": "batches",
-        **without_key(provenance(), options.key),
-        "options": shown_options(options),
-        "alone": _figures(alone),
-        "beside": _figures(beside),
+        **loads,
         "batch": {
             **counts,
             "seconds": seconds,
@@ -81,6 +67,8 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
             "output_tokens_per_s": counts["completed"] * options.line_tokens / seconds,
             "done_when_the_load_ended": done_beside,
         },
+        "table": [{"interactive": name, **found} for name, found in loads.items()],
+        "failures": [f"{name}: {count} requests failed" for name, count in failed.items() if count],
     }
 
 
@@ -130,9 +118,7 @@ def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench batches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("batches", __doc__)
     serve.add_server_options(parser)
     load.add_load_options(parser)
     parser.set_defaults(requests=200, concurrency=8)
@@ -142,7 +128,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--line-prompt", type=positive, default=64, help="prompt tokens of a line")
     add("--line-tokens", type=positive, default=64, help="output tokens of a line")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

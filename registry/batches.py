@@ -197,31 +197,24 @@ class Batches:
             return (await session.scalars(found.order_by(BatchResultRow.line).limit(limit))).all()
 
     async def end(
-        self,
-        batch: BatchRow,
-        owner: str,
-        status: str,
-        files: Mapping[str, FileRow],
-        failed: int,
-        store: Callable[[], Awaitable[None]],
+        self, batch_id: str, owner: str, status: str, files: Mapping[str, FileRow], store: Callable[[], Awaitable[None]]
     ) -> None:
-        """Make files of the results. `store` makes their blobs durable, last.
+        """Make files of the results. Nothing changes where the batch is not the owner's any more.
 
         Args:
-            batch: Which.
-            owner: Who ran it; nothing changes where it is another's by now.
+            batch_id: Which.
+            owner: Who ran it.
             status: completed, cancelled, expired or failed.
             files: By the column that is to name them: output_file_id, error_file_id.
-            failed: Lines in the error file.
-            store: Called where the batch is still the owner's.
+            store: Makes their blobs durable, last.
         """
         async with self._database.write() as session:
-            row = await _own(session, batch.id, owner, OPEN)
+            row = await _own(session, batch_id, owner, OPEN)
             if row is None:
                 return
             session.add_all(files.values())
-            _enter(row, status, self._clock(), failed=failed, **{name: file.id for name, file in files.items()})
-            await session.execute(delete(BatchResultRow).where(BatchResultRow.batch_id == batch.id))
+            _enter(row, status, self._clock(), **{name: file.id for name, file in files.items()})
+            await session.execute(delete(BatchResultRow).where(BatchResultRow.batch_id == batch_id))
             await session.flush()
             await store()
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal, TypeVar
 
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, NotFoundError
 from weft.registry.clock import Clock, to_micros, to_seconds
 from weft.registry.database import Database
@@ -28,14 +28,6 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 RowT = TypeVar("RowT", FileRow, BatchRow)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileQuota:
-    """What a tenant's files may be together."""
-
-    files: int
-    size_bytes: int
-
-
 class Files:
     """All tenants' files. Thread: the event loop's.
 
@@ -46,23 +38,23 @@ class Files:
         self._database = database
         self._clock = clock
 
-    async def bytes_left(self, tenant_id: str, quota: FileQuota) -> int:
+    async def bytes_left(self, tenant_id: str, limits: BatchConfig) -> int:
         """Bytes that the tenant's next file may have.
 
         Raises:
             ForbiddenError: None, or it has too many files; codes quota.files and quota.file_bytes.
         """
         async with self._database.read() as session:
-            return await _bytes_left(session, tenant_id, quota, self._clock(), needed=1)
+            return await _bytes_left(session, tenant_id, limits, self._clock(), needed=1)
 
-    async def add(self, file: FileRow, quota: FileQuota, store: Callable[[], Awaitable[None]]) -> None:
+    async def add(self, file: FileRow, limits: BatchConfig, store: Callable[[], Awaitable[None]]) -> None:
         """Keep a file; `store` makes its blob durable, last, so that nothing sweeps it before there is a row.
 
         Raises:
             ForbiddenError: The tenant's files are too many or too large; codes quota.files and quota.file_bytes.
         """
         async with self._database.write() as session:
-            await _bytes_left(session, file.tenant_id, quota, self._clock(), needed=file.size_bytes)
+            await _bytes_left(session, file.tenant_id, limits, self._clock(), needed=file.size_bytes)
             session.add(file)
             await session.flush()
             await store()
@@ -157,16 +149,16 @@ async def newest_first(
     return Page(items=rows[:limit], next=rows[limit - 1].id if len(rows) > limit else None)
 
 
-async def _bytes_left(session: AsyncSession, tenant_id: str, quota: FileQuota, now: datetime, needed: int) -> int:
+async def _bytes_left(session: AsyncSession, tenant_id: str, limits: BatchConfig, now: datetime, needed: int) -> int:
     own = (FileRow.tenant_id == tenant_id, FileRow.expires_at > to_seconds(now))
     sums = select(func.count(), func.coalesce(func.sum(FileRow.size_bytes), 0)).where(*own)
     count, size = (await session.execute(sums)).one()
-    if count >= quota.files:
-        raise ForbiddenError(f"The tenant may have {quota.files} files; delete one first.", code="quota.files")
-    left = quota.size_bytes - int(size)
+    if count >= limits.max_files:
+        raise ForbiddenError(f"The tenant may have {limits.max_files} files; delete one first.", code="quota.files")
+    left = limits.max_stored_bytes - int(size)
     if left < needed:
         raise ForbiddenError(
-            f"The tenant's files may have {quota.size_bytes} bytes together; delete some first.",
+            f"The tenant's files may have {limits.max_stored_bytes} bytes together; delete some first.",
             code="quota.file_bytes",
         )
     return left

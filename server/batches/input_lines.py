@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,7 +16,6 @@ from weft.server.json_body import parse_json, validate
 from weft.server.schemas import Body
 from weft.server.threads import in_thread
 
-LINES_AT_ONCE = 64
 MAX_ERRORS = 50
 """Errors that a batch which fails its check tells of."""
 
@@ -101,13 +99,19 @@ async def read_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGene
         AdapterUnavailableError: The blob is missing or corrupt, which may be told behind its first lines.
         CapacityError: The store cannot be reached.
     """
-    lines = _raw_lines(blobs, sha256, max_bytes)
+    pieces, rest, number = read_pieces(blobs, sha256), b"", 0
     try:
-        while some := await in_thread(list, islice(lines, LINES_AT_ONCE)):
-            for line in some:
-                yield line
+        while piece := await in_thread(next, pieces, b""):
+            *whole, rest = (rest + piece).split(b"\n")
+            rest = rest[: max_bytes + 1]
+            for raw in whole:
+                number += 1
+                if raw.strip():
+                    yield number, raw[: max_bytes + 1]
     finally:
-        await in_thread(lines.close)
+        await in_thread(pieces.close)
+    if rest.strip():
+        yield number + 1, rest
 
 
 def read_pieces(blobs: BlobStore, sha256: str) -> Generator[bytes, None, None]:
@@ -120,16 +124,3 @@ def read_pieces(blobs: BlobStore, sha256: str) -> Generator[bytes, None, None]:
             if not left:
                 reader.verify()
             yield bytes(piece)
-
-
-def _raw_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> Generator[tuple[int, bytes], None, None]:
-    rest, number = b"", 0
-    for piece in read_pieces(blobs, sha256):
-        *whole, rest = (rest + piece).split(b"\n")
-        rest = rest[: max_bytes + 1]
-        for raw in whole:
-            number += 1
-            if raw.strip():
-                yield number, raw[: max_bytes + 1]
-    if rest.strip():
-        yield number + 1, rest

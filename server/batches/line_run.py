@@ -41,6 +41,8 @@ LOSSES = (EngineUnavailableError, AdapterUnavailableError)
 MAX_LOSSES = 5
 """A line that the engine died under, or whose adapter did not load, so often has failed: it may be the reason."""
 LONGEST_WAIT_S = 30.0
+CANCELLED = ("batch_cancelled", "The batch was cancelled before this request ran.")
+EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CALLER_S = 1.0
 """How old the word may be that the key still works."""
 
@@ -56,20 +58,26 @@ class LineRunner:
     keep: Callable[[LineResult], Awaitable[bool]]
     """Makes a result durable; False where it no longer counts."""
     is_ending: bool = False
-    """The batch is cancelled or has expired: lines that are cut now never run again."""
+    """The batch is cancelled or has expired: lines that are cut now never run again, and no other runs."""
     _known: tuple[float, Caller] | None = field(default=None)
 
     async def run(self, number: int, line: Line) -> None:
         """Carry a line to its result, in as many tries as it takes."""
+        if self.is_ending:
+            code, message = CANCELLED if self.batch.status == "cancelling" else EXPIRED
+            await self.keep(self._result(number, line, None, {"code": code, "message": message}))
+            return
         losses = 0
         while True:
             lease = Lease()
             try:
                 async with self.places:
-                    return await self._try(number, line, lease, is_last=losses + 1 == MAX_LOSSES)
+                    await self._try(number, line, lease, is_last=losses + 1 == MAX_LOSSES)
             except (RateLimitError, CapacityError) as error:
                 losses += isinstance(error, LOSSES)
                 wait_s = min(max(error.retry_after_s or 0, 0.05), LONGEST_WAIT_S)
+            else:
+                return
             finally:
                 lease.end()
             await asyncio.sleep(wait_s)
@@ -91,10 +99,23 @@ class LineRunner:
             status, body = answer(told)[0], dict(error_body(told))
             event = planned.meter.close("error") if planned else None
         response: JsonObject = {"status_code": status, "request_id": f"{self.batch.id}-{number}", "body": body}
-        text = result_text(self.batch.id, number, line, response, None)
-        result = LineResult(batch_id=self.batch.id, line=number, is_error=status != 200, text=text, event=event)
-        if await self.keep(result) and planned is not None and event is not None:
+        is_kept = await self.keep(self._result(number, line, response, None, event))
+        if is_kept and planned is not None and event is not None:
             planned.meter.settle(event)
+
+    def _result(
+        self,
+        number: int,
+        line: Line,
+        response: JsonObject | None,
+        error: JsonObject | None,
+        event: UsageEvent | None = None,
+    ) -> LineResult:
+        name = f"batch_req_{self.batch.id.removeprefix('batch_')}-{number}"
+        told = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
+        is_error = response is None or response["status_code"] != 200
+        text = orjson.dumps(told).decode()
+        return LineResult(batch_id=self.batch.id, line=number, is_error=is_error, text=text, event=event)
 
     async def _plan(self, number: int, line: Line, lease: Lease) -> PlannedGeneration:
         services, name = self.services, f"{self.batch.id}-{number}"
@@ -147,9 +168,3 @@ class LineRunner:
                 raise
             body, ended = whole.body(planned.manner, generation.choices)
         return body, planned.meter.close(ended)
-
-
-def result_text(batch_id: str, number: int, line: Line, response: JsonObject | None, error: JsonObject | None) -> str:
-    """A line of a result file, without its end."""
-    name = f"batch_req_{batch_id.removeprefix('batch_')}-{number}"
-    return orjson.dumps({"id": name, "custom_id": line.custom_id, "response": response, "error": error}).decode()

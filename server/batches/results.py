@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 
 import structlog
 
-from weft.adapters.blobs import BlobWriter
-from weft.errors import AdapterUnavailableError, CapacityError
+from weft.errors import CapacityError
 from weft.registry.batches import LineResult
 from weft.registry.files import new_file
 from weft.registry.models import BatchRow
-from weft.server.batches.input_lines import parse_line, read_lines
-from weft.server.batches.line_run import result_text
 from weft.server.services import Services
 from weft.server.threads import in_thread
 
@@ -22,11 +19,6 @@ COMMIT_S = 0.1
 """Results of so many seconds are one transaction."""
 RETRY_S = 1.0
 PAGE_LINES = 64
-NEVER_RAN = {
-    "cancelled": ("batch_cancelled", "The batch was cancelled before this request ran."),
-    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
-    "failed": ("batch_failed", "The batch failed before this request ran."),
-}
 
 
 class ResultCommits:
@@ -71,7 +63,7 @@ class ResultCommits:
 
 
 async def write_files(services: Services, batch: BatchRow, owner: str, status: str) -> None:
-    """End a batch: its results become an output file and an error file, with the lines that never ran in the latter.
+    """End a batch: its results become an output file and an error file.
 
     Args:
         services: Registry and blobs.
@@ -81,49 +73,22 @@ async def write_files(services: Services, batch: BatchRow, owner: str, status: s
     """
     with ExitStack() as stack:
         output, errors = (stack.enter_context(services.blobs.create()) for _ in range(2))
-        done, after = set[int](), 0
+        after = 0
         while page := await services.registry.batches.results(batch.id, after, PAGE_LINES):
+            after = page[-1].line
             for each in page:
-                after = each.line
-                done.add(after)
                 await in_thread((errors if each.is_error else output).write, f"{each.result}\n".encode())
-        failed = batch.failed
-        if len(done) < batch.total:
-            failed += await _write_left(services, batch, done, errors, status)
         blobs = {name: blob for name, blob in (("output", output), ("error", errors)) if blob.size}
-        files = {
-            f"{name}_file_id": new_file(
-                batch.tenant_id,
-                f"{batch.id}_{name}.jsonl",
-                "batch_output",
-                services.now(),
-                size_bytes=blob.size,
-                sha256=blob.sha256(),
-            )
-            for name, blob in blobs.items()
-        }
-        for blob in blobs.values():
+        files = {}
+        for name, blob in blobs.items():
             await in_thread(blob.prepare)
+            filename, now = f"{batch.id}_{name}.jsonl", services.now()
+            files[f"{name}_file_id"] = new_file(
+                batch.tenant_id, filename, "batch_output", now, size_bytes=blob.size, sha256=blob.sha256()
+            )
 
         async def store() -> None:
             for blob in blobs.values():
                 await in_thread(blob.commit)
 
-        await services.registry.batches.end(batch, owner, status, files, failed, store)
-
-
-async def _write_left(services: Services, batch: BatchRow, done: set[int], blob: BlobWriter, status: str) -> int:
-    """Tell of the lines that never ran; returns how many."""
-    code, message = NEVER_RAN[status]
-    limit, written = services.config.server.max_body_bytes, 0
-    try:
-        async with aclosing(read_lines(services.blobs, batch.input_sha256, limit)) as lines:
-            async for number, raw in lines:
-                if number not in done:
-                    line = parse_line(raw, batch.endpoint, limit)
-                    text = result_text(batch.id, number, line, None, {"code": code, "message": message})
-                    await in_thread(blob.write, f"{text}\n".encode())
-                    written += 1
-    except AdapterUnavailableError as error:
-        log.warning("batch_input_lost", batch=batch.id, code=error.code)
-    return written
+        await services.registry.batches.end(batch.id, owner, status, files, store)

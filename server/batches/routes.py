@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
 from weft.errors import InvalidRequestError
-from weft.registry.files import FileQuota, new_file
+from weft.registry.files import new_file
 from weft.registry.models import BatchRow, FileRow
 from weft.registry.records import Page
 from weft.server.access import InferTenant
@@ -27,11 +27,7 @@ _BINARY = {"type": "string", "format": "binary"}
 _FORM = {
     "type": "object",
     "required": ["file", "purpose"],
-    "additionalProperties": False,
-    "properties": {
-        "file": {**_BINARY, "description": "One request as JSON on each line."},
-        "purpose": {"enum": ["batch"]},
-    },
+    "properties": {"file": _BINARY, "purpose": {"enum": ["batch"]}},
 }
 After = Annotated[str | None, Query(max_length=64)]
 
@@ -40,8 +36,7 @@ After = Annotated[str | None, Query(max_length=64)]
 async def create_file(request: Request, services: Wired, caller: InferTenant) -> FileRow:
     """Keep a file of requests for batches."""
     limits, files = services.config.batch, services.registry.files
-    quota = FileQuota(files=limits.max_files, size_bytes=limits.max_stored_bytes)
-    limit = min(limits.max_file_bytes, await files.bytes_left(caller.tenant_id, quota))
+    limit = min(limits.max_file_bytes, await files.bytes_left(caller.tenant_id, limits))
     form = Form()
     with (
         services.drain.cancelling(),
@@ -60,7 +55,7 @@ async def create_file(request: Request, services: Wired, caller: InferTenant) ->
             await in_thread(blob.commit)
 
         await in_thread(blob.prepare)
-        await files.add(file, quota, store)
+        await files.add(file, limits, store)
     return file
 
 

@@ -66,17 +66,15 @@ class BatchWorker:
     async def look(self) -> None:
         """Take over what is due, let go of what is not ours any more, and end what is over."""
         held = {batch.id: batch for batch in await self._services.registry.batches.claim(self._owner)}
-        now = to_seconds(self._services.now())
         for batch_id in self._runs.keys() - held.keys():
             self._runs.pop(batch_id).task.cancel()
         for batch in held.values():
             run = self._runs.get(batch.id)
-            is_over = batch.status == "cancelling" or batch.expires_at <= now
             if run is None or run.task.done():
-                runner = LineRunner(self._services, batch, self._places, self._commits.keep, is_ending=is_over)
+                runner = LineRunner(self._services, batch, self._places, self._commits.keep, self._is_over(batch))
                 self._runs[batch.id] = _Run(runner, asyncio.create_task(self._run(runner), name=batch.id))
-            elif is_over and not run.runner.is_ending:  # its lines end now, and another run writes its files
-                run.runner.is_ending = True
+            elif self._is_over(batch) and not run.runner.is_ending:
+                run.runner.is_ending = True  # its lines end now, and another run writes its files
                 run.task.cancel()
                 run.task.add_done_callback(lambda _: self._services.batches_changed.set())
 
@@ -105,16 +103,22 @@ class BatchWorker:
 
     async def _go_through(self, runner: LineRunner) -> None:
         batches = self._services.registry.batches
-        # What was claimed may have ended since.
+        # What was claimed may have been cancelled, or have ended, since.
         batch: BatchRow | None = await batches.get(runner.batch.tenant_id, runner.batch.id)
-        if batch is not None and batch.status == "validating":
+        runner.batch, runner.is_ending = batch, self._is_over(batch)
+        if batch.status == "validating":
             batch = await self._check(batch)
-        if batch is not None and batch.status == "in_progress" and not runner.is_ending:
+        if batch is None or batch.status not in OPEN:
+            return
+        if batch.status != "finalizing" and batch.total:
             await self._feed(runner, batch)
-        if batch is not None and batch.status in ("in_progress", "finalizing"):
+        if batch.status != "cancelling":
             batch = await batches.enter(batch.id, self._owner, "finalizing")
-        if batch is not None and batch.status in OPEN:
-            await self._end(batch)
+        if batch is not None:
+            await self._end(batch, is_expired=runner.is_ending)
+
+    def _is_over(self, batch: BatchRow) -> bool:
+        return batch.status == "cancelling" or batch.expires_at <= to_seconds(self._services.now())
 
     async def _check(self, batch: BatchRow) -> BatchRow | None:
         """Check the input, and enter the next status; None where no line is to run."""
@@ -137,7 +141,7 @@ class BatchWorker:
         return None
 
     async def _feed(self, runner: LineRunner, batch: BatchRow) -> None:
-        """Run all lines that have no result."""
+        """Give each line that has none a result."""
         services, config = self._services, self._services.config
         limit = config.server.max_body_bytes
         ahead = asyncio.Semaphore(config.batch.max_running)  # so that one batch does not keep all its lines in memory
@@ -158,13 +162,13 @@ class BatchWorker:
                 raise error from several
             log.warning("batch_input_lost", batch=batch.id, code=error.code)
 
-    async def _end(self, batch: BatchRow) -> None:
+    async def _end(self, batch: BatchRow, *, is_expired: bool) -> None:
         if batch.status == "cancelling":
             status = "cancelled"
-        elif batch.completed + batch.failed >= batch.total > 0:
-            status = "completed"
-        else:
-            status = "expired" if batch.expires_at <= to_seconds(self._services.now()) else "failed"
+        elif is_expired and batch.completed < batch.total:
+            status = "expired"
+        else:  # where the input was lost, lines have no result
+            status = "completed" if batch.completed + batch.failed == batch.total else "failed"
         await write_files(self._services, batch, self._owner, status)
         log.info("batch_ended", batch=batch.id, status=status, total=batch.total)
 

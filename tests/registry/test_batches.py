@@ -8,16 +8,17 @@ from datetime import timedelta
 import pytest
 
 from registry_samples import NOON, StandingClock, usage_event
+from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, NotFoundError
 from weft.registry.batches import LEASE_S, LineResult
-from weft.registry.files import FileQuota, new_file
+from weft.registry.files import new_file
 from weft.registry.models import BatchRow, FileRow
 from weft.registry.prices import Price, PriceTable
 from weft.registry.records import UsageQuery
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
-QUOTA = FileQuota(files=10, size_bytes=1000)
+LIMITS = BatchConfig(max_files=10, max_stored_bytes=1000)
 
 
 async def _store() -> None:
@@ -26,7 +27,7 @@ async def _store() -> None:
 
 async def _file(registry: Registry, tenant_id: str, clock: StandingClock, size: int = 10) -> FileRow:
     file = new_file(tenant_id, "a.jsonl", "batch", clock(), size_bytes=size, sha256="0" * 64)
-    await registry.files.add(file, QUOTA, _store)
+    await registry.files.add(file, LIMITS, _store)
     return file
 
 
@@ -70,7 +71,7 @@ async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
     assert stopped is not None
     assert (stopped.status, stopped.completed, stopped.failed) == ("finalizing", 2, 1)
     assert await registry.batches.add_results("a", [_result(batch, 4)]) == frozenset()
-    await registry.batches.end(stopped, "a", "completed", {}, 1, _store)
+    await registry.batches.end(batch.id, "a", "completed", {}, _store)
     assert (await registry.batches.get(batch.tenant_id, batch.id)).status == "completed"
     assert await registry.batches.done_lines(batch.id) == frozenset()
     assert await registry.batches.claim("a") == ()
@@ -102,7 +103,7 @@ async def test_an_input_that_is_needed_stays(registry: Registry, clock: Standing
     assert await registry.unreferenced([batch.input_sha256]) == frozenset()
     await registry.batches.cancel(batch.tenant_id, batch.id)
     await registry.batches.claim("a")
-    await registry.batches.end(batch, "a", "cancelled", {}, 0, _store)
+    await registry.batches.end(batch.id, "a", "cancelled", {}, _store)
     assert await registry.files.forget_expired() == 1
     assert await registry.batches.forget_old() == 1
     with pytest.raises(NotFoundError):

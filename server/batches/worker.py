@@ -104,10 +104,9 @@ class BatchWorker:
     async def _go_through(self, runner: LineRunner) -> None:
         batches = self._services.registry.batches
         # What was claimed may have been cancelled, or have ended, since.
-        batch: BatchRow | None = await batches.get(runner.batch.tenant_id, runner.batch.id)
-        runner.batch, runner.is_ending = batch, self._is_over(batch)
-        if batch.status == "validating":
-            batch = await self._check(batch)
+        found = await batches.get(runner.batch.tenant_id, runner.batch.id)
+        runner.batch, runner.is_ending = found, self._is_over(found)
+        batch = await self._check(found) if found.status == "validating" else found
         if batch is None or batch.status not in OPEN:
             return
         if batch.status != "finalizing" and batch.total:

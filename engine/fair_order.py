@@ -422,8 +422,8 @@ class FairOrder:
     def place(self, state: RequestState) -> tuple[float, ...]:
         """Sorts requests of the step and others alike: the smallest is the most entitled to tokens and pages."""
         return (
-            state.request.flow.lane,
             not state.has_row,
+            state.request.flow.lane,
             *(share.counter for share in reversed(list(_flow(state).path())[:-1])),
             state.arrival_index,
         )

@@ -212,11 +212,11 @@ class KvPages:
                     table[index] = page
                 self._pool.free(own, state.last_step)
 
-    def suspend(self, state: RequestState, draft: Draft) -> Preemption:
+    def suspend(self, state: RequestState, draft: Draft | None) -> Preemption:
         """Take all device pages from a running request, and say how it gets its KV cache back."""
         pages = state.pages
-        swapped = self._swap_out(state, draft)
-        self.give_back(state, state.last_step if swapped is None else draft.step)
+        swapped = None if draft is None else self._swap_out(state, draft)
+        self.give_back(state, state.last_step if swapped is None else swapped.step)
         state.pages = RequestPages(
             table=BlockTable(self._geometry),
             chain=pages.chain,

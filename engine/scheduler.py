@@ -168,6 +168,8 @@ class Scheduler:
         """Running requests that have more to compute than their last token."""
         self._last_units = 0.0
         """Price of the step that was committed last."""
+        self._started: set[str] = set()
+        """Requests that got their pages in the step that was planned last."""
         self._budget_used = 0
         """Tokens of the budget in the step that was planned last."""
         self._outbox: list[RequestOutput] = []
@@ -267,6 +269,7 @@ class Scheduler:
             return None
         self._stalls = 0 if plan.chunks else self._stalls
         self._step = draft.step
+        self._started = draft.started
         return plan
 
     def commit(self, plan: StepPlan, results: list[ChunkResult]) -> list[RequestOutput]:
@@ -326,9 +329,12 @@ class Scheduler:
             self.finish(state.request_id, "error", request_error(error))
 
     def fail_step(self, plan: StepPlan) -> None:
-        """End the requests of a step that failed with an internal error; what it should have swapped out is lost."""
+        """End the requests of a failed step with an internal error; what it should have moved or filled is lost."""
         for chunk in plan.chunks:
             self.finish(chunk.request_id, "error", INTERNAL)
+        for state in [state for state in self._running if state.request_id in self._started]:
+            state.last_step = plan.step
+            self._preempt(state, None)
         self._lose_swapped(plan.step)
 
     def fail_running(self) -> None:
@@ -606,7 +612,8 @@ class Scheduler:
                 return
             self._preempt(victim, draft)
 
-    def _preempt(self, state: RequestState, draft: Draft) -> None:
+    def _preempt(self, state: RequestState, draft: Draft | None) -> None:
+        """Take the pages from a request; without a draft there is no step that could swap them out."""
         how = self._kv.suspend(state, draft)
         self._release_lease(state)
         self._running.remove(state)
@@ -651,7 +658,7 @@ class Scheduler:
     def _start(self, state: RequestState, row: RequestState | None, draft: Draft) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
         place = self._order.place(state)
-        num_ahead = sum(left for other, left in draft.prefilling if (other[0], other[2:]) < (place[0], place[2:]))
+        num_ahead = sum(left for other, left in draft.prefilling if other[1:] < place[1:])
         is_free = state.beam is not None and state.leader is not None  # one token, like those that decode
         if num_ahead >= draft.budget and not is_free:
             return "NEW"

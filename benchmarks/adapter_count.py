@@ -1,6 +1,6 @@
 """Does throughput depend on how many adapters are registered?
 
-    python -P -m weft.benchmarks.adapter_count [--json benchmarks/results/adapter-count-cpu.json]
+    weft bench adapters [--json benchmarks/results/adapter-count-cpu.json]
 
 S-LoRA's workload (popularity, prompt and output lengths) over 5, 100, 1,000 and 2,000 adapters of ranks 8 to 64, 16
 requests running and as many waiting, device room for about 20 adapters beside the KV cache and host room for 200. Every
@@ -11,51 +11,48 @@ ratios are taken within a round. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.benchmarks.pool_options import pool_parser
 from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import provenance, spread, without_nan, write_result
+from weft.benchmarks.report import chosen, spread, tell
+from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 from weft.memory.page_costs import PageCosts
 
+SHOWN_FACTS = (
+    "adapters_per_step",
+    "step_ms",
+    "share_of_time_idle",
+    "loads per request, host>device:ok",
+    "loads per request, stored>device:ok",
+    "load_ms",
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    options = _parser().parse_args(arguments)
-    if options.quick:
-        options.counts, options.requests, options.repeats = [2, 8, 16], 20, 1
-        options.lengths, options.files, options.room = (4, 24), 8, 4
-        options.max_running, options.in_flight = 4, 8
+    """Run from the command line; returns the exit status."""
+    return tell("adapter-count", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All numbers of adapters, in turns."""
     shape = make_pool_shape(options.cache, options.files)
     costs = measure_pool_costs(shape)
     engines = {count: make_engine(options, shape, costs, count) for count in options.counts}
-    runs: dict[int, list[PoolRun]] = {count: [] for count in engines}
+
+    def run(count: int, round_: int) -> PoolRun:
+        return engines[count].run(make_load(options, count, round_), seed=[0], in_flight=options.in_flight)
+
     try:
-        for round_index in range(options.repeats + 1):
-            for count in _rotated(options.counts, round_index):
-                run = engines[count].run(make_load(options, count, round_index), seed=[0], in_flight=options.in_flight)
-                name = f"round {round_index}" if round_index else "warm-up"
-                print(f"{name} {count:5} adapters {run.output_tokens_per_s:8.1f} tok/s", flush=True)
-                if round_index:
-                    runs[count].append(run)
+        return make_result(options, shape, take_turns(engines, options.repeats, run))
     finally:
         for engine in engines.values():
             engine.close()
-    result = make_result(options, shape, runs)
-    if options.json:
-        write_result(options.json, result)
-    print_result(result)
-    return 0
 
 
 def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts, count: int) -> PoolEngine:
@@ -77,8 +74,6 @@ def make_load(options: argparse.Namespace, count: int, round_index: int) -> list
         num_adapters=count,
         alpha=options.alpha,
         rate=options.requests,
-        cv=1,
-        duration_s=1,
         input_range=options.lengths,
         output_range=options.lengths,
         seed=42 + round_index,
@@ -89,31 +84,32 @@ def make_load(options: argparse.Namespace, count: int, round_index: int) -> list
 def make_result(options: argparse.Namespace, shape: PoolShape, runs: dict[int, list[PoolRun]]) -> dict[str, Any]:
     """Throughput by number of adapters, ratios within rounds, and what explains them."""
     rates = {count: [run.output_tokens_per_s for run in each] for count, each in runs.items()}
-    pairs = [(before, after) for before in rates for after in rates if before < after]
-    falls = {
-        f"{after} / {before}": spread([b / a for a, b in zip(rates[before], rates[after], strict=True)])
-        for before, after in pairs
-    }
+    facts = {str(count): mean_facts(each) for count, each in runs.items()}
     return {
-        "benchmark": "adapter-count",
-        **provenance(),
         "load": {
             "model": shape.kind.about,
             "ranks": list(RANKS),
-            "alpha": options.alpha,
             "tokens": list(options.lengths),
-            "requests": options.requests,
-            "in_flight": options.in_flight,
-            "max_running": options.max_running,
-            "room": options.room,
-            "host_room": options.host_room,
-            "repeats": options.repeats,
             "pages": shape.mean_pages,
+            **chosen(options, "alpha", "requests", "in_flight", "max_running", "room", "host_room", "repeats"),
         },
         "output_tokens_per_s": {str(count): spread(values) for count, values in rates.items()},
-        "ratios": falls,
-        "facts": {str(count): mean_facts(each) for count, each in runs.items()},
+        "ratios": {
+            f"{after} / {before}": ratios(rates[after], rates[before])
+            for before in rates
+            for after in rates
+            if before < after
+        },
+        "facts": facts,
         "decode_step_ms": {str(count): decode_steps(each, options.max_running) for count, each in runs.items()},
+        "table": [
+            {
+                "adapters": count,
+                "tokens/s": statistics.median(values),
+                **{name: facts[str(count)].get(name, 0.0) for name in SHOWN_FACTS},
+            }
+            for count, values in rates.items()
+        ],
     }
 
 
@@ -130,40 +126,8 @@ def decode_steps(runs: Sequence[PoolRun], num_requests: int) -> dict[str, dict[s
     }
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """A table for people, then one JSON line for machines."""
-    table = Table(title="throughput by number of registered adapters, medians", title_justify="left")
-    table.add_column("adapters")
-    for column in ("tok/s", "in a step", "step ms", "idle", "loads from host", "from store", "load ms"):
-        table.add_column(column, justify="right")
-    for count, rate in result["output_tokens_per_s"].items():
-        facts = result["facts"][count]
-        table.add_row(
-            f"{int(count):,}",
-            f"{rate['median']:,.0f}",
-            f"{facts['adapters_per_step']:.1f}",
-            f"{facts['step_ms']:.2f}",
-            f"{facts['share_of_time_idle']:.1%}",
-            f"{facts.get('loads per request, host>device:ok', 0.0):.2f}",
-            f"{facts.get('loads per request, stored>device:ok', 0.0):.2f}",
-            f"{facts['load_ms']:.1f}",
-        )
-    console = Console()
-    console.print(table)
-    for name, ratio in result["ratios"].items():
-        line = f"{name} adapters: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"
-        console.print(line, highlight=False)
-    print(json.dumps(without_nan(result)))
-
-
-def _rotated(counts: Sequence[int], by: int) -> list[int]:
-    """Another one goes first in each round."""
-    start = by % len(counts)
-    return [*counts[start:], *counts[:start]]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("adapter_count", __doc__, requests=128, repeats=5, max_running=16)
+    parser = pool_parser("adapters", __doc__, requests=128, repeats=5, max_running=16)
     add = parser.add_argument
     add("--counts", type=int, nargs="+", default=[5, 100, 1000, 2000], help="registered adapters")
     add("--alpha", type=float, default=0.3, help="popularity; 1 uniform, smaller more skewed")
@@ -172,7 +136,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--host-room", type=int, default=200, help="adapters of the mean size that fit the host slab")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from weft.benchmarks.arguments import counts, positive
-from weft.benchmarks.calls import Call, Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
 from weft.benchmarks.report import DEFAULT_CACHE, goal, spread, tell
+from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.workloads import zipf_adapters
 from weft.errors import WeftError
 
@@ -100,17 +101,18 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
             finished.write_text(json.dumps({**facts, **shape}))
     registered = json.loads(finished.read_text())
     settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": options.control_set}
-    runs: dict[str, list[dict[str, Any]]] = {"served": [], "control": []}
     delays_s: list[float] = []
-    for repeat in range(options.repeats):
-        for kind in sorted(runs, reverse=not repeat % 2):
-            with plain_server(options.model, [*options.set, *settings[kind]], folder=folder) as server:
-                calls = server.calls(registered["key"], repeat)
-                run = _put_load(options, server, calls, registered["names"], kind == "control", delays_s)
-                runs[kind].append(asyncio.run(run))
-    ratio = {
-        span: [a[span]["tokens_per_s"] / b[span]["tokens_per_s"] for a, b in zip(*runs.values(), strict=True)]
-        for span in MIN_RATIO
+
+    def run(kind: str, repeat: int) -> dict[str, Any]:
+        with plain_server(options.model, [*options.set, *settings[kind]], folder=folder) as server:
+            calls = server.calls(registered["key"], repeat)
+            load = _put_load(options, server, calls, registered["names"], kind == "control", delays_s)
+            return asyncio.run(load)
+
+    runs = take_turns(settings, options.repeats, run, first=1)
+    rates = {
+        kind: {span: [found[span]["tokens_per_s"] for found in each] for span in MIN_RATIO}
+        for kind, each in runs.items()
     }
     return {
         "adapters": count,
@@ -119,7 +121,7 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
         "runs": {
             kind: {span: _merged([run[span] for run in each]) for span in MIN_RATIO} for kind, each in runs.items()
         },
-        "ratio": {span: spread(values) for span, values in ratio.items()},
+        "ratio": {span: ratios(rates["served"][span], rates["control"][span]) for span in MIN_RATIO},
         "client_delay_ms": distribution(delays_s, 1e3),
     }
 
@@ -205,7 +207,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder where checkpoints and registered adapters are kept")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,26 +1,28 @@
 """What does a batch cost those who wait for an answer? The same interactive load alone, and beside a batch.
 
-    weft bench batches [--lines 1000] [--requests 200 --in-flight 8] [--json result.json]
+    weft bench batches [--lines 1000] [--requests 200 --rate 4] [--json result.json]
 
-Starts a server with adapters, sends the interactive load, then a batch of --lines over all adapters with the load
-beside it. Prints the times to the first token and per token of both, and how fast the batch ran. Exit status 1 if a
-request or a line failed.
+Starts a server with 8 adapters (or with --model and --adapter, or takes one with --url), sends the interactive load,
+then a batch of --lines over all models with the load beside it. Prints the times to the first token and per token of
+both, and how fast the batch ran. Exit status 1 if any request or line failed, 2 if the arguments make no sense.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
-import sys
+import random
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.arguments import positive
-from weft.benchmarks.calls import Reply, closed_loop, first_error
-from weft.benchmarks.metrics import percentile
-from weft.benchmarks.own_server import OwnServer, demo_parser, plain_server
+import httpx
+
+from weft.benchmarks import load, serve
+from weft.benchmarks.arguments import bench_parser, positive
+from weft.benchmarks.generator import run_load
+from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.metrics import RequestRecord, percentile
 from weft.benchmarks.report import tell
 from weft.errors import WeftError
 
@@ -34,77 +36,95 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The load alone, then beside a batch."""
-    with plain_server(options.model, options.set) as server:
-        key = server.add_tenant("shop")
-        names = server.upload_copies(key, options.adapters, options.copies)
-        alone, beside, batch = asyncio.run(_put_load(options, server, key, names))
-    table = [{"": name, **_figures(replies)} for name, replies in (("alone", alone), ("beside", beside))]
-    counts, seconds = batch["request_counts"], max(1, batch["finalizing_at"] - batch["in_progress_at"])
-    figures = {**counts, "seconds": seconds, "lines_per_s": counts["completed"] / seconds}
-    return {"table": table, "goals": [], "batch": figures}
+    """The load alone and beside a batch, sent to the server that the options describe."""
+    with serve.target(options):
+        return asyncio.run(_measure(options))
 
 
-async def _put_load(
-    options: argparse.Namespace, server: OwnServer, key: str, names: Sequence[str]
-) -> tuple[list[Reply], list[Reply], dict[str, Any]]:
-    calls, numbers = server.calls(key, options.seed), itertools.count()
-
-    async def load() -> list[Reply]:
-        replies: list[Reply] = []
-        models = itertools.islice(itertools.cycle(names), options.requests)
-        tokens = options.input_tokens, options.output_tokens
-        await closed_loop((calls.make(name, *tokens, next(numbers)) for name in models), options.in_flight, replies)
-        if failed := first_error(replies):
-            raise WeftError(f"A request failed: {failed}")
-        return replies
-
-    async with calls.client:
-        await load()  # brings the adapters to the device
-        alone = await load()
-        lines = []
-        for number, name in zip(range(options.lines), itertools.cycle(names), strict=False):
-            body = json.loads(calls.make(name, options.line_prompt, options.line_tokens, next(numbers)).body)
-            body = {name: value for name, value in body.items() if not name.startswith("stream")}
-            lines.append(json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body}))
-        content = {"file": ("lines.jsonl", "\n".join(lines).encode())}
-        file = server.call("POST", "/v1/files", key, data={"purpose": "batch"}, files=content)
-        wanted = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
-        batch_id = server.call("POST", "/v1/batches", key, json=wanted)["id"]
-        await _until(server, key, batch_id, "in_progress", "completed")
-        beside = await load()
-        batch = await _until(server, key, batch_id, "completed")
-    if batch["request_counts"]["failed"]:
-        raise WeftError(f"Lines failed: the batch has {batch['request_counts']}.")
-    return alone, beside, batch
+async def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
+    plan, settings = load.make_plan(options), load.make_settings(options)
+    async with (
+        EventClient(options.url, headers) as client,
+        httpx.AsyncClient(base_url=options.url, headers=headers, timeout=120, trust_env=False) as http,
+    ):
+        await run_load(client, plan[: options.warmup], settings)
+        alone = await run_load(client, plan, settings)
+        batch_id = await _start(http, options)
+        await _until(http, batch_id, "in_progress", "completed")
+        beside = await run_load(client, plan, settings)
+        done_beside = (await _ask(http, "GET", f"/batches/{batch_id}"))["request_counts"]["completed"]
+        ended = await _until(http, batch_id, "completed")
+    counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])
+    loads = {"alone": _figures(alone), "beside": _figures(beside)}
+    failed = {**{name: found["errors"] for name, found in loads.items()}, "batch": counts["failed"]}
+    return {
+        **loads,
+        "batch": {
+            **counts,
+            "seconds": seconds,
+            "lines_per_s": counts["completed"] / seconds,
+            "output_tokens_per_s": counts["completed"] * options.line_tokens / seconds,
+            "done_when_the_load_ended": done_beside,
+        },
+        "table": [{"interactive": name, **found} for name, found in loads.items()],
+        "failures": [f"{name}: {count} requests failed" for name, count in failed.items() if count],
+    }
 
 
-async def _until(server: OwnServer, key: str, batch_id: str, *statuses: str) -> dict[str, Any]:
-    while (batch := server.call("GET", f"/v1/batches/{batch_id}", key))["status"] not in statuses:
+async def _start(http: httpx.AsyncClient, options: argparse.Namespace) -> str:
+    rng, models = random.Random(options.seed), [name for name in options.models.split(",") if name]
+    lines = []
+    for number in range(options.lines):
+        prompt = [rng.randrange(5, options.vocab_size) for _ in range(options.line_prompt)]
+        body = {"model": models[number % len(models)], "prompt": prompt, "max_tokens": options.line_tokens}
+        body["ignore_eos"] = True
+        lines.append(json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body}))
+    content = {"file": ("lines.jsonl", "\n".join(lines).encode())}
+    file = await _ask(http, "POST", "/files", data={"purpose": "batch"}, files=content)
+    wanted = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
+    return str((await _ask(http, "POST", "/batches", json=wanted))["id"])
+
+
+async def _until(http: httpx.AsyncClient, batch_id: str, *statuses: str) -> dict[str, Any]:
+    while True:
+        batch = await _ask(http, "GET", f"/batches/{batch_id}")
+        if batch["status"] in statuses:
+            return batch
         if batch["status"] in ("failed", "expired", "cancelled"):
-            raise WeftError(f"The batch ended as {batch['status']}: {batch['errors']}.")
+            raise WeftError(f"the batch ended as {batch['status']}: {batch['errors']}")
         await asyncio.sleep(LOOK_S)
-    return batch
 
 
-def _figures(replies: Sequence[Reply]) -> dict[str, float]:
-    times = {"TTFT": [1e3 * reply.ttft_s for reply in replies], "TPOT": [1e3 * reply.tpot_s for reply in replies]}
-    return {f"{name} p{rank}, ms": percentile(values, rank) for name, values in times.items() for rank in (50, 95)}
+async def _ask(http: httpx.AsyncClient, method: str, path: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
+    answer = await http.request(method, path, **content)
+    if not answer.is_success:
+        raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
+    return dict(answer.json())
+
+
+def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
+    good = [record for record in records if record.error is None]
+    if not good:
+        raise WeftError(f"no interactive request succeeded: {records[0].error}")
+    ttft, tpot = [record.ttft_s * 1e3 for record in good], [record.tpot_s * 1e3 for record in good]
+    return {
+        "errors": len(records) - len(good),
+        "ttft_p50_ms": percentile(ttft, 50),
+        "ttft_p95_ms": percentile(ttft, 95),
+        "tpot_p50_ms": percentile(tpot, 50),
+        "tpot_p95_ms": percentile(tpot, 95),
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = demo_parser("batches", __doc__)
+    parser = bench_parser("batches", __doc__)
+    serve.add_server_options(parser)
+    load.add_load_options(parser)
+    parser.set_defaults(requests=200, concurrency=8)
     add = parser.add_argument
-    add("--copies", type=positive, default=8, help="adapters, versions of those in --adapters")
-    add("--requests", type=positive, default=200, help="of the interactive load")
-    add("--in-flight", type=positive, default=8, help="of them")
-    add("--input-tokens", type=positive, default=64)
-    add("--output-tokens", type=positive, default=64)
+    add("--warmup", type=int, default=16, help="requests sent before, not measured")
     add("--lines", type=positive, default=1000, help="requests of the batch")
     add("--line-prompt", type=positive, default=64, help="prompt tokens of a line")
     add("--line-tokens", type=positive, default=64, help="output tokens of a line")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ counts from when a request was due. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import sys
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from weft.benchmarks.pool_options import pool_parser
 from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import RANKS, make_pool_shape
 from weft.benchmarks.report import spread, tell
+from weft.benchmarks.rounds import take_turns
 
 MODES = ("static", "windowed", "continuous")
 
@@ -56,22 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All modes at all rates, in turns."""
-    if options.quick:
-        options.requests, options.repeats, options.files, options.max_running, options.loads = 12, 1, 8, 4, [0.5]
     shape = make_pool_shape(options.cache, options.files)
     room = options.adapters * max(shape.pages(rank) for rank in RANKS)
     kv_pages = options.max_running * shape.geometry.pages(2 * options.lengths[1])
     config = pool_config(shape, num_pages=room + kv_pages, host_pages=2 * room, max_running=options.max_running)
     engine = build_pool_engine(config, shape.adapters(options.adapters), measure_pool_costs(shape))
-    runs: dict[tuple[str, float], list[dict[str, float]]] = {(m, x): [] for x in options.loads for m in MODES}
     try:
         full = engine.run(make_load(options, options.adapters, 0), seed=[0], in_flight=2 * options.max_running)
         rate = full.output_tokens_per_s / (sum(r.completion_tokens for r in full.records) / len(full.records))
-        for round_ in range(options.repeats + 1):
-            for mode, load in runs if round_ % 2 else reversed(runs):
-                found = run_mode(options, engine, mode, load * rate, round_)
-                if round_:
-                    runs[mode, load].append(found)
+        runs = take_turns(
+            itertools.product(MODES, options.loads),
+            options.repeats,
+            lambda arm, round_: run_mode(options, engine, arm[0], arm[1] * rate, round_),
+        )
     finally:
         engine.close()
     arms: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
@@ -111,7 +109,6 @@ def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: f
 
 def _parser() -> argparse.ArgumentParser:
     parser = pool_parser("batching", __doc__, requests=150, repeats=2, max_running=16)
-    parser.prog = "weft bench batching"
     add = parser.add_argument
     add("--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], help="shares of the saturated rate")
     add("--window-ms", type=float, default=100.0, help="longest wait for a full batch in windowed batching")
@@ -119,7 +116,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", type=int, nargs=2, default=(8, 128), help="prompt and output tokens, from and below")
     add("--alpha", type=float, default=1.0, help="popularity of adapters; 1 uniform, smaller more skewed")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

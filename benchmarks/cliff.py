@@ -1,6 +1,6 @@
 """What happens when more adapters are in use than fit the device?
 
-    python -P -m weft.benchmarks.cliff [--json benchmarks/results/cliff-cpu.json]
+    weft bench cliff [--json benchmarks/results/cliff-cpu.json]
 
 Adapters of ranks 8 to 64, all equally popular, requests of 64 + 64 tokens. One engine has room for 20 adapters beside
 the KV cache, the other holds all of them. Both get the same requests in an open loop at 60% of what the latter can do
@@ -12,33 +12,29 @@ last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.pool_options import pool_parser
 from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import provenance, spread, without_nan, write_result
+from weft.benchmarks.report import SHOWN, chosen, spread, tell
+from weft.benchmarks.rounds import ratios
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 from weft.memory.page_costs import PageCosts
 
 MAX_RATIO = 2.0
 """Largest median TTFT with twice as many adapters as fit, in those of the engine that holds all, plus one copy."""
-_UNIFORM = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    options = _parser().parse_args(arguments)
-    if options.quick:
-        options.actives, options.room, options.requests, options.repeats = [2, 8], 4, 12, 1
-        options.input_tokens, options.output_tokens, options.files, options.max_running = 8, 8, 8, 4
+    """Run from the command line; returns the exit status."""
+    return tell("cliff", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Both engines under the same open loops."""
     shape = make_pool_shape(options.cache, options.files)
     costs = measure_pool_costs(shape)
     rooms = {"small": options.room, "whole": None}
@@ -49,11 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for engine in engines.values():
             engine.close()
-    result = make_result(options, shape, rounds[1:], copy_ms)
-    if options.json:
-        write_result(options.json, result)
-    print_result(result)
-    return 0
+    return make_result(options, shape, rounds[1:], copy_ms)
 
 
 def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts, room: int | None) -> PoolEngine:
@@ -78,9 +70,7 @@ def make_load(options: argparse.Namespace, active: int, num_requests: int, seed:
     """Poisson arrivals, one a second on the average, of requests of one length for equally popular adapters."""
     settings = SloraSettings(
         num_adapters=active,
-        alpha=_UNIFORM,
         rate=1,
-        cv=1,
         duration_s=num_requests,
         input_range=(options.input_tokens, options.input_tokens + 1),
         output_range=(options.output_tokens, options.output_tokens + 1),
@@ -126,10 +116,8 @@ def make_result(
         by_active[str(active)] = {
             "saturated_requests_per_s": spread([each["saturated"][active] for each in rounds]),
             "median_ttft_ms": {name: spread(values) for name, values in ttft.items()},
-            "ratio": spread([a / b for a, b in zip(ttft["small"], ttft["whole"], strict=True)]),
-            "share_of_limit": spread(
-                [a / (MAX_RATIO * b + copy_ms) for a, b in zip(ttft["small"], ttft["whole"], strict=True)]
-            ),
+            "ratio": ratios(ttft["small"], ttft["whole"]),
+            "share_of_limit": ratios(ttft["small"], [MAX_RATIO * each + copy_ms for each in ttft["whole"]]),
             "ttft_ms": {
                 name: distribution([record.ttft_s for run in each for record in run.records], 1e3)
                 for name, each in runs.items()
@@ -137,41 +125,26 @@ def make_result(
             "facts": {name: mean_facts(each) for name, each in runs.items()},
         }
     return {
-        "benchmark": "cliff",
-        **provenance(),
         "load": {
             "model": shape.kind.about,
             "ranks": list(RANKS),
             "tokens": [options.input_tokens, options.output_tokens],
-            "load": options.load,
-            "room": options.room,
-            "requests": options.requests,
-            "max_running": options.max_running,
-            "repeats": options.repeats,
+            **chosen(options, "load", "room", "requests", "max_running", "repeats"),
         },
         "copy_ms": copy_ms,
         "adapters": by_active,
+        "table": [
+            {
+                "adapters in use": active,
+                "all fit, ms": found["median_ttft_ms"]["whole"]["median"],
+                "ms": found["median_ttft_ms"]["small"]["median"],
+                **{f"ratio, {key}": found["ratio"][key] for key in SHOWN},
+                "loads a request": sum(n for name, n in found["facts"]["small"].items() if name.startswith("loads")),
+                "a copy, ms": copy_ms,
+            }
+            for active, found in by_active.items()
+        ],
     }
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """A table for people, then one JSON line for machines."""
-    title = f"median TTFT with room for {result['load']['room']} adapters; a copy takes {result['copy_ms']:.1f} ms"
-    table = Table(title=title, title_justify="left")
-    table.add_column("adapters in use")
-    for column in ("all fit, ms", "ms", "ratio", "from", "to", "loads a request"):
-        table.add_column(column, justify="right")
-    for active, found in result["adapters"].items():
-        facts = found["facts"]["small"]
-        table.add_row(
-            active,
-            f"{found['median_ttft_ms']['whole']['median']:.1f}",
-            f"{found['median_ttft_ms']['small']['median']:.1f}",
-            *(f"{found['ratio'][key]:.2f}" for key in ("median", "min", "max")),
-            f"{sum(value for name, value in facts.items() if name.startswith('loads')):.2f}",
-        )
-    Console().print(table)
-    print(json.dumps(without_nan(result)))
 
 
 def _median_ttft(run: PoolRun) -> float:
@@ -187,7 +160,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--input-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=64)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

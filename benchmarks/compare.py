@@ -12,30 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.benchmarks import load
-from weft.benchmarks.arguments import positive
-from weft.benchmarks.generator import PlannedRequest, run_load
+from weft.benchmarks.arguments import bench_parser, positive
+from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.report import (
-    exit_status,
-    provenance,
-    shown_options,
-    spread,
-    without_key,
-    without_nan,
-    write_result,
-)
+from weft.benchmarks.report import spread, tell
+from weft.benchmarks.rounds import take_turns
 from weft.benchmarks.serve import add_server_options, target
 from weft.errors import ConfigError, WeftError
 
@@ -51,7 +39,6 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
 class Contender:
     """A server and the names that it has for the models."""
 
-    name: str
     url: str
     key: str
     models: list[str]
@@ -59,48 +46,42 @@ class Contender:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
-
-    def work() -> int:
-        with target(options):
-            result = asyncio.run(measure(options))
-        if options.json:
-            write_result(options.json, result)
-        print_result(result)
-        return 1 if any(run["errors"] for run in result["errors"].values()) else 0
-
-    return exit_status("compare", work)
+    return tell("compare", _parser().parse_args(arguments), measure)
 
 
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Send the load to both in turns.
 
     Raises:
         ConfigError: The options contradict each other.
         WeftError: A request of the round that is not counted failed.
     """
-    contenders = make_contenders(options)
-    plan, settings = load.make_plan(options), load.make_settings(options)
-    runs: dict[str, list[dict[str, Any]]] = {contender.name: [] for contender in contenders}
-    for round_ in range(options.repeats + 1):
-        for contender in contenders if round_ % 2 else reversed(contenders):
-            headers = {"Authorization": f"Bearer {contender.key}"} if contender.key else {}
+    with target(options):
+        contenders = make_contenders(options)
+        plan, settings = load.make_plan(options), load.make_settings(options)
+
+        def run(name: str, round_: int) -> dict[str, Any]:
+            contender = contenders[name]
             # Other prompts in each round: a repeated one measures prefix caches.
             fresh = replace(settings, seed=options.seed + round_)
-            async with EventClient(contender.url, headers) as client:
-                records = await run_load(client, translate(plan, contenders[0].models, contender.models), fresh)
-            summary = summarise(records, Objective())
+            translated = translate(plan, contenders["Weft"].models, contender.models)
+            records = asyncio.run(_send(contender, translated, fresh))
             failed = next((record.error for record in records if record.error), None)
             if not round_ and failed:
-                raise WeftError(f"{contender.name} does not answer as asked: {failed}")
-            print(f"round {round_} {contender.name}: {summary['output_tokens_per_s']:.1f} tok/s", file=sys.stderr)
-            if round_:
-                runs[contender.name].append(summary)
-    return make_result(options, contenders, runs)
+                raise WeftError(f"{name} does not answer as asked: {failed}")
+            return summarise(records, Objective())
+
+        return make_result(take_turns(contenders, options.repeats, run))
 
 
-def make_contenders(options: argparse.Namespace) -> list[Contender]:
-    """Weft and its peer.
+async def _send(contender: Contender, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
+    headers = {"Authorization": f"Bearer {contender.key}"} if contender.key else {}
+    async with EventClient(contender.url, headers) as client:
+        return await run_load(client, plan, settings)
+
+
+def make_contenders(options: argparse.Namespace) -> dict[str, Contender]:
+    """Weft and its peer, by name.
 
     Raises:
         ConfigError: Their models are not equally many, or both have one name.
@@ -114,10 +95,10 @@ def make_contenders(options: argparse.Namespace) -> list[Contender]:
         )
     if options.peer_name == "Weft":
         raise ConfigError("--peer-name must not be Weft", param="peer_name")
-    return [
-        Contender("Weft", options.url, options.key, ours),
-        Contender(options.peer_name, options.peer, options.peer_key, theirs),
-    ]
+    return {
+        "Weft": Contender(options.url, options.key, ours),
+        options.peer_name: Contender(options.peer, options.peer_key, theirs),
+    }
 
 
 def translate(plan: Sequence[PlannedRequest], ours: Sequence[str], theirs: Sequence[str]) -> list[PlannedRequest]:
@@ -126,28 +107,28 @@ def translate(plan: Sequence[PlannedRequest], ours: Sequence[str], theirs: Seque
     return [replace(request, model=names[request.model]) for request in plan]
 
 
-def make_result(
-    options: argparse.Namespace, contenders: Sequence[Contender], runs: dict[str, list[dict[str, Any]]]
-) -> dict[str, Any]:
+def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Spreads of each, and ratios of Weft over the peer within rounds."""
     found = {
         name: {figure: [_number(read(run)) for run in each] for figure, read in FIGURES.items()}
         for name, each in runs.items()
     }
-    ours, theirs = (found[contender.name] for contender in contenders)
-    facts = provenance()
-    for key in (options.key, options.peer_key):
-        facts = without_key(facts, key)
+    ours, theirs = found.values()
+    figures = {name: {figure: spread(values) for figure, values in each.items()} for name, each in found.items()}
+    errors = {name: sum(run["errors"] for run in each) for name, each in runs.items()}
     return {
-        "benchmark": "compare",
-        **facts,
-        "options": shown_options(options),
-        "figures": {name: {figure: spread(values) for figure, values in each.items()} for name, each in found.items()},
+        "figures": figures,
         "ratios": {
             figure: spread([_ratio(one, two) for one, two in zip(ours[figure], theirs[figure], strict=True)])
             for figure in FIGURES
         },
-        "errors": {name: {"errors": sum(run["errors"] for run in each)} for name, each in runs.items()},
+        "errors": {name: {"errors": count} for name, count in errors.items()},
+        "table": [
+            {"": figure, **{name: each[figure]["median"] for name, each in figures.items()}} for figure in FIGURES
+        ],
+        "failures": [
+            f"{name}: {count} requests failed or were answered wrongly" for name, count in errors.items() if count
+        ],
     }
 
 
@@ -159,27 +140,8 @@ def _ratio(one: float, two: float) -> float:
     return one / two if two else math.nan
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """A table for people, then one JSON line for machines."""
-    table = Table(title="medians of rounds", title_justify="left")
-    table.add_column("")
-    names = list(result["figures"])
-    for column in (*names, f"{names[0]} / {names[1]}", "from", "to"):
-        table.add_column(column, justify="right")
-    for figure, ratio in result["ratios"].items():
-        medians = (f"{result['figures'][name][figure]['median']:,.1f}" for name in names)
-        table.add_row(figure, *medians, *(f"{ratio[key]:.2f}" for key in ("median", "min", "max")))
-    Console().print(table)
-    for name, run in result["errors"].items():
-        if run["errors"]:
-            print(f"{name}: {run['errors']} requests failed or were answered wrongly")
-    print(json.dumps(without_nan(result)))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("compare", __doc__)
     add = parser.add_argument
     add("--peer", required=True, help="base URL with /v1 of the other server")
     add("--peer-models", required=True, help="its names for the same models, comma-separated, the base first")
@@ -190,7 +152,3 @@ def _parser() -> argparse.ArgumentParser:
     add_server_options(parser)
     load.add_load_options(parser)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

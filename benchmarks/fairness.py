@@ -24,18 +24,19 @@ import itertools
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.calls import Reply, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.flood import Stream, flood
+from weft.benchmarks.generator import Reply
 from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
 from weft.benchmarks.report import goal, spread, tell
+from weft.benchmarks.rounds import take_turns
 from weft.errors import WeftError
 
 WEIGHTS = {"heavy": 3, "light": 1}
@@ -72,12 +73,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All arms against a server of their own."""
     with plain_server(options.model, options.set) as server:
         arms, skipped = make_arms(options, server)
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         carry_out(options, server, arms["all"], repeat=0)  # warms up
-        for repeat in range(1, options.repeats + 1):
-            for name in arms if repeat % 2 else reversed(arms):
-                runs[name].append(carry_out(options, server, arms[name], repeat))
-                print(f"repeat {repeat} {name}: TTFT {runs[name][-1]['ttft_ms']}", file=sys.stderr)
+        runs = take_turns(arms, options.repeats, lambda name, repeat: carry_out(options, server, arms[name], repeat), 1)
     return {**make_result(runs), "skipped": skipped}
 
 
@@ -228,7 +225,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=positive, default=32)
     add("--pause-ms", type=float, default=100.0, help="mean pause between quiet requests")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from weft.benchmarks.calls import Call, Calls, Reply, closed_loop, watch_delay
+from weft.benchmarks.calls import Calls, watch_delay
+from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.http_stream import EventClient
 
 
@@ -37,8 +37,7 @@ class Stream:
     def calls(self) -> Iterator[Call]:
         """Requests without end."""
         calls = Calls(EventClient(self.url, {"Authorization": f"Bearer {self.key}"}), self.vocab_size, self.seed)
-        for index, model in enumerate(itertools.cycle(self.models)):
-            yield calls.make(model, self.prompt_tokens, self.output_tokens, index)
+        return calls.without_end(self.models, self.prompt_tokens, self.output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """How long must a step take at least? One pass through all linear layers with packed weights, and nothing else.
 
-    python -P -m weft.benchmarks.floor [--rows 1,8,32,64]
+    weft bench floor [--rows 1,8,32,64]
 
 The layers run in model order, so that every weight comes from memory and not from a cache, as in a real step.
 """
@@ -8,19 +8,17 @@ The layers run in model order, so that every weight comes from memory and not fr
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from weft.benchmarks.arguments import counts
+from weft.benchmarks.arguments import bench_parser, counts
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config
-from weft.benchmarks.report import provenance, without_nan, write_result
+from weft.benchmarks.report import tell
 from weft.engine.model.linear import Linear, make_linear
 
 NUM_PASSES = 5
@@ -67,22 +65,19 @@ class LinearPass:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(prog="python -P -m weft.benchmarks.floor", description=__doc__)
+    """Run from the command line; returns the exit status."""
+    parser = bench_parser("floor", __doc__)
     parser.add_argument("--rows", type=counts, default="1,8,32,64", help="rows of activations, comma-separated")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
-    options = parser.parse_args(arguments)
+    return tell("floor", parser.parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """A pass with each number of rows."""
     torch.set_num_threads(options.threads)
     linear_pass = LinearPass()
     floors = {str(rows): linear_pass.seconds(rows) * 1e3 for rows in options.rows}
-    for rows, milliseconds in floors.items():
-        print(f"{rows:>5} rows {milliseconds:8.1f} ms")
-    result = {"benchmark": "floor", **provenance(), "milliseconds": floors}
-    if options.json:
-        write_result(options.json, result)
-    print(json.dumps(without_nan(result)))
-    return 0
+    return {"milliseconds": floors, "table": [{"rows": rows, "ms": value} for rows, value in floors.items()]}
 
 
 def _weights(rows: int, columns: int) -> torch.Tensor:
@@ -95,7 +90,3 @@ def _time(work: Sequence[tuple[Linear, torch.Tensor]]) -> float:
     for linear, x in work:
         linear(x)
     return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Sends a planned load to an OpenAI-compatible server and records what comes back.
+"""Sends requests to an OpenAI-compatible server and records what comes back.
 
 Closed loop: a fixed number of requests in flight. Open loop: requests start when they are due, however slow the server.
 Every answer is checked for its end, its usage and its token counts; a wrong one is an error, never a sample.
@@ -7,11 +7,11 @@ Every answer is checked for its end, its usage and its token counts; a wrong one
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
@@ -19,6 +19,8 @@ import orjson
 from weft.benchmarks.http_stream import EventClient, HttpStatusError
 from weft.benchmarks.metrics import RequestRecord
 
+REFUSED_PAUSE_S = 0.25
+"""Pause of a closed loop after a refusal, so that it does not spin."""
 _WORDS = ("warp", "weft", "loom", "thread", "shuttle", "wool", "silk", "bobbin", "heddle", "selvage")
 _LOWEST_PROMPT_ID = 16
 """Ids below are often special tokens."""
@@ -30,7 +32,7 @@ class PlannedRequest:
 
     model: str
     prompt_tokens: int
-    """Ids, or words where the prompt is text."""
+    """Ids, or words of a chat."""
     output_tokens: int
     arrival_s: float = 0.0
     """Seconds after the start at which it is due; ignored in a closed loop."""
@@ -41,7 +43,6 @@ class LoadSettings:
     """How requests are written and sent."""
 
     api: Literal["completions", "chat"] = "completions"
-    prompt: Literal["ids", "words"] = "ids"
     vocab_size: int = 512
     """Prompt ids are drawn below this."""
     ignore_eos: bool = True
@@ -57,32 +58,100 @@ class LoadSettings:
         return "/chat/completions" if self.api == "chat" else "/completions"
 
 
-async def run_load(client: EventClient, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[RequestRecord]:
-    """Send all requests and wait for all answers; records are in the order of the plan."""
-    bodies = [request_body(request, settings, index) for index, request in enumerate(plan)]
-    records = [RequestRecord(request.model, due_s=0.0) for request in plan]
-    jobs = list(zip(plan, bodies, records, strict=True))
-    start = time.perf_counter()
+@dataclass(slots=True)
+class Reply(RequestRecord):
+    """What came of one request."""
 
-    async def one(request: PlannedRequest, body: bytes, record: RequestRecord) -> None:
-        if settings.concurrency is None:
-            record.due_s = start + request.arrival_s
-            await asyncio.sleep(max(0.0, record.due_s - time.perf_counter()))
-        else:
-            record.due_s = time.perf_counter()
-        await _ask(client, request, body, record, settings)
+    sent_s: float = math.nan
+    head_s: float = math.nan
+    """When status and headers were there."""
+    status: int = 0
+    """0 when no answer came."""
+    headers: dict[bytes, bytes] = field(default_factory=dict)
 
-    if settings.concurrency is None:
-        await asyncio.gather(*(one(*job) for job in jobs))
-    else:
-        queue = iter(jobs)
+    @property
+    def is_refused(self) -> bool:
+        """The server told the client to come again later."""
+        return self.status in (429, 503)
 
-        async def worker() -> None:
-            for job in queue:
-                await one(*job)
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds after which to come again; None where the server does not say."""
+        told = self.headers.get(b"retry-after", b"")
+        return float(told) if told.isdigit() else None
 
-        await asyncio.gather(*(worker() for _ in range(settings.concurrency)))
-    return records
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request, ready to be sent."""
+
+    client: EventClient
+    request: PlannedRequest
+    settings: LoadSettings
+    body: bytes
+
+    async def send(self, reply: Reply) -> None:
+        """Ask and fill in `reply`, `error` included; where this is cancelled, the connection is closed."""
+        answer = _Answer(reply)
+
+        def note_head(status: int, headers: dict[bytes, bytes]) -> None:
+            reply.status, reply.headers, reply.head_s = status, headers, time.perf_counter()
+
+        reply.sent_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                await self.client.post(self.settings.path, self.body, answer.take, note_head)
+            reply.error = reply.error or answer.fault(self.request, self.settings)
+        except TimeoutError:
+            reply.error = f"no answer within {self.settings.timeout_s:g} s"
+        except (HttpStatusError, OSError, ValueError) as error:
+            reply.error = f"{type(error).__name__}: {error}"
+        finally:
+            reply.done_s = time.perf_counter()
+
+
+def make_call(client: EventClient, request: PlannedRequest, settings: LoadSettings, index: int) -> Call:
+    """A request to a server; its prompt depends on seed and index only."""
+    return Call(client, request, settings, request_body(request, settings, index))
+
+
+async def run_load(client: EventClient, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
+    """Send all requests and wait for all answers."""
+    calls = [make_call(client, request, settings, index) for index, request in enumerate(plan)]
+    replies: list[Reply] = []
+    if settings.concurrency is not None:
+        await closed_loop(iter(calls), settings.concurrency, replies)
+        return replies
+    start_s = time.perf_counter()
+
+    async def send_when_due(call: Call) -> None:
+        replies.append(reply := Reply(call.request.model, due_s=start_s + call.request.arrival_s))
+        await asyncio.sleep(max(0.0, reply.due_s - time.perf_counter()))
+        await call.send(reply)
+
+    await asyncio.gather(*map(send_when_due, calls))
+    return replies
+
+
+async def closed_loop(
+    calls: Iterator[Call], in_flight: int, replies: list[Reply], *, until_s: float = math.inf
+) -> None:
+    """Keep requests in flight until there are no more, or until a time of `time.perf_counter`; wait for the last.
+
+    Replies are in the list from the moment when their request is sent.
+    """
+
+    async def work() -> None:
+        for call in calls:
+            reply = Reply(call.request.model, due_s=time.perf_counter())
+            if reply.due_s >= until_s:
+                return
+            replies.append(reply)
+            await call.send(reply)
+            if reply.is_refused:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    await asyncio.gather(*(work() for _ in range(in_flight)))
 
 
 def request_body(request: PlannedRequest, settings: LoadSettings, index: int) -> bytes:
@@ -97,31 +166,13 @@ def request_body(request: PlannedRequest, settings: LoadSettings, index: int) ->
     }
     if settings.ignore_eos:
         body["ignore_eos"] = True
-    text = " ".join(draw.choice(_WORDS) for _ in range(request.prompt_tokens))
     if settings.api == "chat":
+        text = " ".join(draw.choice(_WORDS) for _ in range(request.prompt_tokens))
         body["messages"] = [{"role": "user", "content": text}]
-    elif settings.prompt == "words":
-        body["prompt"] = text
     else:
         lowest = min(_LOWEST_PROMPT_ID, settings.vocab_size - 1)
         body["prompt"] = [draw.randrange(lowest, settings.vocab_size) for _ in range(request.prompt_tokens)]
     return orjson.dumps(body)
-
-
-async def _ask(
-    client: EventClient, request: PlannedRequest, body: bytes, record: RequestRecord, settings: LoadSettings
-) -> None:
-    answer = _Answer(record)
-    try:
-        async with asyncio.timeout(settings.timeout_s), aclosing(client.events(settings.path, body)) as events:
-            async for data in events:
-                answer.take(data, time.perf_counter())
-        record.error = record.error or answer.fault(request, settings)
-    except TimeoutError:
-        record.error = f"no answer within {settings.timeout_s:g} s"
-    except (HttpStatusError, OSError, ValueError) as error:
-        record.error = f"{type(error).__name__}: {error}"
-    record.done_s = time.perf_counter()
 
 
 class _Answer:
@@ -133,7 +184,8 @@ class _Answer:
         self._finish_reason: str | None = None
         self._is_done = False
 
-    def take(self, data: bytes, now: float) -> None:
+    def take(self, data: bytes) -> None:
+        now = time.perf_counter()
         if data == b"[DONE]":
             self._is_done = True
             return
@@ -159,7 +211,6 @@ class _Answer:
         self._record.completion_tokens = int(self._usage["completion_tokens"])
         if settings.ignore_eos and self._record.completion_tokens != request.output_tokens:
             return f"usage says {self._record.completion_tokens} tokens came, {request.output_tokens} were asked for"
-        sends_ids = settings.api == "completions" and settings.prompt == "ids"
-        if sends_ids and self._record.prompt_tokens != request.prompt_tokens:
+        if settings.api == "completions" and self._record.prompt_tokens != request.prompt_tokens:
             return f"usage says {self._record.prompt_tokens} prompt tokens, {request.prompt_tokens} were sent"
         return None

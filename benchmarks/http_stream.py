@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
 from urllib.parse import urlsplit
 
 from weft.errors import ConfigError
 
-LAST_BYTES = 1024
 LINE_LIMIT = 1 << 22
 """Longest header or event line in bytes."""
-_END = b"\r\n0\r\n\r\n"
-"""Of a body in chunks; JSON in chunks has no such line before."""
 
 
 class HttpStatusError(Exception):
@@ -32,7 +28,7 @@ class HttpStatusError(Exception):
 
 
 class EventClient:
-    """Posts JSON and yields the `data:` lines of the answer. Idle connections are kept for the next call.
+    """Posts JSON and tells the `data:` lines of the answer. Idle connections are kept for the next call.
 
     Args:
         url: Base such as `http://127.0.0.1:8000/v1`.
@@ -63,54 +59,34 @@ class EventClient:
             writer.close()
         self._idle.clear()
 
-    async def events(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
-        """Post `body` and yield each event's data as it arrives.
+    async def post(
+        self,
+        path: str,
+        body: bytes,
+        on_event: Callable[[bytes], None],
+        on_head: Callable[[int, dict[bytes, bytes]], None],
+    ) -> None:
+        """Post `body` and read the answer to its end.
+
+        Args:
+            path: Route below the base URL.
+            body: JSON.
+            on_event: Told each event's data as soon as it arrives.
+            on_head: Told the status and the headers as soon as they are there.
 
         Raises:
             HttpStatusError: The status is not 200.
             ConnectionError: The server cannot be reached, or closed before the answer's end.
         """
         async with self._answer(path, body) as (reader, status, headers):
+            on_head(status, headers)
             pieces = _read_body(reader, headers)
             if status != 200:
-                raise HttpStatusError(status, b"".join([piece async for piece in pieces]))
-            rest = b""
-            async for piece in pieces:
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:"):
-                        yield line[5:].strip()
-
-    async def count(
-        self,
-        path: str,
-        body: bytes,
-        mark: bytes,
-        times_s: list[float],
-        on_head: Callable[[int, dict[bytes, bytes]], None],
-    ) -> bytes:
-        """Post `body` and note the time of every `mark` in the answer, without taking its events apart.
-
-        A quarter of the work of `events`, for hundreds of streams or of refusals a second.
-
-        Args:
-            path: Route below the base URL.
-            body: JSON.
-            mark: Bytes that stand once in each event that counts.
-            times_s: One time of `time.perf_counter` for each mark is appended as it arrives.
-            on_head: Told the status and the headers as soon as they are there.
-
-        Returns:
-            The end of the answer, or all of it where the status is not 200.
-
-        Raises:
-            ConnectionError: As `events`.
-        """
-        async with self._answer(path, body) as (reader, status, headers):
-            on_head(status, headers)
-            if status != 200:
-                return b"".join([piece async for piece in _read_body(reader, headers)])
-            return await _count_marks(reader, mark, times_s)
+                refusal = b"".join([piece async for piece in pieces])
+            else:
+                await _tell_events(pieces, on_event)
+        if status != 200:
+            raise HttpStatusError(status, refusal)  # not before all of it is read: the connection stays
 
     @asynccontextmanager
     async def _answer(
@@ -154,28 +130,42 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, byt
     return int(first.split(b" ", 2)[1]), headers
 
 
-async def _count_marks(reader: asyncio.StreamReader, mark: bytes, times_s: list[float]) -> bytes:
-    """Read a body in chunks to its end; returns its last pieces."""
-    last = seen = b""
-    while not seen.endswith(_END):
-        data = await reader.read(1 << 16)
-        if not data:
-            raise asyncio.IncompleteReadError(last, None)
-        # A mark may come in two pieces: look again at what is too short to hold a whole one.
-        seen = last[1 - len(mark) :] + data
-        times_s.extend([time.perf_counter()] * seen.count(mark))
-        last = last[-LAST_BYTES:] + data
-    return last
+async def _tell_events(pieces: AsyncIterator[bytes], on_event: Callable[[bytes], None]) -> None:
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                on_event(line[5:].strip())
 
 
 async def _read_body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
     if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-        while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-            yield (await reader.readexactly(size + 2))[:-2]
-        await reader.readuntil(b"\r\n")
+        async for piece in _read_chunks(reader):
+            yield piece
     elif b"content-length" in headers:
         yield await reader.readexactly(int(headers[b"content-length"]))
     else:
         headers[b"connection"] = b"close"
         while piece := await reader.read(1 << 16):
             yield piece
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """What each read brings: hundreds of streams are too many for a wait on every chunk."""
+    rest = b""
+    while True:
+        if not (data := await reader.read(1 << 16)):
+            raise asyncio.IncompleteReadError(rest, None)
+        rest += data
+        chunks = []
+        while (start := rest.find(b"\r\n") + 2) > 1:
+            size = int(rest[: start - 2].split(b";")[0], 16)
+            if len(rest) < start + size + 2:
+                break
+            chunks.append(rest[start : start + size])
+            rest = rest[start + size + 2 :]
+            if not size:
+                yield b"".join(chunks)
+                return
+        yield b"".join(chunks)

@@ -12,27 +12,23 @@ product, both measured in the same run; on a GPU at least 3 us, as of a launch. 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from weft.adapters.base_shape import SITES
 from weft.adapters.layout import adapter_pages, plan_layout
 from weft.adapters.lora_step import LoraStep
 from weft.adapters.paged_lora import PagedLora
 from weft.adapters.tables import AdapterTables
-from weft.benchmarks.arguments import counts
+from weft.benchmarks.arguments import bench_parser, counts
 from weft.benchmarks.model_shapes import MODELS, ModelShape
-from weft.benchmarks.report import provenance, without_nan, write_result
+from weft.benchmarks.report import tell
 from weft.engine.model.device import choose_device
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
@@ -244,12 +240,17 @@ def timings(run: Callable[[int], object], device: torch.device, calls: int) -> l
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
+    """Run from the command line; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    device = choose_device(options.device)
-    if options.check and (device.type != "cuda" or 32 not in options.rows):
+    if options.check and (choose_device(options.device).type != "cuda" or 32 not in options.rows):
         parser.error("--check knows goals for a GPU and 32 rows only")
+    return tell("kernels", options, measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All operations beside their floors."""
+    device = choose_device(options.device)
     default = "Llama-3-8B" if device.type == "cuda" else "Qwen2.5-0.5B"
     model = next(each for each in MODELS if each.name == (options.model or default))
     if options.threads:
@@ -265,22 +266,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found[f"{work.name}, {rows} rows, {about}"] = figures(work, device, machine)
     prompt = bench.prompt_attention(PROMPT_TOKENS)
     found[prompt.name] = figures(prompt, device, machine)
-    result = {
-        "benchmark": "kernels",
-        **provenance(),
+    return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "model": model.name,
         "gigabytes_per_s": machine.bytes_per_s / 1e9,
         "teraflops": machine.flops_per_s / 1e12,
         "operations": found,
+        "table": [{"operation": name, **each} for name, each in found.items()],
+        "failures": [f"missed: {each}" for each in missed_goals(found)] if options.check else [],
     }
-    if options.json:
-        write_result(options.json, result)
-    print_result(result)
-    missed = missed_goals(found) if options.check else []
-    for goal in missed:
-        print(f"kernels: missed: {goal}", file=sys.stderr)
-    return 1 if missed else 0
 
 
 def missed_goals(found: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -312,30 +306,14 @@ def figures(work: Work, device: torch.device, machine: Machine) -> dict[str, flo
     return {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "ratio": seconds / floor_s}
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """A table for people, then one JSON line for machines."""
-    title = f"{result['model']}, {result['gigabytes_per_s']:.0f} GB/s, {result['teraflops']:.2f} TFLOP/s"
-    table = Table(title=title, title_justify="left")
-    table.add_column("operation")
-    for column in ("us", "floor us", "ratio"):
-        table.add_column(column, justify="right")
-    for name, found in result["operations"].items():
-        table.add_row(name, f"{found['us']:.1f}", f"{found['floor_us']:.1f}", f"{found['ratio']:.1f}")
-    Console().print(table)
-    print(json.dumps(without_nan(result)))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("kernels", __doc__)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--model", choices=[model.name for model in MODELS], default=None, help="whose shapes to take")
     add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
     add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")
     add("--check", action="store_true", help="on a GPU: exit status 1 where LoRA misses its goals")
-    add("--json", type=Path, default=None, help="write the result here")
     return parser
 
 

@@ -1,6 +1,6 @@
 """How much faster is Weft than transformers and PEFT, on the same machine in the same process?
 
-    python -P -m weft.benchmarks.offline [--repeats 3] [--json benchmarks/results/offline-cpu.json]
+    weft bench offline [--repeats 3] [--json benchmarks/results/offline-cpu.json]
 
 32 requests of 64 + 64 tokens at once on the 0.5B shape in bfloat16, greedy: the base, 8 mixed adapters (ranks 8, 16,
 32, 64, twice), and one request alone. Repeats of all contenders are interleaved, so that a slow minute of the machine
@@ -10,11 +10,10 @@ hits all of them; medians are compared. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,15 +22,15 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from rich.console import Console
-from rich.table import Table
 from transformers import Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from weft import LLM, SamplingParams
+from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.floor import LinearPass
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, provenance, without_nan, write_result
+from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.rounds import take_turns
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, Sequence[int] | None], list[list[int]]]
@@ -65,8 +64,12 @@ class Contender:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    options = _parser().parse_args(arguments)
+    """Run from the command line; returns the exit status."""
+    return tell("offline", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All contenders on all loads, in turns."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -74,21 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     floors = measure_floors(options)
     cases = make_cases(options.requests, options.input_tokens, len(adapters))
     contenders, memory = load_contenders(options, base, adapters, cases[1])
-    for repeat in range(options.repeats):
-        for case in cases:
-            for contender in contenders:
-                if case.name in contender.cases:
-                    contender.time(case)
-                    seconds = contender.seconds[case.name][-1]
-                    print(f"repeat {repeat + 1} {case.name:7} {contender.name:22} {seconds:8.2f} s", flush=True)
-    result = make_result(options, cases, contenders)
-    result |= {"floor_seconds": floors, "resident_mib_added": memory}
-    result["ratios"]["weft base time / floor"] = statistics.median(contenders[0].seconds["base"]) / floors["base"]
-    result["ratios"]["weft single time / floor"] = statistics.median(contenders[0].seconds["single"]) / floors["single"]
-    if options.json:
-        write_result(options.json, result)
-    print_result(result)
-    return 0
+    turns = {
+        f"{case.name}, {contender.name}": functools.partial(contender.time, case)
+        for case in cases
+        for contender in contenders
+        if case.name in contender.cases
+    }
+    take_turns(turns, options.repeats, lambda name, _: turns[name](), first=1)
+    result = make_result(options, cases, contenders) | {"floor_seconds": floors, "resident_mib_added": memory}
+    for name, floor_s in floors.items():
+        result["ratios"][f"weft {name} time / floor"] = statistics.median(contenders[0].seconds[name]) / floor_s
+    return result
 
 
 def make_cases(num_requests: int, input_tokens: int, num_adapters: int) -> list[Case]:
@@ -137,15 +136,10 @@ def make_result(options: argparse.Namespace, cases: Sequence[Case], contenders: 
     }
     weft, plain, peft = contenders
     return {
-        "benchmark": "offline",
-        **provenance(),
         "threads": torch.get_num_threads(),
         "load": {
             "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
-            "requests": options.requests,
-            "input_tokens": options.input_tokens,
-            "output_tokens": options.output_tokens,
-            "repeats": options.repeats,
+            **chosen(options, "requests", "input_tokens", "output_tokens", "repeats"),
         },
         "output_tokens_per_s": rates,
         "seconds": {contender.name: contender.seconds for contender in contenders},
@@ -159,38 +153,20 @@ def make_result(options: argparse.Namespace, cases: Sequence[Case], contenders: 
             "base": _agreement(weft.outputs["base"], plain.outputs["base"]),
             "mixed": _agreement(weft.outputs["mixed"], peft.outputs["mixed"]),
         },
+        "table": [{"tokens/s": name, **{case: rates[name].get(case, "-") for case in tokens}} for name in rates],
     }
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """A table for people, then one JSON line for machines."""
-    console = Console()
-    table = Table(title="output tokens per second, medians", title_justify="left")
-    for column in ("", "base", "8 mixed adapters", "one request"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, rates in result["output_tokens_per_s"].items():
-        cells = (f"{rates[case]:.1f}" if case in rates else "-" for case in ("base", "mixed", "single"))
-        table.add_row(name, *cells)
-    console.print(table)
-    for name, ratio in result["ratios"].items():
-        console.print(f"{name}: {ratio:.2f}", highlight=False)
-    print(json.dumps(without_nan(result)))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -P -m weft.benchmarks.offline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--input-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--memory-gib", type=float, default=1.0, help="Weft's arena")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
+    parser = bench_parser("offline", __doc__)
+    add = parser.add_argument
+    add("--repeats", type=int, default=3)
+    add("--requests", type=int, default=32)
+    add("--input-tokens", type=int, default=64)
+    add("--output-tokens", type=int, default=64)
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--memory-gib", type=float, default=1.0, help="Weft's arena")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
     return parser
 
 
@@ -253,7 +229,3 @@ def _agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -
 def _resident_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,26 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.table import Table
-
-from weft.benchmarks.arguments import positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
+from weft.benchmarks.arguments import bench_parser, positive
+from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
 from weft.benchmarks.http_stream import EventClient
-from weft.benchmarks.metrics import RequestRecord
 from weft.benchmarks.own_server import Served, own_server
 from weft.benchmarks.part_clock import PartClock
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, provenance, spread, without_nan, write_result
+from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, chosen, spread, tell
 from weft.benchmarks.step import PROMPT_TOKENS, Case, StepBench
 from weft.engine.status import StepStats
 from weft.errors import WeftError
@@ -68,25 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 2 <= options.output_tokens <= MAX_STEPS:
         parser.error(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
-    try:
-        base, adapters = make_checkpoints(options.cache)
-        with (
-            tempfile.TemporaryDirectory(prefix="weft-") as folder,
-            own_server(str(base), [], server_settings(options.requests)) as served,
-        ):
-            bench = StepBench(base, adapters, PartClock(), Path(folder), threads=0, max_rows=options.requests)
-            try:
-                rounds = measure(bench, served, options)
-            finally:
-                bench.close()
-        result = make_result(options, rounds)
-        if options.json:
-            write_result(options.json, result)
-    except WeftError as error:
-        print(f"overhead: {error}", file=sys.stderr)
-        return 1
-    print_result(result)
-    return 0
+    return tell("overhead", options, measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """An engine in this process and a server, in turns."""
+    base, adapters = make_checkpoints(options.cache)
+    with (
+        tempfile.TemporaryDirectory(prefix="weft-") as folder,
+        own_server(str(base), [], server_settings(options.requests)) as served,
+    ):
+        bench = StepBench(base, adapters, PartClock(), Path(folder), threads=0, max_rows=options.requests)
+        try:
+            return make_result(options, measure_rounds(bench, served, options))
+        finally:
+            bench.close()
 
 
 def server_settings(requests: int) -> list[str]:
@@ -101,7 +91,7 @@ def server_settings(requests: int) -> list[str]:
     ]
 
 
-def measure(bench: Engine, served: Served, options: argparse.Namespace) -> Rounds:
+def measure_rounds(bench: Engine, served: Served, options: argparse.Namespace) -> Rounds:
     """Take turns, after one round that is not counted.
 
     Raises:
@@ -122,7 +112,7 @@ def measure(bench: Engine, served: Served, options: argparse.Namespace) -> Round
     return rounds
 
 
-async def _stream(served: Served, options: argparse.Namespace, seed: int) -> list[RequestRecord]:
+async def _stream(served: Served, options: argparse.Namespace, seed: int) -> list[Reply]:
     plan = [PlannedRequest(served.models[0], PROMPT_TOKENS, options.output_tokens) for _ in range(options.requests)]
     settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
     async with EventClient(served.url, {"Authorization": f"Bearer {served.key}"}) as client:
@@ -132,15 +122,7 @@ async def _stream(served: Served, options: argparse.Namespace, seed: int) -> lis
 def make_result(options: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
     """Medians in ms, and shares of a step, taken within rounds."""
     of_rounds = list(zip(rounds.computed_s, rounds.step_s, rounds.gap_s, strict=True))
-    return {
-        "benchmark": "overhead",
-        **provenance(),
-        "load": {
-            "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
-            "requests": options.requests,
-            "output_tokens": options.output_tokens,
-            "repeats": options.repeats,
-        },
+    found = {
         "ms": {
             "computed": spread([1e3 * computed for computed, _, _ in of_rounds]),
             "step": spread([1e3 * step for _, step, _ in of_rounds]),
@@ -152,34 +134,25 @@ def make_result(options: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
             "all": spread([(gap - computed) / step for computed, step, gap in of_rounds]),
         },
     }
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Tables for people, then one JSON line for machines."""
-    console = Console()
-    table = Table(title=f"{result['load']['requests']} requests, medians of rounds", title_justify="left")
-    for column in ("", "median", "least", "most"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, found in result["ms"].items():
-        table.add_row(f"{name}, ms", *(f"{found[key]:.2f}" for key in ("median", "min", "max")))
-    for name, found in result["share of a step"].items():
-        table.add_row(f"{name}, share of a step", *(f"{found[key]:.1%}" for key in ("median", "min", "max")))
-    console.print(table)
-    print(json.dumps(without_nan(result)))
+    return {
+        "load": {
+            "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
+            **chosen(options, "requests", "output_tokens", "repeats"),
+        },
+        **found,
+        "table": [
+            {"": f"{name}, {unit}", **{key: each[key] for key in SHOWN}}
+            for unit, figures in found.items()
+            for name, each in figures.items()
+        ],
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("overhead", __doc__)
     add = parser.add_argument
     add("--requests", type=positive, default=32, help="at once")
     add("--output-tokens", type=positive, default=64)
     add("--repeats", type=positive, default=3)
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    add("--json", type=Path, default=None, help="write the result here")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

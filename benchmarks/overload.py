@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.calls import Call, Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
+from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import Objective, distribution
 from weft.benchmarks.own_server import OwnServer, demo_parser, plain_server
 from weft.benchmarks.report import goal, tell
@@ -95,12 +96,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as clients:
-        made = [_calls(options, server, name, place) for place, name in enumerate((*SHARES, QUIET))]
-        for each, _ in made:
-            await clients.enter_async_context(each.client)
-        return await _measure_all(
-            options, server, dict(zip((*SHARES, QUIET), (calls for _, calls in made), strict=True))
-        )
+        calls = {}
+        for place, name in enumerate((*SHARES, QUIET)):
+            key = server.add_tenant(name)
+            own_adapter = server.upload_copies(key, options.adapters, 1, first=place)
+            made = server.calls(key, seed=len(SHARES) * options.seed + place)
+            await clients.enter_async_context(made.client)
+            calls[name] = made.without_end(own_adapter, options.input_tokens, options.output_tokens)
+        return await _measure_all(options, server, calls)
 
 
 async def _measure_all(
@@ -183,7 +186,7 @@ class _Overload:
     async def _visit(self, visit: Visit) -> None:
         due_s = self._phase.start_s + visit.arrival_s
         for _ in range(TRIES[visit.kind]):
-            visit.tries.append(reply := Reply(visit.call.model, due_s=due_s))
+            visit.tries.append(reply := Reply(visit.call.request.model, due_s=due_s))
             await visit.call.send(reply)
             if not reply.is_refused:
                 return
@@ -199,7 +202,7 @@ class _Overload:
         start_s = time.perf_counter()
         for part in PROBE_AT:
             await _sleep_until(start_s + part * told_s)
-            reply = Reply(call.model, due_s=time.perf_counter())
+            reply = Reply(call.request.model, due_s=time.perf_counter())
             await call.send(reply)
             if reply.status == 200:
                 self._phase.truths.append((told_s, reply.due_s - start_s))
@@ -290,15 +293,6 @@ def _row(phase: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _calls(options: argparse.Namespace, server: OwnServer, tenant: str, place: int) -> tuple[Calls, Iterator[Call]]:
-    """Requests of a tenant for its own adapter, without end."""
-    key = server.add_tenant(tenant)
-    (model,) = server.upload_copies(key, options.adapters, 1, first=place)
-    calls = server.calls(key, seed=len(SHARES) * options.seed + place)
-    numbers = itertools.count()
-    return calls, (calls.make(model, options.input_tokens, options.output_tokens, index) for index in numbers)
-
-
 def _is_served(visit: Visit) -> bool:
     return bool(visit.tries) and visit.tries[-1].error is None and visit.tries[-1].completion_tokens > 0
 
@@ -330,7 +324,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--probes", type=positive, default=40, help="refused requests whose Retry-After is tested")
     add("--settle-s", type=float, default=120.0, help="how long to wait for what is left when no more arrive")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

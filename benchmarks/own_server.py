@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from weft import demo
+from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.calls import Calls
 from weft.benchmarks.http_stream import EventClient
 from weft.config import environment
@@ -142,15 +143,12 @@ class Served:
 
 def demo_parser(command: str, description: str | None) -> argparse.ArgumentParser:
     """A parser with the options of benchmarks that serve the demo model by default."""
-    parser = argparse.ArgumentParser(
-        prog=f"weft bench {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(command, description)
     add = parser.add_argument
     add("--model", type=Path, default=demo.MODEL, help="folder of the base; the demo model by default")
     add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, default=None, help="write the result here")
     return parser
 
 

@@ -1,6 +1,6 @@
 """How much of their pages do adapters waste?
 
-    python -P -m weft.benchmarks.page_waste [--json benchmarks/results/page-waste.json]
+    weft bench waste [--json benchmarks/results/page-waste.json]
 
 Plans adapters of several ranks on the shapes of three models with the planner that the engine uses, and compares the
 pages they get with the bytes of their rows: what is lost to padding of rows and ranks, and to ends of pages. Nothing
@@ -10,20 +10,17 @@ is measured, so the figures are the same on every machine. Prints a table and, l
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape
 from weft.adapters.layout import LAYOUT_VERSION, adapter_pages
+from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.model_shapes import DTYPE_BYTES, MODELS, ModelShape
-from weft.benchmarks.report import provenance, without_nan, write_result
+from weft.benchmarks.report import tell
 
 ALL_LINEAR = tuple(range(len(MODULE_PATHS)))
 QUERY_AND_VALUE = (0, 2)
@@ -87,55 +84,18 @@ def waste_of(model: ModelShape, kind: Kind) -> Waste:
     )
 
 
-def all_waste() -> list[Waste]:
-    """Every kind on every model."""
-    return [waste_of(model, kind) for model in MODELS for kind in KINDS]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -P -m weft.benchmarks.page_waste",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
-    options = parser.parse_args(arguments)
-    found = all_waste()
-    result = {"benchmark": "page-waste", **provenance(), "layout_version": LAYOUT_VERSION, "adapters": _rows(found)}
-    if options.json:
-        write_result(options.json, result)
-    _print(found, result)
-    return 0
+    """Run from the command line; returns the exit status."""
+    return tell("page-waste", bench_parser("waste", __doc__).parse_args(arguments), measure)
 
 
-def _rows(found: Sequence[Waste]) -> list[dict[str, Any]]:
-    return [
-        {
-            "model": each.model,
-            "adapter": each.adapter,
-            "page_bytes": each.page_bytes,
-            "pages": each.pages,
-            "least_pages": each.least_pages,
-            "content_bytes": each.content_bytes,
-            "waste": each.waste,
-        }
-        for each in found
+def measure(_options: argparse.Namespace) -> dict[str, Any]:
+    """Every kind of adapter on every model."""
+    found = [
+        asdict(each) | {"waste": each.waste} for each in itertools.starmap(waste_of, itertools.product(MODELS, KINDS))
     ]
-
-
-def _print(found: Sequence[Waste], result: dict[str, Any]) -> None:
-    table = Table(title="pages of an adapter, and the share of them that holds no weights", title_justify="left")
-    table.add_column("")
-    for model in MODELS:
-        kib = model.geometry().page_bytes // 1024
-        table.add_column(f"{model.name}\n{kib:,} KiB pages", justify="right")
-    by_place = {(each.model, each.adapter): each for each in found}
-    for kind in KINDS:
-        cells = (by_place[model.name, kind.name] for model in MODELS)
-        table.add_row(kind.name, *(f"{each.pages}  {each.waste:6.1%}" for each in cells))
-    Console().print(table)
-    print(json.dumps(without_nan(result)))
+    table = [{name: each[name] for name in ("model", "adapter", "pages", "least_pages", "waste")} for each in found]
+    return {"layout_version": LAYOUT_VERSION, "adapters": found, "table": table}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from weft.adapters.ref import AdapterRef
 from weft.benchmarks.metrics import RequestRecord
 from weft.benchmarks.pool_shape import DTYPE, VOCAB_SIZE, PoolShape
+from weft.benchmarks.stored import greedy_request
 from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
@@ -26,7 +27,6 @@ from weft.engine.costs import measure_costs
 from weft.engine.model.spec import read_spec
 from weft.engine.model.weights import load_decoder
 from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import EngineStatus, StepStats
 from weft.errors import WeftError
 from weft.memory.arena import Arena
@@ -39,6 +39,7 @@ IDLE_S = 0.001
 """Longest wait for a load while there is nothing to compute."""
 STATUS_STEPS = 128
 """Steps between two looks at the engine's status, which keeps the last 256."""
+COUNTED = ("loads", "evictions", "preemptions")
 _LOWEST_ID = 16
 """Ids below are often special tokens."""
 _CPU = torch.device("cpu")
@@ -46,30 +47,6 @@ Admit = Callable[[int, int, float, bool], int]
 """How many requests are handed to the engine now, of those that are due. Told: how many are due and how many in flight,
 seconds since the oldest was due, and whether no more will come."""
 _COST_PAGES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class RunCounts:
-    """What the engine counts, at one moment or between two."""
-
-    loads: Counter[str]
-    load_seconds: float
-    evictions: Counter[str]
-    preemptions: Counter[str]
-
-    @classmethod
-    def of(cls, status: EngineStatus) -> RunCounts:
-        """As a status has them."""
-        return cls(Counter(status.loads), status.load_seconds, Counter(status.evictions), Counter(status.preemptions))
-
-    def since(self, earlier: RunCounts) -> RunCounts:
-        """The difference."""
-        return RunCounts(
-            self.loads - earlier.loads,
-            self.load_seconds - earlier.load_seconds,
-            self.evictions - earlier.evictions,
-            self.preemptions - earlier.preemptions,
-        )
 
 
 @dataclass(slots=True)
@@ -87,7 +64,9 @@ class PoolRun:
     cpu_seconds: float
     """Of the engine's thread, which computes the steps too: what is left of a busy machine's noise."""
     steps: list[StepStats]
-    counts: RunCounts
+    counts: dict[str, Counter[str]]
+    """Loads, evictions and preemptions by kind."""
+    load_seconds: float
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -102,12 +81,7 @@ class PoolRun:
 
     def facts(self) -> dict[str, float]:
         """What happened, on the average of steps and requests; shares are of the whole run."""
-        num_loads = sum(self.counts.loads.values())
-        counters = {
-            "loads": self.counts.loads,
-            "evictions": self.counts.evictions,
-            "preemptions": self.counts.preemptions,
-        }
+        num_loads = self.counts["loads"].total()
         return {
             "step_ms": 1e3 * _mean([step.seconds for step in self.steps]),
             "requests_per_step": _mean([step.requests for step in self.steps]),
@@ -118,10 +92,10 @@ class PoolRun:
             / sum(record.completion_tokens for record in self.records),
             "share_of_time_in_steps": sum(step.seconds for step in self.steps) / self.seconds,
             "share_of_time_idle": self.idle_seconds / self.seconds,
-            "load_ms": 1e3 * self.counts.load_seconds / num_loads if num_loads else 0.0,
+            "load_ms": 1e3 * self.load_seconds / num_loads if num_loads else 0.0,
             **{
                 f"{name} per request, {kind}": count / len(self.records)
-                for name, counter in counters.items()
+                for name, counter in self.counts.items()
                 for kind, count in sorted(counter.items())
             },
         }
@@ -210,7 +184,8 @@ class PoolEngine:
             idle_seconds=progress.idle_seconds,
             cpu_seconds=cpu_seconds,
             steps=[stats for step, stats in sorted(progress.steps.items()) if step > first_step],
-            counts=RunCounts.of(after).since(RunCounts.of(before)),
+            counts={name: Counter(getattr(after, name)) - Counter(getattr(before, name)) for name in COUNTED},
+            load_seconds=after.load_seconds - before.load_seconds,
         )
 
     def close(self) -> None:
@@ -219,12 +194,8 @@ class PoolEngine:
 
     def _request(self, index: int, item: TimedRequest, seed: Sequence[int]) -> GenerationRequest:
         draw = np.random.default_rng(list(seed))
-        return GenerationRequest(
-            request_id=f"run-{self._runs}-{index}",
-            prompt_token_ids=draw.integers(_LOWEST_ID, VOCAB_SIZE, item.prompt_tokens).tolist(),
-            params=SamplingParams(max_tokens=item.output_tokens, temperature=0, ignore_eos=True),
-            adapter=self._adapters[item.adapter],
-        )
+        prompt = draw.integers(_LOWEST_ID, VOCAB_SIZE, item.prompt_tokens).tolist()
+        return greedy_request(f"run-{self._runs}-{index}", prompt, item.output_tokens, self._adapters[item.adapter])
 
     def _submit(
         self, progress: _Progress, dues: Sequence[float] | None, in_flight: int | None, admit: Admit | None

@@ -22,7 +22,7 @@ from weft.adapters.base_shape import MODULE_PATHS, BaseShape
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.layout import adapter_pages
 from weft.adapters.ref import AdapterRef, LoraSpec, content_digest
-from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
+from weft.engine.model.spec import base_shape, read_spec
 from weft.memory.geometry import PageGeometry, page_geometry
 
 VOCAB_SIZE = 512
@@ -126,7 +126,14 @@ def make_pool_shape(cache: Path, num_files: int = NUM_FILES, kind: PoolModel = G
         index.write_text(json.dumps(digests))
     spec = read_spec(model)
     base = base_shape(spec, "")
-    return PoolShape(model, blobs, tuple(json.loads(index.read_text())), base, _geometry(spec, base), kind)
+    geometry = page_geometry(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype_bytes=DTYPE.itemsize,
+        largest_row_features=base.largest_row_features,
+    )
+    return PoolShape(model, blobs, tuple(json.loads(index.read_text())), base, geometry, kind)
 
 
 def _save_model(folder: Path, kind: PoolModel) -> None:
@@ -170,13 +177,3 @@ def _random_weights(base: BaseShape, kind: PoolModel, rank: int, generator: torc
                 values = torch.randn(sizes, generator=generator).mul_(0.02)
                 tensors[f"{path}.lora_{part}.weight"] = values.to(torch.bfloat16)
     return tensors
-
-
-def _geometry(spec: DecoderSpec, base: BaseShape) -> PageGeometry:
-    return page_geometry(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype_bytes=DTYPE.itemsize,
-        largest_row_features=base.largest_row_features,
-    )

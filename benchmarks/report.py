@@ -23,6 +23,8 @@ from weft.errors import ConfigError, WeftError
 
 DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
 """Where benchmarks keep what they generate."""
+SHOWN = ("median", "min", "max")
+"""What tables show of a spread."""
 _PACKAGES = ("weft", "torch", "transformers", "peft", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,14 +60,16 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 def shown_options(options: argparse.Namespace) -> dict[str, Any]:
     """Options as JSON, without keys."""
-    values = {name: value for name, value in vars(options).items() if name != "key" and not name.endswith("_key")}
-    shown: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    secret = _keys(options)
+    shown: dict[str, Any] = json.loads(
+        json.dumps({name: value for name, value in vars(options).items() if name not in secret}, default=str)
+    )
     return shown
 
 
-def without_key(facts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The same provenance with no key in its command."""
-    return {**facts, "command": facts["command"].replace(key, "KEY")} if key else dict(facts)
+def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Some of the options by name."""
+    return {name: getattr(options, name) for name in names}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -88,29 +92,35 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     Console().print(table)
 
 
-def exit_status(command: str, work: Callable[[], int]) -> int:
-    """The status that `work` returns; 2 for options that make no sense and 1 for other failures, which are told."""
+def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Mapping[str, Any]]) -> int:
+    """Measure, write the result as JSON, and print it: tables for people, and all of it as one JSON line.
+
+    Args:
+        command: The name of the benchmark in its result.
+        options: From the command line.
+        measure: Returns the result. Its `table`, `ratios` and `goals` are printed as tables; its `failures` are
+            sentences for stderr.
+
+    Returns:
+        The exit status: 0, 1 for failures and errors, 2 for options that make no sense.
+    """
     try:
-        return work()
+        measured = measure(options)
+        result = without_nan({"benchmark": command, **provenance(), "options": shown_options(options), **measured})
+        for key in filter(None, _keys(options).values()):
+            result["command"] = result["command"].replace(key, "KEY")
+        if options.json:
+            write_result(options.json, result)
     except WeftError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-
-
-def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Mapping[str, Any]]) -> int:
-    """Measure, write the result, print its `table` and `goals` for people, and it all as one JSON line."""
-
-    def work() -> int:
-        measured = measure(options)
-        result = without_nan({"benchmark": command, **provenance(), "options": shown_options(options), **measured})
-        if options.json:
-            write_result(options.json, result)
-        for rows in filter(None, (result["table"], result["goals"])):
-            print_rows(rows)
-        print(json.dumps(result))
-        return 0
-
-    return exit_status(command, work)
+    for rows in filter(None, (result["table"], _ratio_rows(result.get("ratios", {})), result.get("goals"))):
+        print_rows(rows)
+    failures = result.get("failures", [])
+    for failure in failures:
+        print(f"{command}: {failure}", file=sys.stderr)
+    print(json.dumps(result))
+    return 1 if failures else 0
 
 
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
@@ -122,6 +132,18 @@ def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def _keys(options: argparse.Namespace) -> dict[str, str]:
+    return {name: value for name, value in vars(options).items() if name == "key" or name.endswith("_key")}
+
+
+def _ratio_rows(ratios: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of single ratios, and of spreads."""
+    return [
+        {"ratio": name, **({key: found[key] for key in SHOWN} if isinstance(found, Mapping) else {"": found})}
+        for name, found in ratios.items()
+    ]
 
 
 def _program() -> list[str]:

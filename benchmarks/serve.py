@@ -11,27 +11,30 @@ if any request failed or was answered wrongly, 2 if the arguments make no sense.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
-import sys
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from weft.benchmarks import load
+from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.own_server import READY_WITHIN_S, own_server, server_names
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, exit_status
+from weft.benchmarks.report import DEFAULT_CACHE, tell
 from weft.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    return tell("serve", _parser().parse_args(arguments), measure)
 
-    def work() -> int:
-        with target(options):
-            return load.run(options)
 
-    return exit_status("serve", work)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The load, sent to the server that the options describe."""
+    with target(options):
+        return asyncio.run(load.measure(options))
 
 
 @contextlib.contextmanager
@@ -78,14 +81,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("serve", __doc__)
     add_server_options(parser)
     load.add_load_options(parser)
-    load.add_single_run_options(parser)
+    add = parser.add_argument
+    add("--slo-ttft-ms", type=float, default=math.inf)
+    add("--slo-tpot-ms", type=float, default=math.inf)
+    add("--warmup", type=int, default=0, help="requests sent before, not measured")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

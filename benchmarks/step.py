@@ -4,15 +4,14 @@
 
 Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
 bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is one pass through all linear
-layers with packed weights and as many rows, measured in turns with the steps. Prints a table of steps, a table of their
-parts, and, last, one JSON line.
+layers with packed weights and as many rows, measured in turns with the steps. Prints a table of steps and their
+parts, in ms, and, last, one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -23,20 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.adapters.ref import AdapterRef
-from weft.benchmarks.arguments import counts, positive
+from weft.benchmarks.arguments import bench_parser, counts, positive
 from weft.benchmarks.floor import LinearPass
 from weft.benchmarks.part_clock import GROUPS, PARTS, PartClock, timed_parts
 from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, provenance, without_nan, write_result
-from weft.benchmarks.stored import store_adapters
+from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.stored import greedy_request, store_adapters
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import StepStats
 from weft.errors import EngineError
 
@@ -169,16 +163,9 @@ class StepBench:
         for _, adapter in zip(range(case.rows), itertools.cycle(case.adapters), strict=False):
             request_id = str(next(self._ids))
             requests.append(request_id)
-            self._core.submit(
-                GenerationRequest(
-                    request_id=request_id,
-                    prompt_token_ids=[self._draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)],
-                    params=SamplingParams(
-                        max_tokens=self._parts.ready.max_model_len - case.prompt_tokens, temperature=0, ignore_eos=True
-                    ),
-                    adapter=adapter,
-                )
-            )
+            prompt = [self._draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)]
+            most = self._parts.ready.max_model_len - case.prompt_tokens
+            self._core.submit(greedy_request(request_id, prompt, most, adapter))
         return requests
 
     def _end(self, requests: Sequence[str]) -> None:
@@ -201,41 +188,45 @@ def make_cases(bench: StepBench, rows: Sequence[int], prefill: int) -> list[Case
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    options = _parser().parse_args(arguments)
+    """Run from the command line; returns the exit status."""
+    return tell("step", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All cases, one after the other."""
     base, adapters = make_checkpoints(options.cache)
+    max_rows = max([1, *options.rows])
     with tempfile.TemporaryDirectory(prefix="weft-") as folder, timed_parts() as clock:
-        bench = StepBench(
-            base, adapters, clock, Path(folder), threads=options.threads, max_rows=max([1, *options.rows])
-        )
+        bench = StepBench(base, adapters, clock, Path(folder), threads=options.threads, max_rows=max_rows)
         try:
-            cases = make_cases(bench, options.rows, options.prefill)
             measured = {}
-            for case in cases:
+            for case in make_cases(bench, options.rows, options.prefill):
                 measured[case.name] = bench.measure(case, options.steps, options.repeats)
                 print(f"measured: {case.name}", file=sys.stderr, flush=True)
         finally:
             bench.close()
-    result = make_result(options, measured)
-    if options.json:
-        write_result(options.json, result)
-    print_result(result)
-    return 0
+    return make_result(options, measured)
 
 
 def make_result(options: argparse.Namespace, measured: dict[str, Measured]) -> dict[str, Any]:
-    """Medians, ratios to the floor and parts, with where they come from."""
+    """Medians, ratios to the floor and parts."""
+    cases = {name: _figures(found) for name, found in measured.items()}
     return {
-        "benchmark": "step",
-        **provenance(),
         "load": {
             "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
             "prompt_tokens": PROMPT_TOKENS,
-            "steps": options.steps,
-            "repeats": options.repeats,
+            **chosen(options, "steps", "repeats"),
         },
         "groups": GROUPS,
-        "cases": {name: _figures(found) for name, found in measured.items()},
+        "cases": cases,
+        "table": [
+            {
+                "case": name,
+                **{key: case[key] for key in ("step_ms", "floor_ms", "step / floor")},
+                **{group: sum(case["part_ms"][part] for part in parts) for group, parts in GROUPS.items()},
+            }
+            for name, case in cases.items()
+        ],
     }
 
 
@@ -251,30 +242,8 @@ def _figures(found: Measured) -> dict[str, Any]:
     }
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """Tables for people, then one JSON line for machines."""
-    console = Console()
-    steps = Table(title="steps, medians in ms", title_justify="left")
-    for column in ("case", "step", "floor", "step / floor"):
-        steps.add_column(column, justify="left" if column == "case" else "right")
-    parts = Table(title="their parts, means in ms", title_justify="left")
-    parts.add_column("case")
-    for group in GROUPS:
-        parts.add_column(group, justify="right")
-    for name, case in result["cases"].items():
-        steps.add_row(name, *(f"{case[key]:.2f}" for key in ("step_ms", "floor_ms", "step / floor")))
-        parts.add_row(name, *(f"{sum(case['part_ms'][part] for part in group):.2f}" for group in GROUPS.values()))
-    console.print(steps)
-    console.print(parts)
-    print(json.dumps(without_nan(result)))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft bench step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("step", __doc__)
     add = parser.add_argument
     add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
@@ -282,9 +251,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=positive, default=4)
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    add("--json", type=Path, default=None, help="write the result here")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

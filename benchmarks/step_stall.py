@@ -1,6 +1,6 @@
 """Do running decodes stall while adapters load?
 
-    python -P -m weft.benchmarks.step_stall [--shape qwen] [--json benchmarks/results/step-stall-cpu.json]
+    weft bench stall [--shape qwen] [--json benchmarks/results/step-stall-cpu.json]
 
 A steady batch of decoding requests over resident adapters, and beside it, in turns so that a slow minute of the machine
 hits all of them:
@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import sys
 import tempfile
 import threading
 import time
@@ -29,18 +27,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 import weft.demo
 from weft.adapters.ref import AdapterRef
+from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, provenance, without_nan, write_result
-from weft.benchmarks.stored import store_adapters
+from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.stored import greedy_request, store_adapters
 from weft.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 from weft.errors import EngineError
 
 PHASES = ("quiet", "swaps", "joins")
@@ -65,7 +59,6 @@ class Shape:
     dtype: Dtype
     memory_gib: float
     host_gib: float
-    rounds: int
     phase_steps: int
 
 
@@ -89,20 +82,19 @@ class _Swap(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    options = _parser().parse_args(arguments)
+    """Run from the command line; returns the exit status."""
+    return tell("step-stall", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All phases, in turns."""
     shape = _shape(options)
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         bench = StallBench(shape, options.requests, options.adapters, options.threads, Path(folder))
         try:
-            timings = bench.run(options.rounds or shape.rounds, options.phase_steps or shape.phase_steps)
+            return make_result(options, bench.run(options.rounds, options.phase_steps or shape.phase_steps))
         finally:
             bench.close()
-    result = make_result(options, timings)
-    if options.json:
-        write_result(options.json, result)
-    print_result(result)
-    return 0
 
 
 class StallBench:
@@ -238,51 +230,30 @@ class StallBench:
 
     def _submit(self, ref: AdapterRef, max_tokens: int) -> str:
         request_id = str(next(self._ids))
-        self._core.submit(
-            GenerationRequest(
-                request_id=request_id,
-                prompt_token_ids=list(range(10, 10 + PROMPT_TOKENS)),
-                params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
-                adapter=ref,
-            )
-        )
+        self._core.submit(greedy_request(request_id, list(range(10, 10 + PROMPT_TOKENS)), max_tokens, ref))
         return request_id
 
 
 def make_result(options: argparse.Namespace, timings: Timings) -> dict[str, Any]:
     """Percentiles and ratios, with where they come from."""
     phases = {phase: _milliseconds(times) for phase, times in timings.step_s.items()}
+    loads = {origin: _milliseconds(times) for origin, times in sorted(timings.load_s.items())}
     return {
-        "benchmark": "step-stall",
-        **provenance(),
-        "shape": options.shape,
-        "requests": options.requests,
-        "adapters": options.adapters,
+        **chosen(options, "shape", "requests", "adapters"),
         "step_ms": phases,
         "ratios": {
             f"{phase} / quiet, {name}": phases[phase][name] / phases["quiet"][name]
             for phase in PHASES[1:]
             for name in ("p50", "p99")
         },
-        "load_ms": {origin: _milliseconds(times) for origin, times in sorted(timings.load_s.items())},
+        "load_ms": loads,
         "joined": timings.joined,
+        "table": [
+            {"ms": f"{kind}, {name}", **found}
+            for kind, by_name in (("step", phases), ("load", loads))
+            for name, found in by_name.items()
+        ],
     }
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Tables for people, then one JSON line for machines."""
-    console = Console()
-    for title in ("step_ms", "load_ms"):
-        table = Table(title=title, title_justify="left")
-        table.add_column("")
-        for name in ("count", "p50", "p90", "p99", "max"):
-            table.add_column(name, justify="right")
-        for row, figures in result[title].items():
-            table.add_row(row, *(f"{figures[name]:.4g}" for name in ("count", "p50", "p90", "p99", "max")))
-        console.print(table)
-    for name, ratio in result["ratios"].items():
-        console.print(f"{name}: {ratio:.3f}", highlight=False)
-    print(json.dumps(without_nan(result)))
 
 
 def percentile(times: Sequence[float], percent: float) -> float:
@@ -299,27 +270,19 @@ def _shape(options: argparse.Namespace) -> Shape:
     if options.shape == "demo":
         folder = Path(weft.demo.__file__).parent
         adapters = sorted((folder / "adapters").iterdir())
-        return Shape(folder / "model", adapters, "float32", 0.03125, 0.03125, rounds=4, phase_steps=200)
+        return Shape(folder / "model", adapters, "float32", 0.03125, 0.03125, phase_steps=200)
     base, folders = make_checkpoints(options.cache)
-    return Shape(base, folders, "bfloat16", memory_gib=1.0, host_gib=0.5, rounds=4, phase_steps=60)
+    return Shape(base, folders, "bfloat16", memory_gib=1.0, host_gib=0.5, phase_steps=60)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -P -m weft.benchmarks.step_stall",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shape", choices=("qwen", "demo"), default="qwen")
-    parser.add_argument("--requests", type=int, default=16, help="size of the steady batch")
-    parser.add_argument("--adapters", type=int, default=8, help="adapters of the steady batch")
-    parser.add_argument("--rounds", type=int, default=None, help="how often the phases take turns")
-    parser.add_argument("--phase-steps", type=int, default=None, help="timed steps of each phase in a round")
-    parser.add_argument("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
+    parser = bench_parser("stall", __doc__)
+    add = parser.add_argument
+    add("--shape", choices=("qwen", "demo"), default="qwen")
+    add("--requests", type=int, default=16, help="size of the steady batch")
+    add("--adapters", type=int, default=8, help="adapters of the steady batch")
+    add("--rounds", type=int, default=4, help="how often the phases take turns")
+    add("--phase-steps", type=int, default=None, help="timed steps of each phase in a round")
+    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Adapters of folders as a registry would hand them to an engine."""
+"""Adapters and requests as a server would hand them to an engine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
+from weft.engine.request import GenerationRequest
+from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import EngineReady
 
 
@@ -44,3 +46,11 @@ def store_adapters(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], 
             )
         )
     return refs
+
+
+def greedy_request(
+    request_id: str, prompt_token_ids: list[int], max_tokens: int, adapter: AdapterRef | None
+) -> GenerationRequest:
+    """A request for exactly so many tokens."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return GenerationRequest(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params, adapter=adapter)

@@ -1,6 +1,6 @@
 """What is one pool worth, against a pool for the KV cache and another one for adapters?
 
-    python -P -m weft.benchmarks.unified [--json benchmarks/results/unified-cpu.json]
+    weft bench unified [--json benchmarks/results/unified-cpu.json]
 
 The same arena, once shared and once divided into halves, under the same closed loop: 200 adapters of ranks 64, 32, 16
 and 8, equally popular, with more requests in flight than the pages hold. Three loads, because no division suits all: in
@@ -13,34 +13,17 @@ table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.benchmarks.pool_options import pool_parser
-from weft.benchmarks.pool_run import (
-    PoolEngine,
-    PoolRun,
-    build_pool_engine,
-    mean_facts,
-    measure_pool_costs,
-    pool_config,
-)
-from weft.benchmarks.pool_shape import (
-    ATTENTION,
-    GROUPED,
-    RANKS,
-    PoolModel,
-    PoolShape,
-    make_pool_shape,
-)
-from weft.benchmarks.report import provenance, spread, without_nan, write_result
+from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
+from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from weft.benchmarks.report import SHOWN, chosen, spread, tell
+from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 
@@ -65,48 +48,42 @@ LOADS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line."""
-    options = _parser().parse_args(arguments)
-    loads = list(LOADS)
-    if options.quick:
-        loads = [Load(LOADS[0].name, ATTENTION, (4, 48))]
-        options.requests, options.repeats, options.files, options.adapters = 16, 1, 8, 8
-        options.batch, options.in_flight, options.max_running = 8, 10, 8
-    result = {
-        "benchmark": "unified",
-        **provenance(),
+    """Run from the command line; returns the exit status."""
+    return tell("unified", _parser().parse_args(arguments), measure)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Both engines under all loads."""
+    loads = {load.name: measure_load(options, load) for load in LOADS}
+    return {
         "load": {
             "ranks": list(RANKS),
-            "adapters": options.adapters,
-            "batch": options.batch,
-            "requests": options.requests,
-            "in_flight": options.in_flight,
-            "max_running": options.max_running,
-            "repeats": options.repeats,
+            **chosen(options, "adapters", "batch", "requests", "in_flight", "max_running", "repeats"),
         },
-        "loads": {load.name: measure(options, load) for load in loads},
+        "loads": loads,
+        "table": [
+            {
+                "load": name,
+                **{f"{engine}, tokens/s": found["output_tokens_per_s"][engine]["median"] for engine in ENGINES},
+                **{f"ratio, {key}": found["ratio"][key] for key in SHOWN},
+                **{f"{engine}, batch": found["facts"][engine]["requests_per_step"] for engine in ENGINES},
+            }
+            for name, found in loads.items()
+        ],
     }
-    if options.json:
-        write_result(options.json, result)
-    print_result(result)
-    return 0
 
 
-def measure(options: argparse.Namespace, load: Load) -> dict[str, Any]:
+def measure_load(options: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Both engines under one load."""
     shape = make_pool_shape(options.cache, options.files, load.model)
     num_pages = shared_pages(options, shape, load)
     engines = make_engines(options, shape, num_pages)
-    runs: dict[str, list[PoolRun]] = {name: [] for name in ENGINES}
+
+    def run(name: str, round_: int) -> PoolRun:
+        return engines[name].run(make_trace(options, load, round_), seed=[4], in_flight=options.in_flight)
+
     try:
-        for index in range(options.repeats + 1):
-            trace = make_trace(options, load, index)
-            for name in ENGINES if index % 2 else reversed(ENGINES):
-                run = engines[name].run(trace, seed=[4], in_flight=options.in_flight)
-                label = f"round {index}" if index else "warm-up"
-                print(f"{label} {load.name}, {name}: {run.output_tokens_per_s:8.1f} tok/s", flush=True)
-                if index:
-                    runs[name].append(run)
+        runs = take_turns(ENGINES, options.repeats, run)
     finally:
         for engine in engines.values():
             engine.close()
@@ -117,7 +94,7 @@ def measure(options: argparse.Namespace, load: Load) -> dict[str, Any]:
         "pages": num_pages,
         "pages_of_an_adapter": shape.mean_pages,
         "output_tokens_per_s": {name: spread(values) for name, values in rates.items()},
-        "ratio": spread([one / two for one, two in zip(rates["unified"], rates["split"], strict=True)]),
+        "ratio": ratios(rates["unified"], rates["split"]),
         "facts": {name: mean_facts(each) for name, each in runs.items()},
     }
 
@@ -151,33 +128,12 @@ def make_trace(options: argparse.Namespace, load: Load, index: int) -> list[Time
     """S-LoRA's trace with equally popular adapters."""
     settings = SloraSettings(
         num_adapters=options.adapters,
-        alpha=1.0,
         rate=options.requests,
-        cv=1,
-        duration_s=1,
         input_range=load.lengths,
         output_range=load.lengths,
         seed=42 + index,
     )
     return slora_trace(settings)
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """A table for people, then one JSON line for machines."""
-    table = Table(title="output tokens per second, medians", title_justify="left")
-    table.add_column("load")
-    for column in ("one pool", "halves", "ratio", "from", "to", "batch", "batch of halves"):
-        table.add_column(column, justify="right")
-    for name, found in result["loads"].items():
-        rates, facts = found["output_tokens_per_s"], found["facts"]
-        table.add_row(
-            name,
-            *(f"{rates[engine]['median']:,.0f}" for engine in ENGINES),
-            *(f"{found['ratio'][key]:.2f}" for key in ("median", "min", "max")),
-            *(f"{facts[engine]['requests_per_step']:.1f}" for engine in ENGINES),
-        )
-    Console().print(table)
-    print(json.dumps(without_nan(result)))
 
 
 def _parser() -> argparse.ArgumentParser:

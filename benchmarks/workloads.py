@@ -1,6 +1,6 @@
 """Who asks for which adapter, when, and how long: the workloads of the papers that others measure with.
 
-Popularity patterns and request lengths follow Punica (arXiv:2310.18547, section 7), arrivals follow S-LoRA
+Popularity patterns follow Punica (arXiv:2310.18547, section 7), arrivals follow S-LoRA
 (arXiv:2311.03285, section 7). Everything is seeded. It knows no servers and no models.
 """
 
@@ -17,9 +17,6 @@ from weft.errors import ConfigError
 
 PATTERNS = ("identical", "distinct", "uniform", "zipf:1.5", "one-against-many")
 """Popularity patterns; zipf takes any base above 1."""
-
-PUNICA_SEED = 0xABCDABCD987
-PUNICA_MAX_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +73,18 @@ def assign_adapters(pattern: str, num_requests: int, num_adapters: int | None = 
     return indices.tolist()
 
 
-def punica_lengths(num_requests: int, max_tokens: int = PUNICA_MAX_TOKENS) -> list[tuple[int, int]]:
-    """Prompt and output tokens per request: log-normal prompts, uniform totals."""
-    random = np.random.Generator(np.random.PCG64(PUNICA_SEED))
-    prompts = np.exp(0.8 * random.standard_normal(num_requests)) * 18 - 1
-    prompts = np.clip(prompts, 1, max_tokens - 2).astype(np.int64)
-    totals = np.maximum(prompts + 2, random.integers(0, max_tokens, num_requests))
-    return [(int(prompt), int(total - prompt)) for prompt, total in zip(prompts, totals, strict=True)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloraSettings:
     """What S-LoRA's generator is told; the names are the paper's."""
 
     num_adapters: int
-    alpha: float
+    alpha: float = 1.0
     """Popularity: `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0."""
     rate: float
     """Requests per second."""
-    cv: float
+    cv: float = 1.0
     """Coefficient of variation of the gaps between arrivals; 1 is a Poisson process."""
-    duration_s: float
+    duration_s: float = 1.0
     """Seconds of arrivals."""
     input_range: tuple[int, int] = (8, 512)
     """Prompt tokens, upper end excluded."""

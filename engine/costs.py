@@ -101,7 +101,7 @@ def measure_prices(  # noqa: PLR0913 - all that a price follows from
         max_tokens: The longest prompt that the model takes.
         clock: Monotonic seconds.
     """
-    long_context = min(LONG_CONTEXT, max_tokens - 1, _room(arena, pool) // DECODE_ROWS - 1)
+    long_context = min(LONG_CONTEXT, max_tokens - 1, _room_per_row(arena, pool) - 1)
     if long_context < 1:
         return Prices(prompt_context=prompt_context)  # a pool of a few pages
     short_s = _decode_s(decoder, arena, pool, min(SHORT_CONTEXT, long_context), clock) / DECODE_ROWS
@@ -126,9 +126,9 @@ def measure_prices(  # noqa: PLR0913 - all that a price follows from
     return prices
 
 
-def _room(arena: Arena, pool: PagePool) -> int:
-    """Tokens of KV cache that fit into what is free."""
-    return pool.num_free // arena.geometry.num_groups * arena.geometry.page_tokens
+def _room_per_row(arena: Arena, pool: PagePool) -> int:
+    """Tokens of KV cache that each of `DECODE_ROWS` requests can have of what is free, in whole blocks."""
+    return pool.num_free // (DECODE_ROWS * arena.geometry.num_groups) * arena.geometry.page_tokens
 
 
 @torch.inference_mode()

@@ -16,9 +16,9 @@ class Draft:
     budget: int = 0
     """Tokens left for prompts."""
     prefilling: list[tuple[tuple[float, ...], int]] = field(default_factory=list)
-    """Of each row whose prompt is not computed yet: its place in the fair order, and the tokens left."""
+    """Of each row whose prompt is not computed yet: its turn in the fair order, and the tokens left."""
     started: set[str] = field(default_factory=set)
-    """Requests that got their pages in this plan."""
+    """Requests that got pages in this plan."""
     chunks: list[Chunk] = field(default_factory=list)
     swap_out: list[PageMove] = field(default_factory=list)
     zero_pages: list[int] = field(default_factory=list)

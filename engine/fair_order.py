@@ -12,8 +12,9 @@ the paper:
   hands once per quantum and not in every step, and requests of one adapter stay together. The more requests are paused
   for others the longer a quantum is, without end as they become as many as the rows: where more tenants wait than there
   are rows, answers that have begun are finished first.
-* A share that becomes active is lifted to the least counter of all active shares, running or waiting, or to the last
-  leaver's where there is none. Idle time is no credit, and whoever runs without a queue is counted.
+* A share that becomes active is lifted to the least counter of those that are served and want more, or, where nobody
+  does, to the most that any was given, the last leaver included. A share that had all it wanted is lifted as far but
+  for a quantum a row when it wants more. So neither idle nor modest time is credit, for it or for a newcomer.
 
 Bound: of two tenants that always have requests waiting, the counters differ by at most two quanta for each row of a
 step, plus what one step may cost. Knows nothing of pages or adapters; the caller says what is blocked.
@@ -22,8 +23,7 @@ step, plus what one step may cost. Knows nothing of pages or adapters; the calle
 from __future__ import annotations
 
 import heapq
-import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator
 from operator import attrgetter
 from typing import Literal
@@ -36,6 +36,8 @@ QUANTUM_TOKENS = 32
 """Output tokens of one request that make a quantum."""
 INTERACTIVE_WEIGHT, BATCH_WEIGHT = 0.95, 0.05
 """Lane 0 and each lane above it: a batch gets a twentieth of the service while interactive requests take the rest."""
+MIN_PAUSED = 4
+"""Requests may be paused in turns for each other up to as many as a step has rows, or this where it has few."""
 MAX_IDLE_SHARES = 4096
 """More idle shares than this are remembered only while their counters are ahead of everybody who is active."""
 
@@ -52,8 +54,7 @@ class Share:
     """
 
     __slots__ = (
-        "_active",
-        "_floor",
+        "_ceiling",
         "_idle",
         "_ready",
         "_stamp",
@@ -94,9 +95,8 @@ class Share:
         self.stepping: dict[object, Share] = {}
         """Children with rows."""
         self._idle: dict[object, Share] = {}
-        self._floor = 0.0
-        self._active: list[tuple[float, int, Share]] = []
-        """A heap of the children that are alive, by counter. Entries may be behind: counters only grow."""
+        self._ceiling = 0.0
+        """The largest counter that a child ever had."""
         self._ready: list[tuple[int, float, int, int, Share]] = []
         """A heap of the children that have queued requests: priority, place, ticket, stamp. Only entries with the
         child's stamp count."""
@@ -124,44 +124,45 @@ class Share:
             yield share
             share = share.parent
 
-    def child(self, key: object, weight: float, make: Callable[[], Share]) -> Share:
-        """The child of that name, with this weight from now on; counters of the past stay."""
+    def child(self, key: object, weight: float, credit: float, make: Callable[[], Share]) -> Share:
+        """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
+
+        One that had all it wanted so far keeps at most `credit` units of what it left to others.
+        """
         child = self.children.get(key)
         if child is None:
             child = self._idle.pop(key, None) or make()
-            child.counter = max(child.counter, self.least_counter())
+            child.counter = max(child.counter, self.now_served())
             self.children[key] = child
-            heapq.heappush(self._active, (child.counter, child.ticket, child))
-            if len(self._active) > 2 * len(self.children) + 64:
-                self._active = [(each.counter, each.ticket, each) for each in self.children.values()]
-                heapq.heapify(self._active)
+        elif not child.num_queued:
+            child.counter = max(child.counter, self.now_served() - credit / weight)
         child.weight = weight
         return child
 
     def retire(self, child: Share) -> None:
         """A child has no requests any more. Its counter is remembered as long as it could matter."""
         del self.children[child.key]
-        self._floor = max(self._floor, child.counter)
         self._idle[child.key] = child
         if not self.children and self.parent is not None:
-            self._idle.clear()  # whoever comes next is lifted to the last leaver, who was ahead of all of these
+            # Whoever comes next is lifted to the one who was ahead of all of these.
+            self._idle.clear()
+            self._ready.clear()
         elif len(self._idle) > MAX_IDLE_SHARES:
-            least = self.least_counter()
+            least = self.now_served()
             self._idle = {key: idle for key, idle in self._idle.items() if idle.counter > least}
-            while len(self._idle) > MAX_IDLE_SHARES:
-                del self._idle[next(iter(self._idle))]
+            for key in list(self._idle)[: len(self._idle) - MAX_IDLE_SHARES // 2]:
+                del self._idle[key]
 
-    def least_counter(self) -> float:
-        """The least counter of all active children, or the last leaver's."""
-        while self._active:
-            counter, ticket, child = self._active[0]
-            if self.children.get(child.key) is not child:
-                heapq.heappop(self._active)
-            elif counter < child.counter:
-                heapq.heapreplace(self._active, (child.counter, ticket, child))
-            else:
-                return counter
-        return self._floor
+    def charge(self, units: float) -> None:
+        """Count service."""
+        self.counter += units / self.weight
+        if self.parent is not None:
+            self.parent._ceiling = max(self.parent._ceiling, self.counter)
+
+    def now_served(self) -> float:
+        """The least counter of all children that have rows and want more, or the largest of all where none does."""
+        counters = (child.counter for child in self.stepping.values() if child.num_queued)
+        return min(counters, default=self._ceiling)
 
     def touch(self) -> None:
         """Its place, or whether it has queued requests, has changed."""
@@ -207,7 +208,10 @@ class Flow(Share):
 
     def push(self, key: SortKey, state: RequestState) -> None:
         """Queue a request."""
-        insort(self._queue, (key, state), key=_sort_key)
+        index = bisect_left(self._queue, key, key=_sort_key)
+        self._queue.insert(index, (key, state))
+        if index < self.cursor:
+            self.cursor += 1  # it lost its row in this plan, and waits for the next
 
     def pop(self, state: RequestState) -> None:
         """Take a request out of the queue."""
@@ -240,6 +244,7 @@ class FairOrder:
 
     def __init__(self, policy: Literal["fcfs", "fair"], inner: InnerOrder, quantum: float, num_rows: int) -> None:
         self._num_rows = num_rows
+        self._max_paused = max(num_rows, MIN_PAUSED)
         self.paused: set[RequestState] = set()
         """Requests with pages and without a row."""
         self._is_fair = policy == "fair"
@@ -253,8 +258,6 @@ class FairOrder:
         """Shares whose children agree, as far as this plan knows, on who has rows."""
         self._num_prioritized = 0
         """Requests with a priority of their own."""
-        self._num_prioritized = 0
-        """Requests with a priority of their own."""
         self.num_queued = 0
         """Requests without a row."""
 
@@ -262,11 +265,12 @@ class FairOrder:
         """A request arrives, without a row."""
         flow = state.request.flow
         lane_weight = BATCH_WEIGHT if flow.lane else INTERACTIVE_WEIGHT
-        lane = self._root.child(flow.lane, lane_weight, lambda: self._share(self._root, flow.lane))
+        credit = self._quantum * self._num_rows
+        lane = self._root.child(flow.lane, lane_weight, credit, lambda: self._share(self._root, flow.lane))
         tenant_key, weight = (flow.tenant, flow.weight) if self._is_fair else ("", 1.0)
-        tenant = lane.child(tenant_key, weight, lambda: self._share(lane, tenant_key))
+        tenant = lane.child(tenant_key, weight, credit, lambda: self._share(lane, tenant_key))
         adapter = state.digest if self._is_fair else None
-        leaf = tenant.child(adapter, 1.0, lambda: Flow(tenant, adapter, self._quantum, self._ticket()))
+        leaf = tenant.child(adapter, 1.0, credit, lambda: Flow(tenant, adapter, self._quantum, self._ticket()))
         if not isinstance(leaf, Flow):
             raise TypeError("an adapter's share must be a Flow")
         state.share = leaf
@@ -331,7 +335,7 @@ class FairOrder:
         for flow, units in by_flow.items():
             share: Share = flow
             while share.parent is not None:
-                share.counter += units / share.weight
+                share.charge(units)
                 if share.num_queued:
                     queued.add(share)
                 share = share.parent
@@ -350,6 +354,7 @@ class FairOrder:
         What is ahead in this order counts as served, so that tenants take turns. `pass_over` skips those of the same
         adapter. Must be run to its end, or closed.
         """
+        self._settled.clear()  # of a request that was looked at out of turn
         try:
             for _ in range(limit):
                 state = self._next()
@@ -367,8 +372,16 @@ class FairOrder:
             self._settled.clear()
 
     def pass_over(self, state: RequestState) -> None:
-        """Have `candidates` skip what else is queued with the adapter of this one."""
-        self._close(_flow(state))
+        """Have `candidates` skip what else is queued with the adapter of this one, which is not on the device.
+
+        Each such adapter doubles what counts as served of its tenant in this plan, so that a tenant whose adapters are
+        all blocked leaves candidates to others, however far ahead of it they are.
+        """
+        flow = _flow(state)
+        self._close(flow)
+        if flow.parent is not None:
+            flow.parent.promised *= 2
+            flow.parent.touch()
 
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""
@@ -391,6 +404,8 @@ class FairOrder:
             for other in sorted(node.stepping.values(), key=attrgetter("now"), reverse=True):
                 if other is child or other.now < least:
                     break
+                if not self._may_rotate(child, other):
+                    continue
                 row = self._last_row(other)
                 if row is not None and row.priority >= state.priority * isinstance(child, Flow):
                     return row
@@ -416,17 +431,21 @@ class FairOrder:
         theirs, ours = list(_flow(other).path()), list(_flow(state).path())
         for share, mine in zip(reversed(theirs), reversed(ours), strict=True):
             if share is not mine:
-                return mine.after + self._slack(mine) <= share.after
+                return mine.after + self._slack(mine) <= share.after and self._may_rotate(mine, share)
         return False
 
     def place(self, state: RequestState) -> tuple[float, ...]:
-        """Sorts requests of the step and others alike: the smallest is the most entitled to tokens and pages."""
+        """Sorts requests of the step and others alike: the smallest is the most entitled to pages."""
         return (
             not state.has_row,
             state.request.flow.lane,
             *(share.counter for share in reversed(list(_flow(state).path())[:-1])),
             state.arrival_index,
         )
+
+    def turn(self, state: RequestState) -> tuple[float, ...]:
+        """Sorts requests with rows, or about to have one, by who is next for tokens: a lane's weight counts here."""
+        return (*(share.counter for share in reversed(list(_flow(state).path()))), state.arrival_index)
 
     def tick(self, now_s: float) -> None:
         """Let time change the inner order of requests that sit out steps."""
@@ -463,8 +482,18 @@ class FairOrder:
 
     def _slack(self, share: Share) -> float:
         """How far apart the places of `share` and another must be for a row to change hands."""
-        free = 1 - len(self.paused) / self._num_rows
-        return self._quantum / share.weight / free if free > 0 else math.inf
+        return self._quantum / share.weight
+
+    def _may_rotate(self, share: Share, other: Share) -> bool:
+        """Whether a row may go from `other` to `share`, whose places are a quantum apart.
+
+        One that has more rows for its weight gives them up at once. Between equals rows only take turns, and the more
+        requests are paused the longer a turn is.
+        """
+        if (other.rows - 1) / other.weight >= (share.rows + 1) / share.weight:
+            return True
+        free = 1 - len(self.paused) / self._max_paused
+        return free > 0 and other.now - share.after >= self._slack(share) / free
 
     def _share(self, parent: Share, key: object) -> Share:
         return Share(parent, key, 1.0, self._quantum, self._ticket())

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 import secrets
 import time
 from collections import Counter
@@ -161,8 +160,8 @@ class Scheduler:
         self._searches: dict[str, BeamSearch] = {}
         """Beam searches by the client's request id."""
         self._waiting = WaitingQueue(residency)
-        self._deadlines: list[tuple[float, str]] = []
-        """A heap of (second, request) of all that were to start by then."""
+        self._deadlines: list[tuple[float, float, str]] = []
+        """A heap of (second, arrival, request) of all that were to start by then."""
         self._running: list[RequestState] = []
         self._prefilling: set[RequestState] = set()
         """Running requests that have more to compute than their last token."""
@@ -294,7 +293,7 @@ class Scheduler:
 
     def note_step(self, seconds: float) -> None:
         """Take note of how long the step took that was committed last."""
-        self._service.note_step(self._last_units, seconds, is_full=self._order.num_queued > 0)
+        self._service.note_step(self._last_units, seconds, is_full=self._order.num_queued > self._waiting.num_loading())
         self._budget.note_step(self._budget_used, seconds)
 
     def complete(self, step: int) -> None:
@@ -333,9 +332,14 @@ class Scheduler:
         for chunk in plan.chunks:
             self.finish(chunk.request_id, "error", INTERNAL)
         for state in [state for state in self._running if state.request_id in self._started]:
+            # Its pages were to be filled. That is no preemption: nobody else gets them for that.
+            marks = state.num_preemptions, state.progress_mark
             state.last_step = plan.step
             self._preempt(state, None)
+            state.num_preemptions, state.progress_mark = marks
+            self.preemptions["recompute"] -= 1
         self._lose_swapped(plan.step)
+        self._last_units = 0.0
 
     def fail_running(self) -> None:
         """End all running requests with an internal error, after a plan that failed."""
@@ -417,16 +421,25 @@ class Scheduler:
         if flow.deadline_s is not None:
             expires_s = state.arrived_s + flow.deadline_s
             state.start_by_s = expires_s - self._token_s * state.num_prompt
-            heapq.heappush(self._deadlines, (expires_s, request.request_id))
+            heapq.heappush(self._deadlines, (expires_s, state.arrival_index, request.request_id))
+            if len(self._deadlines) > 2 * len(self._requests) + MIN_LOOK_AHEAD:
+                self._deadlines = [entry for entry in self._deadlines if self._awaits(entry) is not None]
+                heapq.heapify(self._deadlines)
+
+    def _awaits(self, deadline: tuple[float, float, str]) -> RequestState | None:
+        """The request that is still to start by a deadline."""
+        state = self._requests.get(deadline[2])
+        if state is None or state.arrival_index != deadline[1] or state.has_started:
+            return None
+        return state
 
     def _end_expired(self) -> None:
         """End requests that were to have their first token by now and never started."""
         now_s = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._deadlines)
-            state = self._requests.get(request_id)
-            if state is not None and not state.has_started and state.start_by_s < math.inf:
-                self.finish(request_id, "error", EXPIRED)
+            state = self._awaits(heapq.heappop(self._deadlines))
+            if state is not None:
+                self.finish(state.request_id, "error", EXPIRED)
         self._order.tick(now_s)
 
     def _fill_rows(self, draft: Draft) -> None:
@@ -440,7 +453,7 @@ class Scheduler:
         # Each fork of a beam has a token for itself, so that a search takes a step in every step.
         num_forks = sum(search.num_forks for search in self._searches.values())
         draft.budget = self._budget.tokens(self._num_decoding()) - num_forks
-        draft.prefilling = [(self._order.place(state), state.num_left) for state in self._prefilling if state.has_row]
+        draft.prefilling = [(self._order.turn(state), state.num_left) for state in self._prefilling if state.has_row]
         overdue = self._waiting.overdue()
         looked = {overdue.request_id: overdue} if overdue is not None else {}
         if overdue is not None:
@@ -481,6 +494,8 @@ class Scheduler:
             self._make_way(state, (state.adapter_pages or 0) + self._room_to_grow(), draft)
         if reason is not None and state.status == "waiting":
             state.waiting_reason = reason
+            if reason in ("LOADING", "NO_ROOM"):
+                self._order.pass_over(state)
         return reason
 
     def _resume(self, state: RequestState) -> WaitingReason | None:
@@ -529,7 +544,7 @@ class Scheduler:
             if is_free and num_computed < state.pages.table.num_blocks * page_tokens:
                 counts[state.request_id] = 1
             else:
-                needy.append((self._order.place(state), is_free, state))
+                needy.append((self._order.turn(state), is_free, state))
         needy.sort(key=itemgetter(0))
         budget = draft.budget
         for _, is_free, state in needy:
@@ -589,6 +604,7 @@ class Scheduler:
             else:
                 return False
         if self._kv.grow(state, count, draft):
+            draft.started.add(state.request_id)  # a batch may go before those that are more entitled to pages
             return True
         draft.promised += count
         return False
@@ -657,8 +673,8 @@ class Scheduler:
 
     def _start(self, state: RequestState, row: RequestState | None, draft: Draft) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
-        place = self._order.place(state)
-        num_ahead = sum(left for other, left in draft.prefilling if other[1:] < place[1:])
+        turn = self._order.turn(state)
+        num_ahead = sum(left for other, left in draft.prefilling if other < turn)
         is_free = state.beam is not None and state.leader is not None  # one token, like those that decode
         if num_ahead >= draft.budget and not is_free:
             return "NEW"
@@ -683,7 +699,7 @@ class Scheduler:
         self._order.start(state)
         if state.num_left > 1:
             self._prefilling.add(state)
-            draft.prefilling.append((place, state.num_left))
+            draft.prefilling.append((turn, state.num_left))
         draft.started.add(state.request_id)
         if state.queue_s is None:
             self._note_first_start(state)

@@ -43,6 +43,7 @@ class StepBudget:
         if self._target_s is None:
             return
         if seconds > self._target_s and used:
-            self._allowed = max(int(min(self._allowed, used) * DECREASE), MIN_TOKENS)
+            # A step of few tokens says little about how many may be.
+            self._allowed = max(int(max(min(self._allowed, used), self._allowed // 2) * DECREASE), MIN_TOKENS)
         elif used >= self._planned:
             self._allowed = min(self._allowed + GROWTH_TOKENS, self._max_tokens)

@@ -78,7 +78,8 @@ class WaitingQueue:
     def hold(self, state: RequestState) -> None:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
-            state.caused_load = self._residency.state(state.request.adapter.digest) != "device"
+            is_coming = any(holder.digest == state.digest for holder in self._holders.values())
+            state.caused_load = not is_coming and self._residency.state(state.request.adapter.digest) != "device"
             self._residency.want(state.request.adapter)
             state.is_holding = True
             self._holders[state.request_id] = state

@@ -3,15 +3,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from weft import demo
 from weft.benchmarks.batch_lane import main
 
 
 def test_a_load_is_measured_alone_and_beside_a_batch(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    arguments = ["--set", "memory.gib=0.05", "--set", "memory.host_gib=0.05", "--set", "model.threads=1"]
-    arguments += ["--copies", "2", "--requests", "4", "--output-tokens", "4", "--lines", "6", "--line-tokens", "3"]
+    arguments = ["--model", str(demo.MODEL), "--adapter", str(demo.ADAPTERS / "pirate")]
+    arguments += ["--set", "memory.gib=0.05", "--set", "memory.host_gib=0.05", "--set", "model.threads=1"]
+    arguments += ["--requests", "4", "--warmup", "1", "--output-tokens", "4", "--lines", "6", "--line-tokens", "3"]
     assert main([*arguments, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["batch"]["total"], result["batch"]["completed"], result["batch"]["failed"]) == (6, 6, 0)
-    assert [row[""] for row in result["table"]] == ["alone", "beside"]
-    assert result["table"][1]["TTFT p95, ms"] > 0
+    assert result["alone"]["errors"] == result["beside"]["errors"] == 0
+    assert result["beside"]["ttft_p95_ms"] > 0
+    assert "key" not in result["options"]

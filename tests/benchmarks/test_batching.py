@@ -34,7 +34,8 @@ def test_batches_start_when_they_are_full_and_none_runs(
 
 def test_three_generations_answer_the_same_requests(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    small = ["--quick", "--lengths", "4", "16", "--window-ms", "20", "--cache", str(tmp_path)]
+    small = ["--requests", "12", "--repeats", "1", "--files", "8", "--max-running", "4", "--loads", "0.5"]
+    small += ["--lengths", "4", "16", "--window-ms", "20", "--cache", str(tmp_path)]
     assert main([*small, "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     assert tuple(result["modes"]) == MODES

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.calls import Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.flood import Stream, flood
+from weft.benchmarks.generator import Reply, closed_loop
 from weft.benchmarks.http_stream import EventClient
 
 
@@ -58,7 +59,7 @@ def test_a_refusal_is_no_failure_and_tells_when_to_come_again(server: ShopWindow
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("short", "without 4 tokens"), ("no usage", "without 4 tokens"), ("cut", "before the end of the answer")],
+    [("short", "4 were asked for"), ("no usage", "no usage came"), ("cut", "before the end of the answer")],
 )
 def test_a_wrong_answer_is_an_error(server: ShopWindow, fault: str, message: str) -> None:
     server.fault = fault

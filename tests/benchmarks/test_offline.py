@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from weft.benchmarks.offline import Case, Contender, make_cases, make_result, print_result
+from weft.benchmarks.offline import Case, Contender, make_cases, make_result
 from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, base_config
 from weft.benchmarks.report import without_nan
 
@@ -61,11 +61,9 @@ def test_agreement_counts_equal_first_tokens() -> None:
     assert result(make_cases(2, 3, 8))["first_tokens_equal"] == {"base": 1.0, "mixed": 0.5}
 
 
-def test_a_result_prints_as_a_table_and_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    print_result(result(make_cases(2, 3, 8)))
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1].startswith('{"benchmark": "offline"')
-    assert any("8 mixed adapters" in line for line in printed)
+def test_the_table_has_a_dash_where_a_contender_takes_no_part() -> None:
+    table = result(make_cases(2, 3, 8))["table"]
+    assert table[1] == {"tokens/s": "transformers", "base": 5.0, "mixed": "-", "single": 5.0}  # type: ignore[index]
 
 
 def test_the_compared_model_has_the_size_it_is_named_for() -> None:

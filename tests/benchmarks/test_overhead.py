@@ -9,7 +9,7 @@ import pytest
 
 from shop_window import shop_window
 from weft.benchmarks import overhead
-from weft.benchmarks.overhead import Rounds, make_result, measure
+from weft.benchmarks.overhead import Rounds, make_result, measure_rounds
 from weft.benchmarks.own_server import Served
 from weft.benchmarks.step import Case
 from weft.engine.status import StepStats
@@ -36,7 +36,7 @@ class FakeEngine:
 def test_engine_and_server_take_turns_and_the_first_round_does_not_count() -> None:
     engine = FakeEngine()
     with shop_window() as server:
-        rounds = measure(engine, Served(server.url, "key", ["a"]), OPTIONS)
+        rounds = measure_rounds(engine, Served(server.url, "key", ["a"]), OPTIONS)
         assert len(server.bodies) == 3 * OPTIONS.requests
         prompts = {str(body["prompt"]) for body in server.bodies}
         assert len(prompts) == len(server.bodies), "a repeated prompt would be found in the prefix cache"
@@ -58,7 +58,7 @@ def test_shares_are_taken_within_rounds() -> None:
 def test_a_failed_request_ends_it() -> None:
     served = Served("http://127.0.0.1:1/v1", "", ["a"])
     with pytest.raises(WeftError, match="over HTTP failed"):
-        measure(FakeEngine(), served, OPTIONS)
+        measure_rounds(FakeEngine(), served, OPTIONS)
 
 
 @pytest.mark.parametrize("option", [["--requests", "0"], ["--output-tokens", "1"], ["--output-tokens", "257"]])

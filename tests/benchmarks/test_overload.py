@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.calls import Call, Calls, Reply
+from weft.benchmarks.calls import Calls
+from weft.benchmarks.generator import Call, Reply
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.overload import QUIET, SHARES, Phase, Visit, is_true, main, make_goals, phase_result, plan_visits
 
@@ -30,7 +31,7 @@ def test_the_offered_load_is_what_was_asked_for(factor: float) -> None:
     arrivals = [visit.arrival_s for visit in visits]
     assert arrivals == sorted(arrivals)
     assert 0 < arrivals[0] < arrivals[-1] < OPTIONS.seconds
-    sent = Counter(visit.call.model for visit in visits)
+    sent = Counter(visit.call.request.model for visit in visits)
     demand = 600 * factor
     for name, share in SHARES.items():
         assert sent[name] == pytest.approx(share * demand, rel=0.25)

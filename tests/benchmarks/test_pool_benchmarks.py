@@ -1,4 +1,4 @@
-"""The pool's benchmarks at their quick size: that they put the load on that they say, not how fast it went."""
+"""The pool's benchmarks, small and quick: that they put the load on that they say, not how fast it went."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
         engine.close()
 
 
-def quick(main: Callable[[list[str]], int], cache: Path, tmp_path: Path) -> dict[str, Any]:
+def quick(main: Callable[[list[str]], int], cache: Path, tmp_path: Path, arguments: str) -> dict[str, Any]:
     path = tmp_path / "result.json"
-    assert main(["--quick", "--cache", str(cache), "--json", str(path)]) == 0
+    small = ["--repeats", "1", "--files", str(NUM_FILES), *arguments.split()]
+    assert main([*small, "--cache", str(cache), "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     assert result["hardware"]["cores"] >= 1
     return result
@@ -75,8 +76,8 @@ def test_a_closed_loop_records_every_token_and_load(make_engine: Callable[[int, 
     assert [len(record.token_times_s) for record in run.records] == [4] * 16
     assert all(record.due_s <= record.token_times_s[0] <= record.done_s for record in run.records)
     assert sum(step.requests for step in run.steps) >= 16 * 4
-    assert run.counts.loads["stored>device:ok"] == 8
-    assert run.counts.evictions["adapter"] >= 8 - 3
+    assert run.counts["loads"]["stored>device:ok"] == 8
+    assert run.counts["evictions"]["adapter"] >= 8 - 3
     assert run.output_tokens_per_s > 0
     assert run.facts()["share_of_time_in_steps"] <= 1
 
@@ -85,8 +86,8 @@ def test_a_second_run_counts_only_its_own_steps_and_loads(make_engine: Callable[
     engine = make_engine(8, 2)
     load = [TimedRequest(0.0, index % 2, 3, 4) for index in range(4)]
     first, second = (engine.run(load, seed=[0], in_flight=2) for _ in range(2))
-    assert sum(first.counts.loads.values()) == 2
-    assert sum(second.counts.loads.values()) == 0
+    assert sum(first.counts["loads"].values()) == 2
+    assert sum(second.counts["loads"].values()) == 0
     assert {step.step for step in first.steps}.isdisjoint(step.step for step in second.steps)
 
 
@@ -110,7 +111,13 @@ def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp
 
 
 def test_adapter_count(cache: Path, tmp_path: Path) -> None:
-    result = quick(adapter_count.main, cache, tmp_path)
+    result = quick(
+        adapter_count.main,
+        cache,
+        tmp_path,
+        "--counts 2 8 16 --requests 20 --lengths 4 24 --room 4 --max-running 4 --in-flight 8",
+    )
+    assert [row["adapters"] for row in result["table"]] == [2, 8, 16]
     assert set(result["output_tokens_per_s"]) == {"2", "8", "16"}
     assert set(result["ratios"]) == {"8 / 2", "16 / 2", "16 / 8"}
     facts = result["facts"]
@@ -119,7 +126,12 @@ def test_adapter_count(cache: Path, tmp_path: Path) -> None:
 
 
 def test_cliff(cache: Path, tmp_path: Path) -> None:
-    result = quick(cliff.main, cache, tmp_path)
+    result = quick(
+        cliff.main,
+        cache,
+        tmp_path,
+        "--actives 2 8 --room 4 --requests 12 --input-tokens 8 --output-tokens 8 --max-running 4",
+    )
     assert set(result["adapters"]) == {"2", "8"}
     found = result["adapters"]["8"]
     assert any(name.startswith("loads") for name in found["facts"]["small"])
@@ -154,8 +166,10 @@ def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) 
         engine.close()
 
 
-def test_unified(cache: Path, tmp_path: Path) -> None:
-    result = quick(unified.main, cache, tmp_path)
+def test_unified(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unified, "LOADS", (unified.Load("short", ATTENTION, (4, 48)),))
+    arguments = "--requests 16 --adapters 8 --batch 8 --in-flight 10 --max-running 8"
+    result = quick(unified.main, cache, tmp_path, arguments)
     ((_, found),) = result["loads"].items()
     assert set(found["output_tokens_per_s"]) == {"unified", "split"}
     assert found["ratio"]["median"] > 0

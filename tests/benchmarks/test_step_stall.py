@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.benchmarks import step_stall
-from weft.benchmarks.step_stall import PHASES, Timings, make_result, percentile, print_result
+from weft.benchmarks.step_stall import PHASES, Timings, make_result, percentile
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -21,15 +21,14 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([3.0], 99) == 3.0
 
 
-def test_ratios_compare_percentiles_with_the_quiet_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_compare_percentiles_with_the_quiet_phase() -> None:
     timings = Timings({"quiet": [0.01] * 9 + [0.02], "swaps": [0.01] * 9 + [0.03], "joins": [0.02] * 10}, {}, joined=4)
     result = make_result(options("--shape", "demo"), timings)
     assert result["ratios"] == pytest.approx(
         {"swaps / quiet, p50": 1.0, "swaps / quiet, p99": 1.5, "joins / quiet, p50": 2.0, "joins / quiet, p99": 1.0}
     )
     assert result["step_ms"]["swaps"] == pytest.approx({"count": 10, "p50": 10, "p90": 10, "p99": 30, "max": 30})
-    print_result(result)
-    assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "step-stall"')
+    assert [row["ms"] for row in result["table"]] == ["step, quiet", "step, swaps", "step, joins"]
 
 
 def test_adapters_come_and_go_beside_a_steady_batch(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from weft.benchmarks.workloads import (
     adapter_counts,
     assign_adapters,
     gamma_arrivals,
-    punica_lengths,
     slora_trace,
 )
 from weft.errors import ConfigError
@@ -96,14 +95,6 @@ def test_slora_lengths_stay_in_their_half_open_ranges() -> None:
     )
     assert {request.prompt_tokens for request in trace} == {8, 9, 10, 11}
     assert {request.output_tokens for request in trace} == {3, 4}
-
-
-def test_punica_lengths_fit_the_context_and_have_the_papers_median() -> None:
-    lengths = punica_lengths(20_000)
-    prompts = [prompt for prompt, _ in lengths]
-    assert all(min(prompt, output - 1) >= 1 and prompt + output <= 2048 for prompt, output in lengths)
-    assert np.median(prompts) == pytest.approx(17, abs=1)
-    assert lengths == punica_lengths(20_000)
 
 
 def test_open_loop_arrivals_rise_at_the_rate() -> None:

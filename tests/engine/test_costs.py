@@ -9,7 +9,7 @@ import torch
 
 from step_driver import StepDriver
 from tiny_models import make_model
-from weft.engine.costs import MAX_TOKENS, measure_costs, measure_prices
+from weft.engine.costs import DECODE_ROWS, MAX_TOKENS, measure_costs, measure_prices
 from weft.engine.model.decoder import StepRows
 from weft.engine.prices import Prices
 from weft.memory.copies import PageCopier
@@ -80,6 +80,25 @@ def test_a_pool_of_a_few_pages_has_the_usual_prices(model: Path) -> None:
         )
         == Prices()
     )
+    driver.pool.free(taken, 0)
+
+
+def test_rows_whose_last_blocks_do_not_all_fit_have_less_context(model: Path) -> None:
+    driver = StepDriver(model)
+    block_and_a_half = driver.geometry.num_groups * DECODE_ROWS * 3 // 2
+    taken = driver.pool.allocate(driver.pool.num_free - block_and_a_half, "kv") or []
+    prices = measure_prices(
+        driver.decoder,
+        driver.arena,
+        driver.pool,
+        PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25),
+        lora_bytes_per_rank=driver.geometry.page_bytes,
+        prompt_context=0.125,
+        max_tokens=512,
+        clock=Ticking(),
+    )
+    assert prices.rank == 2.0, "measured"
+    assert driver.pool.num_free == block_and_a_half
     driver.pool.free(taken, 0)
 
 

@@ -299,7 +299,7 @@ def forget_the_counters_of_the_idle(patch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Share, child: Share) -> None:
         retire(self, child)
         self._idle.clear()
-        self._floor = 0.0
+        self._ceiling = 0.0
 
     patch.setattr(Share, "retire", forgetful)
 

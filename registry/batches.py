@@ -7,24 +7,22 @@ result and its usage event are one transaction under ids made of batch and line:
 
 from __future__ import annotations
 
-import builtins
 import secrets
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import delete, func, or_, select
+from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry import usage
-from weft.registry.clock import Clock, to_micros
+from weft.registry.clock import Clock, to_micros, to_seconds
 from weft.registry.database import Database
-from weft.registry.files import OPEN, StoredFile, add_file, file_row
-from weft.registry.models import BatchResultRow, BatchRow
+from weft.registry.files import KEPT, OPEN, file_row, newest_first
+from weft.registry.models import BatchResultRow, BatchRow, FileRow
 from weft.registry.names import check_text
 from weft.registry.records import Page, UsageEvent
 
@@ -33,31 +31,9 @@ MAX_OPEN = 100
 """Batches of a tenant that have not ended."""
 MAX_HELD = 256
 """Batches that one server runs at once."""
-LEASE_S = 30.0
-KEPT = timedelta(days=30)
-"""How long a batch that ended is listed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A batch. Times are microseconds since 1970."""
-
-    id: str
-    tenant_id: str
-    key_id: str
-    endpoint: str
-    input_file_id: str
-    status: str
-    output_file_id: str
-    error_file_id: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    times: Mapping[str, int] = field(default_factory=dict)
-    errors: Sequence[Mapping[str, Any]] = ()
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    created_at: int
-    expires_at: int
+LEASE_S = 30
+_BEFORE = {"in_progress": ("validating",), "finalizing": ("in_progress", "finalizing")}
+"""From which statuses a batch goes on to another; it may end from every open one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +61,7 @@ class Batches:
 
     async def create(
         self, tenant_id: str, key_id: str | None, input_file_id: str, endpoint: str, labels: Mapping[str, str]
-    ) -> Batch:
+    ) -> BatchRow:
         """Ask for a batch; some server runs it.
 
         Raises:
@@ -112,33 +88,28 @@ class Batches:
                 key_id=key_id or "",
                 endpoint=endpoint,
                 input_file_id=file.id,
+                input_sha256=file.sha256,
+                labels=dict(labels) or None,
                 status="validating",
-                created_at=to_micros(now),
-                expires_at=to_micros(now + WINDOW),
-                labels=dict(labels),
-                **dict.fromkeys(("output_file_id", "error_file_id", "owner"), ""),
-                **dict.fromkeys(("total", "completed", "failed", "lease_until"), 0),
-                times={},
-                errors=[],
+                created_at=to_seconds(now),
+                expires_at=to_seconds(now + WINDOW),
             )
             session.add(row)
-            return _batch(row)
+            await session.flush()
+            await session.refresh(row)
+            return row
 
-    async def get(self, tenant_id: str, batch_id: str) -> Batch:
+    async def get(self, tenant_id: str, batch_id: str) -> BatchRow:
         """One of a tenant's batches; raises NotFoundError."""
         async with self._database.read() as session:
-            return _batch(await _row(session, tenant_id, batch_id))
+            return await _row(session, tenant_id, batch_id)
 
-    async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Batch]:
+    async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[BatchRow]:
         """A tenant's batches, newest first; those older than the one with the id `after`."""
-        own = select(BatchRow).where(BatchRow.tenant_id == tenant_id).order_by(BatchRow.id.desc()).limit(limit + 1)
-        if after is not None:
-            own = own.where(BatchRow.id < check_text(after, "after", 64))
         async with self._database.read() as session:
-            items = [_batch(row) for row in await session.scalars(own)]
-        return Page(items=tuple(items[:limit]), next=items[limit - 1].id if len(items) > limit else None)
+            return await newest_first(session, BatchRow, tenant_id, after, limit)
 
-    async def cancel(self, tenant_id: str, batch_id: str) -> Batch:
+    async def cancel(self, tenant_id: str, batch_id: str) -> BatchRow:
         """End a batch early; cancelling it again changes nothing.
 
         Raises:
@@ -151,54 +122,41 @@ class Batches:
                 _enter(row, "cancelling", self._clock())
             elif row.status not in ("cancelling", "cancelled"):
                 raise ConflictError(f"The batch is {row.status}: it cannot be cancelled.", code="batch.ended")
-            return _batch(row)
+            return row
 
-    async def claim(self, owner: str) -> tuple[Batch, ...]:
+    async def claim(self, owner: str) -> Sequence[BatchRow]:
         """The batches that `owner` runs from now on: those it runs already, and those that nobody does.
 
         Where there are too many, each tenant's oldest come first, so that one tenant does not take all places.
         """
-        now = to_micros(self._clock())
-        free = or_(BatchRow.owner == owner, BatchRow.lease_until < now)
-        due = select(BatchRow).where(BatchRow.status.in_(OPEN), free).order_by(BatchRow.id)
+        now = to_seconds(self._clock())
+        free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
+        turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
+        due = select(BatchRow.id).where(*free).order_by(BatchRow.owner != owner, turn, BatchRow.id).limit(MAX_HELD)
         async with self._database.read() as session:
-            if not (await session.scalars(due.limit(1))).all():
-                return ()
+            ids = (await session.scalars(due)).all()
+        if not ids:
+            return ()
+        claimed = update(BatchRow).where(BatchRow.id.in_(ids), *free).values(owner=owner, lease_until=now + LEASE_S)
         async with self._database.write() as session:
-            rows = list(await session.scalars(due))
-            places: Counter[str] = Counter()
-            ranks = {}
-            for row in rows:
-                ranks[row.id] = (row.owner != owner, places[row.tenant_id])
-                places[row.tenant_id] += 1
-            held = sorted(rows, key=lambda row: ranks[row.id])[:MAX_HELD]
-            for row in held:
-                row.owner, row.lease_until = owner, now + int(LEASE_S * 1e6)
-            return tuple(map(_batch, held))
+            return (await session.scalars(claimed.returning(BatchRow))).all()
 
     async def release(self, owner: str) -> None:
         """Leave all batches of `owner` to whoever comes first."""
         async with self._database.write() as session:
-            for row in await session.scalars(select(BatchRow).where(BatchRow.owner == owner)):
-                row.owner, row.lease_until = "", 0
+            await session.execute(update(BatchRow).where(BatchRow.owner == owner).values(owner="", lease_until=0))
 
-    async def begin(self, batch_id: str, owner: str, total: int) -> Batch | None:
-        """Its input is sound: so many lines may run. None where the batch is not the owner's any more."""
-        async with self._database.write() as session:
-            row = await _own(session, batch_id, owner, "validating", "cancelling")
-            if row is not None:
-                row.total = total
-                if row.status == "validating":
-                    _enter(row, "in_progress", self._clock())
-            return None if row is None else _batch(row)
+    async def enter(self, batch_id: str, owner: str, status: str, **changes: Any) -> BatchRow | None:  # noqa: ANN401 - columns
+        """Let a batch go on to `status`, and change other columns of it.
 
-    async def fail(self, batch_id: str, owner: str, errors: Sequence[Mapping[str, Any]]) -> None:
-        """Its input is not sound."""
+        Returns:
+            The batch; None where it is not the owner's any more, or was cancelled meanwhile.
+        """
         async with self._database.write() as session:
-            row = await _own(session, batch_id, owner, *OPEN)
+            row = await _own(session, batch_id, owner, _BEFORE.get(status, OPEN))
             if row is not None:
-                row.errors = [dict(error) for error in errors]
-                _enter(row, "failed", self._clock())
+                _enter(row, status, self._clock(), **changes)
+            return row
 
     async def add_results(self, owner: str, results: Sequence[LineResult]) -> frozenset[tuple[str, int]]:
         """Write down results and their usage, those of lines that have none yet, in one transaction.
@@ -211,8 +169,8 @@ class Batches:
             insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
             new = insert(BatchResultRow).on_conflict_do_nothing().returning(BatchResultRow.line)
             for batch_id in dict.fromkeys(result.batch_id for result in results):
-                row = await _own(session, batch_id, owner, "in_progress", "cancelling")
-                if row is None or "finalizing_at" in row.times:
+                row = await _own(session, batch_id, owner, ("in_progress", "cancelling"))
+                if row is None:
                     continue
                 of_lines = {result.line: result for result in results if result.batch_id == batch_id}
                 values = [
@@ -232,67 +190,44 @@ class Batches:
             done = select(BatchResultRow.line).where(BatchResultRow.batch_id == batch_id)
             return frozenset(await session.scalars(done))
 
-    async def results(self, batch_id: str, after: int, limit: int) -> builtins.list[tuple[int, bool, str]]:
-        """Line, whether it failed, and text of results, by line, those behind the line `after`."""
-        table = BatchResultRow.__table__.c
-        found = select(table.line, table.is_error, table.result).where(table.batch_id == batch_id, table.line > after)
+    async def results(self, batch_id: str, after: int, limit: int) -> Sequence[BatchResultRow]:
+        """Results by line, those behind the line `after`."""
+        found = select(BatchResultRow).where(BatchResultRow.batch_id == batch_id, BatchResultRow.line > after)
         async with self._database.read() as session:
-            rows = await session.execute(found.order_by(table.line).limit(limit))
-            return [(row.line, row.is_error, row.result) for row in rows]
-
-    async def stop(self, batch_id: str, owner: str) -> Batch | None:
-        """Take no more results; what there is becomes files. None where the batch is not the owner's any more."""
-        async with self._database.write() as session:
-            row = await _own(session, batch_id, owner, *OPEN)
-            if row is None:
-                return None
-            if "finalizing_at" not in row.times:
-                _enter(row, "cancelling" if row.status == "cancelling" else "finalizing", self._clock())
-                row.times = {**row.times, "finalizing_at": to_micros(self._clock())}
-            return _batch(row)
+            return (await session.scalars(found.order_by(BatchResultRow.line).limit(limit))).all()
 
     async def end(
-        self,
-        batch: Batch,
-        owner: str,
-        status: str,
-        files: Mapping[str, StoredFile],
-        failed: int,
-        store: Callable[[], Awaitable[None]],
+        self, batch_id: str, owner: str, status: str, files: Mapping[str, FileRow], store: Callable[[], Awaitable[None]]
     ) -> None:
-        """Make files of the results. `store` makes their blobs durable, last.
+        """Make files of the results. Nothing changes where the batch is not the owner's any more.
 
         Args:
-            batch: Which.
-            owner: Who ran it; nothing changes where it is another's by now.
+            batch_id: Which.
+            owner: Who ran it.
             status: completed, cancelled, expired or failed.
             files: By the column that is to name them: output_file_id, error_file_id.
-            failed: Lines in the error file.
-            store: Called where the batch is still the owner's.
+            store: Makes their blobs durable, last.
         """
         async with self._database.write() as session:
-            row = await _own(session, batch.id, owner, *OPEN)
+            row = await _own(session, batch_id, owner, OPEN)
             if row is None:
                 return
-            for name, file in files.items():
-                add_file(session, file)
-                setattr(row, name, file.id)
-            row.failed = failed
-            _enter(row, status, self._clock())
-            await session.execute(delete(BatchResultRow).where(BatchResultRow.batch_id == batch.id))
+            session.add_all(files.values())
+            _enter(row, status, self._clock(), **{name: file.id for name, file in files.items()})
+            await session.execute(delete(BatchResultRow).where(BatchResultRow.batch_id == batch_id))
             await session.flush()
             await store()
 
     async def forget_old(self) -> int:
         """Remove batches that ended long ago; returns how many."""
-        old = (BatchRow.status.not_in(OPEN), BatchRow.created_at <= to_micros(self._clock() - KEPT))
+        old = (BatchRow.status.not_in(OPEN), BatchRow.created_at <= to_seconds(self._clock() - KEPT))
         async with self._database.write() as session:
             return len((await session.scalars(delete(BatchRow).where(*old).returning(BatchRow.id))).all())
 
 
-def _enter(row: BatchRow, status: str, now: datetime) -> None:
-    row.status = status
-    row.times = {**row.times, f"{status}_at": row.times.get(f"{status}_at", to_micros(now))}
+def _enter(row: BatchRow, status: str, now: datetime, **changes: Any) -> None:  # noqa: ANN401 - columns
+    for name, value in {"status": status, f"{status}_at": to_seconds(now), **changes}.items():
+        setattr(row, name, value)
 
 
 async def _row(session: AsyncSession, tenant_id: str, batch_id: str) -> BatchRow:
@@ -302,10 +237,6 @@ async def _row(session: AsyncSession, tenant_id: str, batch_id: str) -> BatchRow
     return row
 
 
-async def _own(session: AsyncSession, batch_id: str, owner: str, *statuses: Collection[str]) -> BatchRow | None:
+async def _own(session: AsyncSession, batch_id: str, owner: str, statuses: Sequence[str]) -> BatchRow | None:
     row = await session.get(BatchRow, batch_id)
     return row if row is not None and row.owner == owner and row.status in statuses else None
-
-
-def _batch(row: BatchRow) -> Batch:
-    return Batch(**{each.name: getattr(row, each.name) for each in fields(Batch)})

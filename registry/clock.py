@@ -35,6 +35,11 @@ def to_micros(moment: datetime) -> int:
     return (moment - _EPOCH) // _MICROSECOND
 
 
+def to_seconds(moment: datetime) -> int:
+    """Whole seconds since 1970; raises like `to_micros`."""
+    return to_micros(moment) // 1_000_000
+
+
 def from_micros(micros: int) -> datetime:
     """The moment `micros` microseconds after 1970, in UTC."""
     return _EPOCH + micros * _MICROSECOND

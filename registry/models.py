@@ -299,7 +299,7 @@ class AuditRow(Base):
 
 
 class FileRow(Base):
-    """A file of a tenant: the requests of a batch, or its results. Its bytes are a blob."""
+    """A file of a tenant: requests of a batch, or results. Its bytes are a blob. Times are seconds since 1970."""
 
     __tablename__ = "files"
 
@@ -315,7 +315,7 @@ class FileRow(Base):
 
 
 class BatchRow(Base):
-    """A batch, and which server runs it."""
+    """A batch, and which server runs it. Times are seconds since 1970."""
 
     __tablename__ = "batches"
 
@@ -325,24 +325,35 @@ class BatchRow(Base):
     """The key that made it, for which its lines run; empty for the admin key."""
     endpoint: Mapped[str] = mapped_column(String(64))
     input_file_id: Mapped[str] = mapped_column(String(64))
-    status: Mapped[str] = mapped_column(String(16), index=True)
-    output_file_id: Mapped[str] = mapped_column(String(64))
-    error_file_id: Mapped[str] = mapped_column(String(64))
-    labels: Mapped[dict[str, str]] = mapped_column(JSON)
+    input_sha256: Mapped[str] = mapped_column(String(64))
+    output_file_id: Mapped[str | None] = mapped_column(String(64))
+    error_file_id: Mapped[str | None] = mapped_column(String(64))
+    labels: Mapped[dict[str, str] | None] = mapped_column(JSON)
     """The client's `metadata`."""
-    times: Mapped[dict[str, int]] = mapped_column(JSON)
-    """When it reached each status, such as `in_progress_at`."""
-    errors: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
-    """What is wrong with its input."""
-    total: Mapped[int] = mapped_column(Integer)
-    completed: Mapped[int] = mapped_column(Integer)
-    failed: Mapped[int] = mapped_column(Integer)
+    errors: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    """What is wrong with its input, as a list in OpenAI's shape."""
+    total: Mapped[int] = mapped_column(Integer, default=0)
+    completed: Mapped[int] = mapped_column(Integer, default=0)
+    failed: Mapped[int] = mapped_column(Integer, default=0)
+    status: Mapped[str] = mapped_column(String(16), index=True)
     created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger)
-    owner: Mapped[str] = mapped_column(String(64))
+    in_progress_at: Mapped[int | None] = mapped_column(BigInteger)
+    finalizing_at: Mapped[int | None] = mapped_column(BigInteger)
+    completed_at: Mapped[int | None] = mapped_column(BigInteger)
+    failed_at: Mapped[int | None] = mapped_column(BigInteger)
+    expired_at: Mapped[int | None] = mapped_column(BigInteger)
+    cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
+    cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
+    owner: Mapped[str] = mapped_column(String(64), default="")
     """The server that runs it; empty for none."""
-    lease_until: Mapped[int] = mapped_column(BigInteger)
+    lease_until: Mapped[int] = mapped_column(BigInteger, default=0)
     """When another server may take it over, unless its owner says before that it goes on."""
+
+    @property
+    def request_counts(self) -> dict[str, int]:
+        """Lines: all, and those that ended well or not."""
+        return {"total": self.total, "completed": self.completed, "failed": self.failed}
 
 
 class BatchResultRow(Base):

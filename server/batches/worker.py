@@ -9,24 +9,31 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import aclosing, suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from weft.errors import AdapterUnavailableError, NotFoundError, WeftError
-from weft.registry.batches import Batch
-from weft.registry.clock import to_micros
+from weft.errors import AdapterUnavailableError, WeftError
+from weft.registry.clock import to_seconds
 from weft.registry.files import OPEN
-from weft.server.batches.input_lines import InputCheck, check_input, parse_line, read_lines
-from weft.server.batches.line_run import AdmittedLine, LineRunner
-from weft.server.batches.line_slots import LineSlots
+from weft.registry.models import BatchRow
+from weft.server.batches.input_lines import check_input, input_error, parse_line, read_lines
+from weft.server.batches.line_run import LineRunner
 from weft.server.batches.results import ResultCommits, write_files
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
 LOOK_S = 2.0
 """Seconds from one look for batches to the next; also how often others are told that this server goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A batch on its way."""
+
+    runner: LineRunner
+    task: asyncio.Task[None]
 
 
 class BatchWorker:
@@ -40,7 +47,7 @@ class BatchWorker:
     def __init__(self, services: Services, owner: str) -> None:
         self._services = services
         self._owner = owner
-        self._slots = LineSlots(services.config.batch.max_running)
+        self._places = asyncio.Semaphore(services.config.batch.max_running)
         self._commits = ResultCommits(services, owner)
         self._runs: dict[str, _Run] = {}
         self._is_stopping = asyncio.Event()
@@ -59,15 +66,17 @@ class BatchWorker:
     async def look(self) -> None:
         """Take over what is due, let go of what is not ours any more, and end what is over."""
         held = {batch.id: batch for batch in await self._services.registry.batches.claim(self._owner)}
-        now = to_micros(self._services.now())
         for batch_id in self._runs.keys() - held.keys():
             self._runs.pop(batch_id).task.cancel()
         for batch in held.values():
             run = self._runs.get(batch.id)
             if run is None or run.task.done():
-                self._runs[batch.id] = _Run(self._services, batch, self._owner, self._slots, self._commits)
-            elif batch.status == "cancelling" or batch.expires_at <= now:
-                run.end_early()
+                runner = LineRunner(self._services, batch, self._places, self._commits.keep, self._is_over(batch))
+                self._runs[batch.id] = _Run(runner, asyncio.create_task(self._run(runner), name=batch.id))
+            elif self._is_over(batch) and not run.runner.is_ending:
+                run.runner.is_ending = True  # its lines end now, and another run writes its files
+                run.task.cancel()
+                run.task.add_done_callback(lambda _: self._services.batches_changed.set())
 
     async def _go_on(self) -> None:
         changed, began = self._services.batches_changed, self._services.drain.began
@@ -82,149 +91,104 @@ class BatchWorker:
             await _first_of(LOOK_S, changed, began, self._is_stopping)
         await self._leave_off()
 
+    async def _run(self, runner: LineRunner) -> None:
+        """Go on with a batch from wherever it stands."""
+        try:
+            await self._commits.settle()  # of a run before
+            await self._go_through(runner)
+        except WeftError as error:  # the next look begins again where this one stopped
+            log.warning("batch_waits", batch=runner.batch.id, code=error.code)
+        except Exception:
+            log.exception("batch_failed_to_run", batch=runner.batch.id)
+
+    async def _go_through(self, runner: LineRunner) -> None:
+        batches = self._services.registry.batches
+        # What was claimed may have been cancelled, or have ended, since.
+        found = await batches.get(runner.batch.tenant_id, runner.batch.id)
+        runner.batch, runner.is_ending = found, self._is_over(found)
+        batch = await self._check(found) if found.status == "validating" else found
+        if batch is None or batch.status not in OPEN:
+            return
+        if batch.status != "finalizing" and batch.total:
+            await self._feed(runner, batch)
+        if batch.status != "cancelling":
+            batch = await batches.enter(batch.id, self._owner, "finalizing")
+        if batch is not None:
+            await self._end(batch, is_expired=runner.is_ending)
+
+    def _is_over(self, batch: BatchRow) -> bool:
+        return batch.status == "cancelling" or batch.expires_at <= to_seconds(self._services.now())
+
+    async def _check(self, batch: BatchRow) -> BatchRow | None:
+        """Check the input, and enter the next status; None where no line is to run."""
+        services, config = self._services, self._services.config
+        try:
+            total, errors = await check_input(
+                services.blobs,
+                batch.input_sha256,
+                batch.endpoint,
+                max_lines=config.batch.max_lines,
+                max_bytes=config.server.max_body_bytes,
+            )
+        except AdapterUnavailableError:
+            lost = "The file's bytes are missing or damaged: send it again."
+            total, errors = 0, [input_error("file_unavailable", lost)]
+        if not errors:
+            return await services.registry.batches.enter(batch.id, self._owner, "in_progress", total=total)
+        told = {"object": "list", "data": errors}
+        await services.registry.batches.enter(batch.id, self._owner, "failed", errors=told)
+        return None
+
+    async def _feed(self, runner: LineRunner, batch: BatchRow) -> None:
+        """Give each line that has none a result."""
+        services, config = self._services, self._services.config
+        limit = config.server.max_body_bytes
+        ahead = asyncio.Semaphore(config.batch.max_running)  # so that one batch does not keep all its lines in memory
+        done = await services.registry.batches.done_lines(batch.id)
+        try:
+            async with (
+                asyncio.TaskGroup() as group,
+                aclosing(read_lines(services.blobs, batch.input_sha256, limit)) as lines,
+            ):
+                async for number, raw in lines:
+                    if number not in done:
+                        await ahead.acquire()
+                        task = group.create_task(runner.run(number, parse_line(raw, batch.endpoint, limit)))
+                        task.add_done_callback(lambda _: ahead.release())
+        except BaseExceptionGroup as several:
+            error = several.exceptions[0]
+            if not isinstance(error, AdapterUnavailableError):
+                raise error from several
+            log.warning("batch_input_lost", batch=batch.id, code=error.code)
+
+    async def _end(self, batch: BatchRow, *, is_expired: bool) -> None:
+        if batch.status == "cancelling":
+            status = "cancelled"
+        elif is_expired and batch.completed < batch.total:
+            status = "expired"
+        else:  # where the input was lost, lines have no result
+            status = "completed" if batch.completed + batch.failed == batch.total else "failed"
+        await write_files(self._services, batch, self._owner, status)
+        log.info("batch_ended", batch=batch.id, status=status, total=batch.total)
+
     async def _leave_off(self) -> None:
         tasks = [run.task for run in self._runs.values()]
         self._runs.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._commits.stop()
+        await self._commits.settle()
         with suppress(WeftError):  # others wait for the end of the lease then
             await self._services.registry.batches.release(self._owner)
-
-
-class _Run:
-    """One batch on its way, from wherever it stands."""
-
-    def __init__(self, services: Services, batch: Batch, owner: str, slots: LineSlots, commits: ResultCommits) -> None:
-        self._services = services
-        self._batch = batch
-        self._owner = owner
-        self._slots = slots
-        self._commits = commits
-        self._runner: LineRunner | None = None
-        self._lines: asyncio.Task[None] | None = None
-        self.task = asyncio.create_task(self._run(), name=batch.id)
-
-    def end_early(self) -> None:
-        """The batch was cancelled or has expired: no line runs from now on, after a crash neither."""
-        if self._runner is not None and self._lines is not None and not self._runner.is_ending:
-            self._runner.is_ending = True
-            self._lines.cancel()
-
-    async def _run(self) -> None:
-        try:
-            await self._go_through()
-        except WeftError as error:  # the next look begins again where this one stopped
-            log.warning("batch_waits", batch=self._batch.id, code=error.code)
-        except Exception:
-            log.exception("batch_failed_to_run", batch=self._batch.id)
-
-    async def _go_through(self) -> None:
-        # What was claimed may have ended since.
-        self._batch = await self._services.registry.batches.get(self._batch.tenant_id, self._batch.id)
-        if self._batch.status not in OPEN:
-            return
-        sha256 = await self._input()
-        if self._batch.status == "validating" and not await self._is_sound(sha256):
-            return
-        if self._batch.status == "in_progress" and sha256 is not None and not self._is_expired(self._batch):
-            await self._run_lines(sha256)
-        await self._end(sha256)
-
-    def _is_expired(self, batch: Batch) -> bool:
-        return batch.expires_at <= to_micros(self._services.now())
-
-    async def _input(self) -> str | None:
-        try:
-            file = await self._services.registry.files.get(
-                self._batch.tenant_id, self._batch.input_file_id, has_begun=True
-            )
-        except NotFoundError:
-            return None
-        return file.sha256
-
-    async def _is_sound(self, sha256: str | None) -> bool:
-        """Check the input, and enter the next status."""
-        services, batch, limit = self._services, self._batch, self._services.config.server.max_body_bytes
-        check = InputCheck(batch.endpoint, services.config.batch.max_lines, limit)
-        lost = {"code": "file_unavailable", "message": "The file's bytes are missing or damaged: send it again."}
-        try:
-            if sha256 is None:
-                check.errors.append(lost)
-            else:
-                await check_input(check, services.blobs, sha256, limit)
-        except AdapterUnavailableError:
-            check.errors.append(lost)
-        if check.errors:
-            await services.registry.batches.fail(batch.id, self._owner, check.errors)
-            return False
-        begun = await services.registry.batches.begin(batch.id, self._owner, check.total)
-        self._batch = begun or batch
-        return begun is not None
-
-    async def _run_lines(self, sha256: str) -> None:
-        tenants = await self._services.registry.tenant_names([self._batch.tenant_id])
-        tenant = tenants.get(self._batch.tenant_id, "")
-        self._runner = LineRunner(self._services, self._batch, tenant, self._slots, self._commits.keep)
-        self._lines = asyncio.create_task(self._feed(self._runner, sha256))
-        try:
-            await asyncio.shield(self._lines)
-        except AdapterUnavailableError as error:
-            log.warning("batch_input_lost", batch=self._batch.id, code=error.code)
-        except asyncio.CancelledError:
-            is_ours = self._lines.cancelled()  # and not this task, which is to leave off
-            self._lines.cancel()
-            await asyncio.gather(self._lines, return_exceptions=True)
-            if not (is_ours and self._runner.is_ending):
-                raise
-
-    async def _feed(self, runner: LineRunner, sha256: str) -> None:
-        """Begin one line after the other; how many run at once is for the slots to say."""
-        limit = self._services.config.server.max_body_bytes
-        done = await self._services.registry.batches.done_lines(self._batch.id)
-        try:
-            async with (
-                asyncio.TaskGroup() as group,
-                aclosing(read_lines(self._services.blobs, sha256, limit)) as lines,
-            ):
-                async for number, raw in lines:
-                    if number not in done:
-                        line = parse_line(number, raw, self._batch.endpoint)
-                        admitted = await runner.admit(line)
-                        if admitted is not None:
-                            task = group.create_task(runner.run(admitted))
-                            # A task that is cancelled before its first step does not leave by itself.
-                            task.add_done_callback(partial(_leave, admitted))
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from several
-
-    async def _end(self, sha256: str | None) -> None:
-        batch = await self._services.registry.batches.stop(self._batch.id, self._owner)
-        if batch is None:
-            return
-        if batch.status == "cancelling":
-            status = "cancelled"
-        elif batch.completed + batch.failed >= batch.total > 0:
-            status = "completed"
-        else:
-            status = "expired" if self._is_expired(batch) else "failed"
-        await write_files(self._services, batch, self._owner, sha256, status)
-        log.info("batch_ended", batch=batch.id, status=status, total=batch.total)
-
-
-def _leave(admitted: AdmittedLine, _: asyncio.Task[None]) -> None:
-    admitted.leave()
 
 
 def owner_name(data_dir: Path) -> str:
     """This server's name, made at the first start; one process at a time has the folder."""
     path = data_dir / "server-id"
-    with suppress(FileNotFoundError):
-        return path.read_text().strip()
-    temporary = path.with_suffix(".new")
-    temporary.write_text(f"srv_{secrets.token_hex(12)}\n")
-    temporary.replace(path)
+    if not path.exists():
+        temporary = path.with_suffix(".new")
+        temporary.write_text(f"srv_{secrets.token_hex(12)}\n")
+        temporary.replace(path)
     return path.read_text().strip()
 
 

@@ -8,35 +8,36 @@ from datetime import timedelta
 import pytest
 
 from registry_samples import NOON, StandingClock, usage_event
+from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, NotFoundError
-from weft.registry.batches import LEASE_S, Batch, LineResult
-from weft.registry.files import FileQuota, StoredFile, new_file
+from weft.registry.batches import LEASE_S, LineResult
+from weft.registry.files import new_file
+from weft.registry.models import BatchRow, FileRow
 from weft.registry.prices import Price, PriceTable
 from weft.registry.records import UsageQuery
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
-QUOTA = FileQuota(files=10, size_bytes=1000)
+LIMITS = BatchConfig(max_files=10, max_stored_bytes=1000)
 
 
 async def _store() -> None:
     pass
 
 
-async def _file(registry: Registry, tenant_id: str, clock: StandingClock, size: int = 10) -> StoredFile:
-    fields = new_file(tenant_id, "a.jsonl", "batch", clock(), clock() + timedelta(days=30))
-    file = StoredFile(**fields, size_bytes=size, sha256="0" * 64)
-    await registry.files.add(file, QUOTA, _store)
+async def _file(registry: Registry, tenant_id: str, clock: StandingClock, size: int = 10) -> FileRow:
+    file = new_file(tenant_id, "a.jsonl", "batch", clock(), size_bytes=size, sha256="0" * 64)
+    await registry.files.add(file, LIMITS, _store)
     return file
 
 
-async def _batch(registry: Registry, clock: StandingClock, tenant: str = "acme") -> Batch:
+async def _batch(registry: Registry, clock: StandingClock, tenant: str = "acme") -> BatchRow:
     tenant_id = (await registry.create_tenant(tenant)).id
     file = await _file(registry, tenant_id, clock)
     return await registry.batches.create(tenant_id, "key_1", file.id, "/v1/completions", {"a": "b"})
 
 
-def _result(batch: Batch, line: int, *, is_error: bool = False) -> LineResult:
+def _result(batch: BatchRow, line: int, *, is_error: bool = False) -> LineResult:
     event = usage_event(f"{batch.id}-{line}", service_class="batch")
     return LineResult(batch_id=batch.id, line=line, is_error=is_error, text=f"{{{line}}}", event=event)
 
@@ -52,8 +53,8 @@ async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
     batch = await _batch(registry, clock)
     (held,) = await registry.batches.claim("a")
     assert held.id == batch.id
-    assert await registry.batches.begin(batch.id, "b", 3) is None
-    assert (await registry.batches.begin(batch.id, "a", 3)) is not None
+    assert await registry.batches.enter(batch.id, "b", "in_progress", total=3) is None
+    assert (await registry.batches.enter(batch.id, "a", "in_progress", total=3)) is not None
     assert await registry.batches.add_results("b", [_result(batch, 1)]) == frozenset()
     assert await _billed(registry) == 0
     assert await registry.batches.add_results("a", [_result(batch, 1), _result(batch, 2, is_error=True)]) == {
@@ -62,14 +63,15 @@ async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
     }
     assert await registry.batches.add_results("a", [_result(batch, 2), _result(batch, 3)]) == {(batch.id, 3)}
     assert await registry.batches.done_lines(batch.id) == {1, 2, 3}
-    assert await registry.batches.results(batch.id, 1, 1) == [(2, True, "{2}")]
+    (second,) = await registry.batches.results(batch.id, 1, 1)
+    assert (second.line, second.is_error, second.result) == (2, True, "{2}")
     assert await _billed(registry) == 3
     assert await registry.usage.check() == 0
-    stopped = await registry.batches.stop(batch.id, "a")
+    stopped = await registry.batches.enter(batch.id, "a", "finalizing")
     assert stopped is not None
     assert (stopped.status, stopped.completed, stopped.failed) == ("finalizing", 2, 1)
     assert await registry.batches.add_results("a", [_result(batch, 4)]) == frozenset()
-    await registry.batches.end(stopped, "a", "completed", {}, 1, _store)
+    await registry.batches.end(batch.id, "a", "completed", {}, _store)
     assert (await registry.batches.get(batch.tenant_id, batch.id)).status == "completed"
     assert await registry.batches.done_lines(batch.id) == frozenset()
     assert await registry.batches.claim("a") == ()
@@ -98,11 +100,10 @@ async def test_an_input_that_is_needed_stays(registry: Registry, clock: Standing
     assert await registry.files.forget_expired() == 0
     with pytest.raises(NotFoundError):
         await registry.files.get(batch.tenant_id, batch.input_file_id)
-    still = await registry.files.get(batch.tenant_id, batch.input_file_id, has_begun=True)
-    assert still.id == batch.input_file_id
+    assert await registry.unreferenced([batch.input_sha256]) == frozenset()
     await registry.batches.cancel(batch.tenant_id, batch.id)
     await registry.batches.claim("a")
-    await registry.batches.end(batch, "a", "cancelled", {}, 0, _store)
+    await registry.batches.end(batch.id, "a", "cancelled", {}, _store)
     assert await registry.files.forget_expired() == 1
     assert await registry.batches.forget_old() == 1
     with pytest.raises(NotFoundError):
@@ -112,7 +113,7 @@ async def test_an_input_that_is_needed_stays(registry: Registry, clock: Standing
 async def test_a_batch_that_has_ended_cannot_be_cancelled(registry: Registry, clock: StandingClock) -> None:
     batch = await _batch(registry, clock)
     await registry.batches.claim("a")
-    await registry.batches.fail(batch.id, "a", [{"code": "empty_file", "message": "m", "line": None}])
+    await registry.batches.enter(batch.id, "a", "failed", errors={"object": "list", "data": []})
     with pytest.raises(ConflictError):
         await registry.batches.cancel(batch.tenant_id, batch.id)
     other = (await registry.create_tenant("rival")).id
@@ -135,11 +136,9 @@ async def test_files_are_bounded_and_paged(registry: Registry, clock: StandingCl
     with pytest.raises(ForbiddenError) as refused:
         await _file(registry, tenant_id, clock, 300)
     assert refused.value.code == "quota.file_bytes"
-    first = await registry.files.list(tenant_id, "batch", None, 2, is_oldest_first=False)
-    rest = await registry.files.list(tenant_id, None, first.next, 2, is_oldest_first=False)
+    first = await registry.files.list(tenant_id, "batch", None, 2)
+    rest = await registry.files.list(tenant_id, None, first.next, 2)
     assert [len(first.items), len(rest.items), rest.next] == [2, 1, None]
-    oldest = await registry.files.list(tenant_id, None, None, 1, is_oldest_first=True)
-    assert oldest.items == rest.items
     await registry.delete_tenant("acme")
     assert await registry.unreferenced(["0" * 64]) == {"0" * 64}
 

@@ -45,17 +45,19 @@ def _make_files() -> None:
 
 
 def _make_batches() -> None:
-    texts = {"key_id": 64, "endpoint": 64, "input_file_id": 64, "status": 16, "output_file_id": 64, "error_file_id": 64}
+    texts = {"key_id": 64, "endpoint": 64, "input_file_id": 64, "input_sha256": 64, "status": 16, "owner": 64}
     numbers = {name: sa.Integer() for name in ("total", "completed", "failed")}
     numbers |= {name: sa.BigInteger() for name in ("created_at", "expires_at", "lease_until")}
+    steps = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     op.create_table(
         "batches",
         sa.Column("id", _ID, nullable=False),
         sa.Column("tenant_id", sa.String(length=64), nullable=False),
         *(sa.Column(name, sa.String(length=length), nullable=False) for name, length in texts.items()),
-        *(sa.Column(name, sa.JSON(), nullable=False) for name in ("labels", "times", "errors")),
         *(sa.Column(name, kind, nullable=False) for name, kind in numbers.items()),
-        sa.Column("owner", sa.String(length=64), nullable=False),
+        *(sa.Column(name, sa.String(length=64)) for name in ("output_file_id", "error_file_id")),
+        *(sa.Column(name, sa.JSON()) for name in ("labels", "errors")),
+        *(sa.Column(f"{name}_at", sa.BigInteger()) for name in steps),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_batches_tenant_id"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_batches")),
     )

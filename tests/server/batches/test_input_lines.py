@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.adapters.blobs import LocalBlobs
-from weft.server.batches.input_lines import InputCheck, check_input, read_lines
+from weft.server.batches.input_lines import check_input, read_lines
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -17,14 +17,12 @@ def line(**changes: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": URL, "body": {}, **changes}).encode()
 
 
-async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: int = 300) -> InputCheck:
+async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: int = 300) -> tuple[int, list[Any]]:
     blobs = LocalBlobs(folder)
     with blobs.create() as blob:
         blob.write(content)
         sha256 = blob.commit()
-    checked = InputCheck(URL, max_lines, max_bytes)
-    await check_input(checked, blobs, sha256, max_bytes)
-    return checked
+    return await check_input(blobs, sha256, URL, max_lines=max_lines, max_bytes=max_bytes)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,7 @@ async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: in
         (b'{"a": 1, "a": 2}', "invalid_json_line", 1),
         (b"[]", "invalid_json_line", 1),
         (b'{"custom_id": "a"}', "missing_required_parameter", 1),
-        (line(model="x"), "unknown_parameter", 1),
+        (line(model="x"), "unsupported_parameter", 1),
         (line(custom_id=7), "invalid_value", 1),
         (line(custom_id="x" * 513), "line_too_long", 1),
         (line(method="GET"), "invalid_value", 1),
@@ -50,14 +48,13 @@ async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: in
 async def test_what_is_wrong_with_an_input_is_told_with_its_line(
     content: bytes, code: str, number: int | None, tmp_path: Path
 ) -> None:
-    checked = await check(tmp_path, content)
-    assert [(error["code"], error["line"]) for error in checked.errors] == [(code, number)]
+    _, errors = await check(tmp_path, content)
+    assert [(error["code"], error["line"]) for error in errors] == [(code, number)]
 
 
 async def test_a_sound_input_is_counted_whatever_its_line_ends(tmp_path: Path) -> None:
     content = b"\r\n".join(line(custom_id=str(n)) for n in range(3)) + b"\n\n"
-    checked = await check(tmp_path, content)
-    assert (checked.errors, checked.total) == ([], 3)
+    assert await check(tmp_path, content) == (3, [])
 
 
 async def test_lines_are_cut_at_their_limit_wherever_pieces_end(tmp_path: Path) -> None:
@@ -71,5 +68,5 @@ async def test_lines_are_cut_at_their_limit_wherever_pieces_end(tmp_path: Path) 
 
 
 async def test_errors_are_told_only_so_many(tmp_path: Path) -> None:
-    checked = await check(tmp_path, b"{}\n" * 9_999, max_lines=10_000)
-    assert len(checked.errors) == 50
+    _, errors = await check(tmp_path, b"{}\n" * 9_999, max_lines=10_000)
+    assert len(errors) == 50

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from api_adapters import sound, upload
@@ -152,7 +154,9 @@ async def test_the_audit_log_tells_what_tenants_and_keys_were_given(api: Api) ->
         given = {"scopes": ["infer"], "limits": {"requests_per_minute": 5}, "expires_at": "2100-01-01T00:00:00Z"}
         await admin.post("/v1/tenants/acme/keys", json=given)
         key, tenant = (await admin.get("/v1/audit")).json()["data"]
-    assert tenant["detail"] == {"limits": {"adapters": 3}}
+    defaults = asdict(api.services.config.tenant_defaults)
+    told = {name: limit for name, limit in defaults.items() if limit is not None}
+    assert tenant["detail"] == {"limits": {**told, "adapters": 3}}
     assert key["detail"] == {**given, "expires_at": "2100-01-01T00:00:00.000000Z"}
 
 

@@ -236,7 +236,7 @@ def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path
                         pass
                 seen = watch.stdout.readline()
             watch.send_signal(signal.SIGINT)
-            assert watch.wait(timeout=20) == 0
+            assert watch.wait(timeout=60) == 0
             assert watch.stderr.read() == ""
         shown = subprocess.run([*WEFT, "top", "--once", *arguments], capture_output=True, text=True, env=environment())
         assert shown.returncode == 0, shown.stderr

@@ -290,7 +290,8 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files(api: Api) -> N
     stray = api.services.config.server.data_dir / "uploads" / ("upl_" + "a" * 26)
     stray.mkdir()
     (stray / WEIGHTS).write_bytes(b"x")
-    assert await sweeper.sweep() == {"uploads": 0, "answers": 0, "staged": 1, "temporary": 0, "blobs": 0}
+    swept = {"uploads": 0, "answers": 0, "batches": 0, "files": 0, "staged": 1, "temporary": 0, "blobs": 0}
+    assert await sweeper.sweep() == swept
     api.services.registry.uploads._clock = lambda: datetime.now(UTC) + timedelta(hours=25)
     assert (await client.get(f"/v1/uploads/{old}")).status_code == 404
     assert (await sweeper.sweep())["uploads"] == 2

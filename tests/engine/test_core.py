@@ -216,7 +216,7 @@ def test_status_counts_backlog_and_service_by_tenant() -> None:
     simulator.pump()
     status = simulator.core.status()
     load, prices = status.tenants[""], Prices()
-    assert load.service == pytest.approx(8 * prices.prompt + prices.context * 8 * 4)
+    assert load.service == pytest.approx(8 * prices.prompt + prices.prompt_context * 8 * 4)
     assert load.backlog > 2 * prices.prompt
     assert (load.running, load.waiting, load.queued) == (1, 0, 0.0)
 

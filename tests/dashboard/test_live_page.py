@@ -135,7 +135,7 @@ def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -
     assert stat(page, "Tokens/s") == f"{round(tokens / sum(times)):,}"
     assert stat(page, "Step time") == milliseconds(times[-(-len(times) // 2) - 1])
     assert stat(page, "On the device") == "2"
-    assert f"of {engine['slots']} slots" in page.locator('[data-stat="On the device"]').inner_text()
+    assert f"of {engine['slots']:,} slots" in page.locator('[data-stat="On the device"]').inner_text()
     assert page.evaluate(LOOK)["legend"] == engine["pages"]
     total = page.locator(".entry-total .entry-pages")
     assert total.get_attribute("data-total") == str(engine["ready"]["memory"]["num_pages"])

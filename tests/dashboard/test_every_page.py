@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from browser import DESKTOP, PHONE, sign_in, watched_page
 from weft_server import ADMIN_KEY, WeftServer
@@ -52,6 +54,8 @@ def test_pages_can_be_read_by_everybody_and_fit_the_screen(page: Page) -> None:
     wrong = {}
     for path in PAGES:
         settle(page, path)
+        with suppress(PlaywrightTimeout):  # a chart has its width only after what is around it has its own
+            page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=3000)
         width, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         wrong[path] = [*(["wider than the screen"] if width > shown else []), *grave_findings(page)]
     assert {path: found for path, found in wrong.items() if found} == {}

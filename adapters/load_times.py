@@ -19,7 +19,7 @@ class LoadTimes:
     def __init__(self, limit: int) -> None:
         self._last: deque[float] = deque(maxlen=limit)
         self._p95_s: float | None = None
-        """None when it is to be found anew."""
+        """None if a load was noted since it was last computed."""
         self.count = 0
         """All loads that were noted."""
 

@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> dict[str, Any]:
-    """Start the server anew for each run of the load and of its control; adapters are uploaded once and kept."""
+    """Restart the server before each run of the load and of its control; adapters are uploaded once and kept."""
     chosen = hashlib.sha256(f"{options.model} {options.adapters}".encode()).hexdigest()[:8]
     folder = options.cache / f"adapters-http-{chosen}-{count}"
     finished = folder / "registered.json"

@@ -144,7 +144,7 @@ class Share:
         del self.children[child.key]
         self._idle[child.key] = child
         if not self.children and self.parent is not None:
-            # Whoever comes next is lifted to the one who was ahead of all of these.
+            # The next child is lifted to the largest counter, which is at least that of each of these.
             self._idle.clear()
             self._ready.clear()
         elif len(self._idle) > MAX_IDLE_SHARES:

@@ -198,7 +198,7 @@ def test_a_cancelled_batch_keeps_its_results(shop: WeftServer, client: openai.Op
     done = until(client, batch, *ENDED)
     assert done.status == "cancelled"
     good, bad = results(client, done.output_file_id), results(client, done.error_file_id)
-    assert "first" in good
+    assert len(good) >= counts.completed, "a result that was counted was lost; which lines end first is not promised"
     assert len(good) + len(bad) == len(lines)
     assert set(good).isdisjoint(bad)
     assert {each["error"]["code"] for each in bad.values()} == {"batch_cancelled"}

@@ -21,13 +21,27 @@ import zmq
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.connection import EngineConnection
-from weft.engine.messages import Abort, AskStatus, DropAdapter, FromEngine, Load, Outputs, PinAdapter, Status, Submit
+from weft.engine.messages import (
+    Abort,
+    AskStatus,
+    DropAdapter,
+    FromEngine,
+    Load,
+    Outputs,
+    PinAdapter,
+    Status,
+    Submit,
+    Taken,
+)
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineLoad, EngineReady, EngineStatus
 from weft.engine.supervisor import CRASH_LOOP_DEATHS, CRASH_LOOP_DELAY_S, CRASH_LOOP_WINDOW_S, RestartPolicy
 from weft.errors import EngineUnavailableError, WeftError
 
 logger = logging.getLogger(__name__)
+
+DELIVERY_TURNS = 2
+"""Rounds of the event loop in which an output gets to its client: to the generation's task, and to the response's."""
 
 
 def _write_to_stderr(line: str) -> None:
@@ -171,7 +185,7 @@ class EngineClient:
             raise _copy_of(self._down)
         return self._connection
 
-    def _tell(self, message: Abort | DropAdapter | PinAdapter) -> None:
+    def _tell(self, message: Abort | DropAdapter | PinAdapter | Taken) -> None:
         if self._connection is not None:
             with suppress(EngineUnavailableError):
                 self._connection.send(message)
@@ -250,7 +264,12 @@ class EngineClient:
 
     async def _read(self, connection: EngineConnection) -> None:
         while True:
-            self._take(await connection.receive())
+            message = await connection.receive()
+            self._take(message)
+            if isinstance(message, Outputs):
+                for _ in range(DELIVERY_TURNS):
+                    await asyncio.sleep(0)
+                self._tell(Taken())
 
     def _take(self, message: FromEngine) -> None:
         match message:

@@ -58,6 +58,10 @@ class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
     """Whether it shall have what only a picture needs."""
 
 
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """The client has passed one more message of outputs on; the engine waits for these when it is too far ahead."""
+
+
 class Close(msgspec.Struct, frozen=True, tag="close"):
     """End the process."""
 
@@ -99,7 +103,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     load: EngineLoad
 
 
-ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Close
+ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Taken | Close
 FromEngine = Ready | StartFailed | Outputs | Status | Load
 
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -6,6 +6,7 @@ so that no engine outlives its parent. SIGINT and SIGTERM are the parent's busin
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -38,6 +39,7 @@ from weft.engine.messages import (
     StartFailed,
     Status,
     Submit,
+    Taken,
     ToEngine,
     decode_launch,
     decode_to_engine,
@@ -55,12 +57,16 @@ BLOCKED_POLL_MS = 20
 """While requests live and none can be computed, the engine looks again this often; finished loads wake it at once."""
 LOAD_PERIOD_S = 0.1
 """While the engine works it says this often what it has to do."""
+MAX_STEPS_AHEAD = 2
+"""The engine computes no further step while the outputs of so many wait for the client. One of them is passed on while
+the next one is computed. Without a bound, outputs pile up before the client, and the first token of a tenant that asks
+for little stands behind all of them."""
 EXIT_GRACE_S = 5.0
 """How long the end of standard input waits for a step or a model load before the process ends hard."""
 
 
 class EngineLoop:
-    """Reads messages, pumps the core, sends outputs: one message per step, without waiting for the reader.
+    """Reads messages, pumps the core, sends outputs: a message per step, at most `MAX_STEPS_AHEAD` before the client.
 
     Args:
         core: The engine.
@@ -82,6 +88,8 @@ class EngineLoop:
         self._is_open = True
         self._next_load_s = 0.0
         self._is_idle_told = True
+        self._num_ahead = 0
+        """Messages of outputs that the client has not passed on."""
 
     def run(self) -> None:
         """Serve until the client says so or is gone."""
@@ -93,13 +101,17 @@ class EngineLoop:
             if not self._is_open or self._parent_gone.is_set():
                 return
             steps_before = self._core.num_steps
-            outputs = refusals + self._core.pump()
+            outputs = refusals if self._is_too_far_ahead() else refusals + self._core.pump()
             if outputs:
                 self._send(Outputs(outputs=outputs))
+                self._num_ahead += 1
             self._tell_load()
             timeout_ms = BLOCKED_POLL_MS if self._core.has_work() else IDLE_POLL_MS
-            if self._core.num_steps > steps_before:
+            if self._core.num_steps > steps_before and not self._is_too_far_ahead():
                 timeout_ms = 0
+
+    def _is_too_far_ahead(self) -> bool:
+        return self._num_ahead >= MAX_STEPS_AHEAD
 
     def _tell_load(self) -> None:
         """Say what there is to do, now and then while there is something, and once when there is nothing any more."""
@@ -142,6 +154,8 @@ class EngineLoop:
                 self._core.pin_adapter(ref, is_pinned)
             case AskStatus(query_id=query_id, is_detailed=is_detailed):
                 self._send(Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
+            case Taken():
+                self._num_ahead -= 1
             case Close():
                 self._is_open = False
         return None
@@ -177,6 +191,7 @@ def _serve(launch: Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gon
     except WeftError as error:
         socket.send(encode(StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)))
         return 2
+    gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
     socket.send(encode(Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))))
     try:
         EngineLoop(parts.core, socket, wakeup, parent_gone).run()

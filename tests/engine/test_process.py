@@ -9,7 +9,7 @@ import zmq
 
 from engine_simulator import Simulator, adapter, expected_tokens, request
 from weft.engine import messages
-from weft.engine.process import EngineLoop
+from weft.engine.process import MAX_STEPS_AHEAD, EngineLoop
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineLoad
 from weft.engine.wakeup import Wakeup
@@ -55,6 +55,7 @@ class Process:
         while open_ids:
             message = self.receive()
             assert isinstance(message, messages.Outputs)
+            self.send(messages.Taken())
             steps.append(message.outputs)
             open_ids -= {output.request_id for output in message.outputs if output.finish_reason}
         return steps
@@ -87,6 +88,19 @@ def test_a_step_is_one_message_with_all_its_outputs(tmp_path: Path) -> None:
         assert tokens == expected_tokens(each, 100)
     ids = [[output.request_id for output in step] for step in steps]
     assert ids == [["a", "b"]] * 100
+
+
+def test_the_engine_waits_for_a_client_that_does_not_take_its_outputs(process: Process) -> None:
+    process.send(messages.Submit(request("a", max_tokens=50)))
+    for _ in range(MAX_STEPS_AHEAD):
+        assert isinstance(process.receive(), messages.Outputs)
+    process.send(messages.AskStatus(1))  # what else is asked is answered meanwhile
+    message = process.receive()
+    assert isinstance(message, messages.Status)
+    assert message.status.num_steps == MAX_STEPS_AHEAD
+    for _ in range(MAX_STEPS_AHEAD):
+        process.send(messages.Taken())
+    assert len(process.outputs_until_end_of("a")) == 50 - MAX_STEPS_AHEAD
 
 
 def test_the_load_is_told_while_there_is_work_and_once_when_there_is_none_any_more(process: Process) -> None:

@@ -8,7 +8,7 @@ import pytest
 from registry_samples import StandingClock
 from weft.errors import CapacityError, NotFoundError, WeftError
 from weft.registry import recent as recent_module
-from weft.registry.recent import MAX_AGE_S, MAX_OUTAGE_S, Recent
+from weft.registry.recent import MAX_AGE_S, MAX_OUTAGE_S, REFRESH_S, Recent
 
 pytestmark = pytest.mark.anyio
 
@@ -41,11 +41,69 @@ async def answers(recent: Recent[str, int], source: Callable[[], Awaitable[int]]
 async def test_an_answer_serves_for_a_second() -> None:
     (recent, clock), source = made(), Source()
     assert await answers(recent, source, 3) == [1, 1, 1]
-    clock.advance(MAX_AGE_S * 0.99)
+    clock.advance(REFRESH_S * 0.99)
     source.answer = 2
     assert (await answers(recent, source), source.num_asked) == ([1], 1)
-    clock.advance(MAX_AGE_S * 0.02)
+    clock.advance(MAX_AGE_S)
     assert (await answers(recent, source), source.num_asked) == ([2], 2)
+
+
+async def test_all_who_ask_at_once_wait_for_one_reading() -> None:
+    (recent, clock), source = made(), Source()
+    for count in (1, 2):
+        assert await asyncio.gather(*(recent.ask("a", source) for _ in range(10))) == [1] * 10
+        assert source.num_asked == count
+        clock.advance(MAX_AGE_S)
+    source.answer = NotFoundError("gone")
+    ends = await asyncio.gather(*(recent.ask("a", source) for _ in range(10)), return_exceptions=True)
+    assert [type(end) for end in ends] == [NotFoundError] * 10
+    assert source.num_asked == 3
+
+
+async def test_an_answer_that_will_soon_be_old_is_read_again_while_it_serves() -> None:
+    (recent, clock), source = made(), Source()
+    await answers(recent, source)
+    clock.advance(REFRESH_S)
+    source.answer = 2
+    assert await answers(recent, source, 3) == [1, 1, 1]
+    await asyncio.sleep(0)
+    clock.advance(MAX_AGE_S - REFRESH_S / 2)
+    assert (await answers(recent, source), source.num_asked) == ([2], 2)
+
+
+async def test_who_asks_after_a_change_does_not_get_what_was_asked_before_it() -> None:
+    (recent, _), source = made(), Source()
+    changed = asyncio.Event()
+
+    async def slow() -> int:
+        await changed.wait()
+        return 1
+
+    early = asyncio.create_task(recent.ask("a", slow))
+    await asyncio.sleep(0)
+    recent.forget()
+    source.answer = 2
+    assert await answers(recent, source) == [2]
+    changed.set()
+    assert await early == 1
+    assert (await answers(recent, source), source.num_asked) == ([2], 1)
+
+
+async def test_one_who_leaves_does_not_take_the_reading_along() -> None:
+    (recent, _), source = made(), Source()
+    go_on = asyncio.Event()
+
+    async def slow() -> int:
+        await go_on.wait()
+        return 1
+
+    first, second = (asyncio.create_task(recent.ask("a", slow)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    go_on.set()
+    assert await second == 1
+    assert await answers(recent, source) == [1]
+    assert source.num_asked == 0
 
 
 async def test_a_change_drops_all_answers_and_those_under_way() -> None:

@@ -362,7 +362,7 @@ class Scheduler:
             boot_id=boot_id,
             seq=seq,
             rate=self._service.full_rate,
-            rows=self.num_rows,
+            rows=self._config.max_running,
             tenants=self._service.loads(self._running, self._waiting.by_tenant, {}),
             prices=self._service.prices,
         )

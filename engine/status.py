@@ -108,7 +108,7 @@ class EngineLoad:
     rate: float = 0.0
     """Units per second that the engine computes while it has full steps; 0 until it was measured."""
     rows: int = 0
-    """Requests in the last step."""
+    """Requests that a step has room for."""
     tenants: dict[str, TenantLoad] = field(default_factory=dict)
     """By tenant id; only those with requests in the engine."""
     prices: Prices = field(default_factory=Prices)

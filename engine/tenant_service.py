@@ -75,7 +75,7 @@ class TenantService:
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
         self._ends_s: deque[float] = deque(maxlen=NUM_KEPT_ENDS)
-        self._full_rate = Rate()
+        self._rate, self._full_rate = Rate(), Rate()
 
     def arrive(self, state: RequestState) -> None:
         """A request comes to the engine."""
@@ -150,13 +150,15 @@ class TenantService:
 
     def note_step(self, units: float, seconds: float, is_full: bool) -> None:
         """A step of so many units is done; `is_full` if requests waited for a place in it."""
+        self._rate.note(units, seconds)
         if is_full:
             self._full_rate.note(units, seconds)
 
     @property
     def full_rate(self) -> float:
-        """Units per second in steps that others waited for; 0 until there was one."""
-        return self._full_rate.per_s
+        """Units per second in steps that others waited for, or in all of late if more; 0 until others waited."""
+        full = self._full_rate.per_s
+        return max(full, self._rate.per_s) if full else 0.0
 
     def service(self, tenant: str) -> float:
         """Units computed for a tenant since start."""

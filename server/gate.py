@@ -205,7 +205,8 @@ class Gate:
         tenant.slots.expire(now_s)
         turn = tenant.slots.turn(ask.key, now_s)
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else -1] * self._max_wait_s
-        is_crowded = wait_s > limit_s or tenant.waiting >= FREE_FACTOR * (self._max_waiting - self._waiting)
+        is_late = wait_s > limit_s and not self._has_rows(tenant)
+        is_crowded = is_late or tenant.waiting >= FREE_FACTOR * (self._max_waiting - self._waiting)
         if tenant.waiting and (is_crowded or wait_s > _deadline_s(ask)):
             after_s = _after_s(ask, wait_s, WAIT_SHARES[0] * self._max_wait_s)
             if is_crowded:
@@ -272,6 +273,11 @@ class Gate:
         return max(
             told.rate if told else 0.0, self._load.rate * tenant.weight / max(self._active_weight, tenant.weight)
         )
+
+    def _has_rows(self, tenant: _Tenant) -> bool:
+        """Whether the tenant's share of a step has room for all its requests. Then none waits long, at any rate."""
+        rows = self._load.rows if self._load else 0
+        return tenant.live < rows * tenant.weight / max(self._active_weight, tenant.weight)
 
     def _raw_wait_s(self, name: str, tenant: _Tenant, adapter: str | None, *, whole: bool = False) -> float:
         """Wait by the estimates alone. Adapters of a tenant share what it gets, so a new one does not wait for all."""

@@ -92,8 +92,7 @@ def test_killed_engine_is_answered_for_and_comes_back(tmp_path: Path) -> None:
         key = server.tenants["acme"]
         with ThreadPoolExecutor(8) as pool:
             running = [pool.submit(outcome, server, key, model) for model in [DEMO_MODEL.name, "pirate"] * 4]
-            wait_for(lambda: server.engine()["running"] == 8, 60)
-            time.sleep(0.2)
+            wait_for(lambda: server.engine()["running"] >= 4, 60)
             os.kill(engine_pid(server), signal.SIGKILL)
             ended = [job.result(timeout=60) for job in running]
         assert {how for how, _ in ended} <= {"engine_restarted", "503", "done"}

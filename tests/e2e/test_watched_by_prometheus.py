@@ -18,7 +18,12 @@ from operations_files import RULES, expressions, rules
 from system_tools import require
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, free_port, weft_server
 
-QUIET = {"weft-service: Errors by tenant", "weft-service: Alerts", "weft-pool: Alerts"}
+QUIET = {
+    "weft-service: Errors by tenant",
+    "weft-service: Refused by limits and by predicted wait",
+    "weft-service: Alerts",
+    "weft-pool: Alerts",
+}
 """Panels that have nothing to show where nothing went wrong."""
 PATIENCE_S = 60.0
 

@@ -68,6 +68,17 @@ def test_a_request_is_let_in_where_nothing_of_its_tenant_waits() -> None:
     its.end()
 
 
+def test_a_tenant_whose_requests_all_have_rows_is_let_in_whatever_the_rate_seems_to_be() -> None:
+    setting = Setting()
+    setting.load = EngineLoad(boot_id="b", seq=1, rate=UNITS / 1000, rows=8)
+    first = setting.fill()
+    assert len(first) == 8
+    assert len(setting.fill(replace(ASK, tenant="other"))) == 4
+    first.pop().end()
+    with pytest.raises(RateLimitError):
+        setting.gate.admit(ASK)  # its share is four rows now
+
+
 def test_a_tenant_gets_its_weight_or_what_others_leave() -> None:
     setting = Setting()
     light, heavy = replace(ASK, tenant="light"), replace(ASK, tenant="heavy", weight=3.0)

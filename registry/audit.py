@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry.clock import from_micros, to_micros
@@ -31,6 +31,11 @@ def add(
             detail={name: value for name, value in detail.items() if value is not None},
         )
     )
+
+
+async def last_entry(session: AsyncSession) -> int:
+    """Id of the newest entry; 0 while there is none."""
+    return await session.scalar(select(func.max(AuditRow.id))) or 0
 
 
 async def list_entries(

@@ -26,7 +26,7 @@ from weft.registry.database import Database
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
 from weft.registry.models import KeyRow, TenantRow
 from weft.registry.names import check_text
-from weft.registry.recent import Recent
+from weft.registry.recent import Changes, Recent
 from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
 from weft.registry.sessions import find_session
 from weft.registry.tenants import tenant_row
@@ -50,11 +50,18 @@ class KeyRing:
     Thread: one event loop.
     """
 
-    def __init__(self, pepper: bytes, admin_key: str | None, clock: Clock, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pepper: bytes,
+        admin_key: str | None,
+        clock: Clock,
+        monotonic: Callable[[], float],
+        changes: Changes | None = None,
+    ) -> None:
         self._pepper = pepper
         self._clock = clock
         self._admin_digest = None if admin_key is None else self.digest(admin_key)
-        self._recent: Recent[str, _Known] = Recent(monotonic)
+        self._recent: Recent[str, _Known] = Recent(monotonic, changes)
         self.sessions: Recent[str, tuple[Credential, int]] = Recent(monotonic)
         """What sessions stand for, and when they end, by the digest of their token."""
 

@@ -1,9 +1,10 @@
 """Answers read a moment ago, so that each request need not ask the database again.
 
-Correct because whoever changes the database says so: `forget` drops everything, and an answer whose question was
-asked before the change is not remembered after it. What another process changed is seen after a second. Who asks for
-an answer that is nearly as old has it read again meanwhile, so that a key in use seldom waits for the database; all who
-ask at the same time wait for one reading.
+An answer counts for a second after it was read. Where answers follow from what the audit log records, they also count
+for a second after it was seen that nothing has changed since (`Changes`): one small question in place of one for each
+key and adapter, and requests do not wait for it. Who changes something in this process says so: `forget` drops
+everything, and an answer whose question was asked before the change is not remembered after it. What another process
+changed is seen after a second. All who ask at the same time wait for one reading.
 
 While the database cannot answer, or is slow to, an answer serves for a minute, so that an outage stops no one who was
 there before it. Meanwhile one asker at a time finds out whether it is over; the others do not wait.
@@ -20,8 +21,10 @@ from weft.registry.database import unavailable
 
 MAX_ENTRIES = 10_000
 MAX_AGE_S = 1.0
-REFRESH_S = 0.6
-"""From this age on an answer is read again while it still serves."""
+LOOK_S = 0.25
+"""While answers are asked for, changes are looked for this often."""
+MAX_CONFIRMED_S = 30.0
+"""From this age on an answer is read again, also where nothing has changed since."""
 MAX_OUTAGE_S = 60.0
 PATIENCE_S = 2.0
 """How long who has an answer waits for a newer one."""
@@ -30,11 +33,68 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 
-class Recent(Generic[KeyT, ValueT]):
-    """A bounded map whose entries age. Thread: one event loop."""
+class Changes:
+    """Looks whether anything has changed that answers depend on, and has them forgotten if so.
 
-    def __init__(self, monotonic: Callable[[], float], max_entries: int = MAX_ENTRIES) -> None:
+    Thread: one event loop.
+
+    Args:
+        last_change: Reads the number of the last change.
+        monotonic: Seconds that never jump.
+    """
+
+    def __init__(self, last_change: Callable[[], Awaitable[int]], monotonic: Callable[[], float]) -> None:
+        self.unchanged_at = float("-inf")
+        """When it was last asked whether there was a change, and there was none."""
+        self._last_change = last_change
         self._monotonic = monotonic
+        self._forget: list[Callable[[], None]] = []
+        self._number: int | None = None
+        self._next_look_s = float("-inf")
+        self._look: asyncio.Task[None] | None = None
+
+    def follow(self, forget: Callable[[], None]) -> None:
+        """Call `forget` after each change."""
+        self._forget.append(forget)
+
+    def look(self) -> None:
+        """Look for changes, if the last time was a moment ago; returns at once."""
+        now_s = self._monotonic()
+        if self._look is None and now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            self._look = asyncio.create_task(self._read(now_s))
+
+    async def _read(self, asked_at: float) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                number = await self._last_change()
+        except (CapacityError, TimeoutError):
+            return  # answers get old, and whoever asks for one finds out what is wrong
+        finally:
+            self._look = None
+        if number != self._number:
+            self._number = number
+            for forget in self._forget:
+                forget()
+        self.unchanged_at = asked_at
+
+
+class Recent(Generic[KeyT, ValueT]):
+    """A bounded map whose entries age. Thread: one event loop.
+
+    Args:
+        monotonic: Seconds that never jump.
+        changes: Tells since when nothing has changed; None for answers that may change without a trace.
+        max_entries: Beyond, all are dropped.
+    """
+
+    def __init__(
+        self, monotonic: Callable[[], float], changes: Changes | None = None, max_entries: int = MAX_ENTRIES
+    ) -> None:
+        self._monotonic = monotonic
+        self._changes = changes
+        if changes is not None:
+            changes.follow(self.forget)
         self._max_entries = max_entries
         self._entries: dict[KeyT, tuple[float, ValueT]] = {}
         self._epoch = 0
@@ -52,8 +112,12 @@ class Recent(Generic[KeyT, ValueT]):
         read_at, known = self._entries.get(key, (float("-inf"), None))
         asked_at, epoch = self._monotonic(), self._epoch
         age = asked_at - read_at
+        if self._changes is not None and known is not None:
+            self._changes.look()
+            age = asked_at - max(read_at, self._changes.unchanged_at)
         serves = known is not None and age < MAX_OUTAGE_S
-        if known is not None and serves and (age < REFRESH_S or asked_at < self._retry_at):
+        is_young = age < MAX_AGE_S and asked_at - read_at < MAX_CONFIRMED_S
+        if known is not None and serves and (is_young or asked_at < self._retry_at):
             return known
         reading = self._readings.get((epoch, key))
         if reading is None:

@@ -28,7 +28,7 @@ from weft.registry.files import Files
 from weft.registry.keys import KeyRing, read_pepper
 from weft.registry.ledger import UsageLedger
 from weft.registry.limits import Limits
-from weft.registry.recent import Recent
+from weft.registry.recent import Changes, Recent
 from weft.registry.records import (
     SCOPES,
     Adapter,
@@ -111,14 +111,22 @@ class Registry:
         Raises:
             ConfigError: The URL is not understood, another process has the folder, or a newer Weft wrote the database.
         """
-        key_ring = KeyRing(await asyncio.to_thread(_prepare, data_dir, pepper), admin_key, clock, monotonic)
+        secret = await asyncio.to_thread(_prepare, data_dir, pepper)
         database = await Database.open(database_url, data_dir)
+
+        async def last_change() -> int:
+            async with database.read() as session:
+                return await audit.last_entry(session)
+
         try:
             ledger = await UsageLedger.open(database, data_dir / "usage", clock=clock, monotonic=monotonic)
         except BaseException:
             await database.close()
             raise
-        return cls(database, ledger, key_ring, Recent(monotonic), Recent(monotonic), Recent(monotonic), clock)
+        changes = Changes(last_change, monotonic)
+        key_ring = KeyRing(secret, admin_key, clock, monotonic, changes)
+        answers: Recent[str, bool] = Recent(monotonic)
+        return cls(database, ledger, key_ring, Recent(monotonic, changes), Recent(monotonic, changes), answers, clock)
 
     async def close(self) -> None:
         """Move the journal to the database as far as it goes, and close everything."""

@@ -8,7 +8,7 @@ import pytest
 from registry_samples import StandingClock
 from weft.errors import CapacityError, NotFoundError, WeftError
 from weft.registry import recent as recent_module
-from weft.registry.recent import MAX_AGE_S, MAX_OUTAGE_S, REFRESH_S, Recent
+from weft.registry.recent import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, Recent
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +31,7 @@ class Source:
 
 def made(max_entries: int = 100) -> tuple[Recent[str, int], StandingClock]:
     clock = StandingClock()
-    return Recent(clock.monotonic, max_entries), clock
+    return Recent(clock.monotonic, max_entries=max_entries), clock
 
 
 async def answers(recent: Recent[str, int], source: Callable[[], Awaitable[int]], count: int = 1) -> list[int]:
@@ -41,10 +41,10 @@ async def answers(recent: Recent[str, int], source: Callable[[], Awaitable[int]]
 async def test_an_answer_serves_for_a_second() -> None:
     (recent, clock), source = made(), Source()
     assert await answers(recent, source, 3) == [1, 1, 1]
-    clock.advance(REFRESH_S * 0.99)
+    clock.advance(MAX_AGE_S * 0.99)
     source.answer = 2
     assert (await answers(recent, source), source.num_asked) == ([1], 1)
-    clock.advance(MAX_AGE_S)
+    clock.advance(MAX_AGE_S * 0.02)
     assert (await answers(recent, source), source.num_asked) == ([2], 2)
 
 
@@ -60,15 +60,77 @@ async def test_all_who_ask_at_once_wait_for_one_reading() -> None:
     assert source.num_asked == 3
 
 
-async def test_an_answer_that_will_soon_be_old_is_read_again_while_it_serves() -> None:
-    (recent, clock), source = made(), Source()
-    await answers(recent, source)
-    clock.advance(REFRESH_S)
-    source.answer = 2
-    assert await answers(recent, source, 3) == [1, 1, 1]
+class Log:
+    """A log of changes, and how often it was looked at."""
+
+    def __init__(self) -> None:
+        self.number: int | WeftError = 7
+        self.num_looks = 0
+
+    async def __call__(self) -> int:
+        self.num_looks += 1
+        if isinstance(self.number, WeftError):
+            raise self.number
+        return self.number
+
+
+async def followed() -> tuple[Recent[str, int], StandingClock, Log, Source]:
+    """A map that follows a log, after the first look."""
+    clock, log, source = StandingClock(), Log(), Source()
+    recent: Recent[str, int] = Recent(clock.monotonic, Changes(log, clock.monotonic))
+    assert await answers(recent, source, 2) == [1, 1]
     await asyncio.sleep(0)
-    clock.advance(MAX_AGE_S - REFRESH_S / 2)
-    assert (await answers(recent, source), source.num_asked) == ([2], 2)
+    assert (log.num_looks, source.num_asked) == (1, 1)
+    assert await answers(recent, source) == [1]  # what was read before the first look counts no more
+    assert source.num_asked == 2
+    return recent, clock, log, source
+
+
+async def passes(recent: Recent[str, int], clock: StandingClock, source: Source, seconds: float) -> list[int]:
+    """What who asks every tenth of a second is told."""
+    told = []
+    for _ in range(round(10 * seconds)):
+        clock.advance(0.1)
+        told += await answers(recent, source)
+        await asyncio.sleep(0)
+    return told
+
+
+async def test_an_answer_serves_on_while_nothing_changes() -> None:
+    recent, clock, log, source = await followed()
+    source.answer = 2
+    assert await passes(recent, clock, source, MAX_CONFIRMED_S - 1) == [1] * (10 * (round(MAX_CONFIRMED_S) - 1))
+    assert source.num_asked == 2
+    assert log.num_looks < MAX_CONFIRMED_S / LOOK_S
+    assert (await passes(recent, clock, source, 2))[-1] == 2  # and not for ever, whatever the log says
+    assert source.num_asked == 3
+
+
+async def test_what_another_process_changed_is_seen_after_a_second() -> None:
+    recent, clock, log, source = await followed()
+    await passes(recent, clock, source, 3)
+    source.answer, log.number = 2, 8
+    assert (await passes(recent, clock, source, MAX_AGE_S))[-1] == 2
+
+
+async def test_who_asks_seldom_reads_again() -> None:
+    recent, clock, _, source = await followed()
+    source.answer = 2
+    clock.advance(MAX_AGE_S)
+    assert await answers(recent, source) == [2]
+
+
+async def test_answers_get_old_while_the_log_cannot_be_read() -> None:
+    recent, clock, log, source = await followed()
+    await passes(recent, clock, source, 3)
+    log.number = CapacityError("away")
+    source.answer = 2
+    assert (await passes(recent, clock, source, MAX_AGE_S + 0.5))[-1] == 2
+    log.number = 7
+    source.answer = 3
+    told = await passes(recent, clock, source, 10)
+    assert told[-1] in (2, 3)
+    assert source.num_asked <= 4  # looks tell again that nothing has changed
 
 
 async def test_who_asks_after_a_change_does_not_get_what_was_asked_before_it() -> None:

@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.pool_options import pool_parser
+from weft.benchmarks.pool_options import add_pool_options
 from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import chosen, spread, tell
+from weft.benchmarks.report import chosen, spread
 from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 from weft.memory.page_costs import PageCosts
@@ -32,11 +32,6 @@ SHOWN_FACTS = (
     "loads per request, stored>device:ok",
     "load_ms",
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("adapter-count", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -126,8 +121,9 @@ def decode_steps(runs: Sequence[PoolRun], num_requests: int) -> dict[str, dict[s
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("adapters", __doc__, requests=128, repeats=5, max_running=16)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=128, repeats=5, max_running=16)
     add = parser.add_argument
     add("--counts", type=int, nargs="+", default=[5, 100, 1000, 2000], help="registered adapters")
     add("--alpha", type=float, default=0.3, help="popularity; 1 uniform, smaller more skewed")
@@ -135,4 +131,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--in-flight", type=int, default=32)
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--host-room", type=int, default=200, help="adapters of the mean size that fit the host slab")
-    return parser

@@ -27,9 +27,9 @@ from weft.benchmarks.arguments import counts, positive
 from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
+from weft.benchmarks.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
-from weft.benchmarks.report import DEFAULT_CACHE, goal, spread, tell
+from weft.benchmarks.report import DEFAULT_CACHE, goal, spread
 from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.workloads import zipf_adapters
 from weft.errors import WeftError
@@ -44,11 +44,6 @@ MAX_COLD_TTFT_MS = 300.0
 _PASS_IN_FLIGHT = 8
 _SAMPLE = 40
 """Adapters whose pages are asked for; copies repeat after a few."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("adapters-http", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -190,8 +185,9 @@ def _merged(spans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = demo_parser("adapters-http", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_demo_options(parser)
     add = parser.add_argument
     add("--counts", type=counts, default="5,100,2000", help="registered adapters, comma-separated")
     add("--shape", choices=("demo", "0.5b"), default="demo", help="0.5b: random weights, adapters of rank 8 on q and v")
@@ -206,4 +202,3 @@ def _parser() -> argparse.ArgumentParser:
         "--control-set", action="append", default=[], metavar="NAME=VALUE", help="more settings of the control's server"
     )
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder where checkpoints and registered adapters are kept")
-    return parser

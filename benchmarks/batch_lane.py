@@ -19,20 +19,14 @@ from typing import Any
 import httpx
 
 from weft.benchmarks import load, serve
-from weft.benchmarks.arguments import bench_parser, positive
+from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import RequestRecord, percentile
-from weft.benchmarks.report import tell
 from weft.errors import WeftError
 
 PATH = "/v1/completions"
 LOOK_S = 0.2
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("batches", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -117,8 +111,8 @@ def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("batches", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     serve.add_server_options(parser)
     load.add_load_options(parser)
     parser.set_defaults(requests=200, concurrency=8)
@@ -127,4 +121,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--lines", type=positive, default=1000, help="requests of the batch")
     add("--line-prompt", type=positive, default=64, help="prompt tokens of a line")
     add("--line-tokens", type=positive, default=64, help="output tokens of a line")
-    return parser

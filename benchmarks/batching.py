@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.benchmarks.adapter_count import make_load
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool_options import pool_parser
+from weft.benchmarks.pool_options import add_pool_options
 from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import RANKS, make_pool_shape
-from weft.benchmarks.report import spread, tell
+from weft.benchmarks.report import spread
 from weft.benchmarks.rounds import take_turns
 
 MODES = ("static", "windowed", "continuous")
@@ -48,11 +47,6 @@ class Batches:
             return 0
         self.sizes.append(min(due, self.size))
         return self.sizes[-1]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("batching", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -107,12 +101,12 @@ def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: f
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("batching", __doc__, requests=150, repeats=2, max_running=16)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=150, repeats=2, max_running=16)
     add = parser.add_argument
     add("--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], help="shares of the saturated rate")
     add("--window-ms", type=float, default=100.0, help="longest wait for a full batch in windowed batching")
     add("--adapters", type=int, default=8, help="all on the device")
     add("--lengths", type=int, nargs=2, default=(8, 128), help="prompt and output tokens, from and below")
     add("--alpha", type=float, default=1.0, help="popularity of adapters; 1 uniform, smaller more skewed")
-    return parser

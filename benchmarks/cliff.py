@@ -16,21 +16,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.pool_options import pool_parser
+from weft.benchmarks.pool_options import add_pool_options
 from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import SHOWN, chosen, spread, tell
+from weft.benchmarks.report import SHOWN, chosen, spread
 from weft.benchmarks.rounds import ratios
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
 from weft.memory.page_costs import PageCosts
 
 MAX_RATIO = 2.0
 """Largest median TTFT with twice as many adapters as fit, in those of the engine that holds all, plus one copy."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("cliff", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,12 +146,12 @@ def _median_ttft(run: PoolRun) -> float:
     return percentile([record.ttft_s for record in run.records], 50)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("cliff", __doc__, requests=150, repeats=4, max_running=16)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=150, repeats=4, max_running=16)
     add = parser.add_argument
     add("--actives", type=int, nargs="+", default=[10, 20, 40, 60], help="adapters in use")
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--load", type=float, default=0.6, help="share of the saturated rate")
     add("--input-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=64)
-    return parser

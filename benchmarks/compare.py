@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.benchmarks import load
-from weft.benchmarks.arguments import bench_parser, positive
+from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.report import spread, tell
+from weft.benchmarks.report import spread
 from weft.benchmarks.rounds import take_turns
 from weft.benchmarks.serve import add_server_options, target
 from weft.errors import ConfigError, WeftError
@@ -42,11 +42,6 @@ class Contender:
     url: str
     key: str
     models: list[str]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("compare", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -140,8 +135,8 @@ def _ratio(one: float, two: float) -> float:
     return one / two if two else math.nan
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("compare", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--peer", required=True, help="base URL with /v1 of the other server")
     add("--peer-models", required=True, help="its names for the same models, comma-separated, the base first")
@@ -151,4 +146,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=positive, default=3, help="rounds that count")
     add_server_options(parser)
     load.add_load_options(parser)
-    return parser

@@ -34,8 +34,8 @@ from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.flood import Stream, flood
 from weft.benchmarks.generator import Reply
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
-from weft.benchmarks.report import goal, spread, tell
+from weft.benchmarks.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
+from weft.benchmarks.report import goal, spread
 from weft.benchmarks.rounds import take_turns
 from weft.errors import WeftError
 
@@ -62,11 +62,6 @@ class Arm:
     groups: tuple[Stream, ...]
     quiet: tuple[str, str] | None
     """Key and model of the quiet requests, if there are any."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("fairness", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -213,8 +208,9 @@ def _arm_result(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = demo_parser("fairness", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_demo_options(parser)
     add = parser.add_argument
     add("--seconds", type=float, default=20.0, help="of a span; an arm has two")
     add("--repeats", type=positive, default=3)
@@ -224,4 +220,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--quiet-tokens", type=positive, default=16, help="output tokens of a quiet request")
     add("--prompt-tokens", type=positive, default=32)
     add("--pause-ms", type=float, default=100.0, help="mean pause between quiet requests")
-    return parser

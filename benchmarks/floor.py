@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from weft.benchmarks.arguments import bench_parser, counts
+from weft.benchmarks.arguments import counts
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config
-from weft.benchmarks.report import tell
 from weft.engine.model.linear import Linear, make_linear
 
 NUM_PASSES = 5
@@ -64,12 +63,10 @@ class LinearPass:
         return prefill + (output_tokens - 1) * self.seconds(requests)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    parser = bench_parser("floor", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     parser.add_argument("--rows", type=counts, default="1,8,32,64", help="rows of activations, comma-separated")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    return tell("floor", parser.parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

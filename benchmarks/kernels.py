@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +25,10 @@ from weft.adapters.layout import adapter_pages, plan_layout
 from weft.adapters.lora_step import LoraStep
 from weft.adapters.paged_lora import PagedLora
 from weft.adapters.tables import AdapterTables
-from weft.benchmarks.arguments import bench_parser, counts
+from weft.benchmarks.arguments import counts
 from weft.benchmarks.model_shapes import MODELS, ModelShape
-from weft.benchmarks.report import tell
 from weft.engine.model.device import choose_device
+from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.kv_slots import KvSlots
@@ -239,18 +238,11 @@ def timings(run: Callable[[int], object], device: torch.device, calls: int) -> l
     return seconds[calls:]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.check and (choose_device(options.device).type != "cuda" or 32 not in options.rows):
-        parser.error("--check knows goals for a GPU and 32 rows only")
-    return tell("kernels", options, measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All operations beside their floors."""
     device = choose_device(options.device)
+    if options.check and (device.type != "cuda" or 32 not in options.rows):
+        raise ConfigError("--check knows goals for a GPU and 32 rows only", param="check")
     default = "Llama-3-8B" if device.type == "cuda" else "Qwen2.5-0.5B"
     model = next(each for each in MODELS if each.name == (options.model or default))
     if options.threads:
@@ -306,16 +298,11 @@ def figures(work: Work, device: torch.device, machine: Machine) -> dict[str, flo
     return {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "ratio": seconds / floor_s}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("kernels", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--model", choices=[model.name for model in MODELS], default=None, help="whose shapes to take")
     add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
     add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")
     add("--check", action="store_true", help="on a GPU: exit status 1 where LoRA misses its goals")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,10 +26,9 @@ from transformers import Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from weft import LLM, SamplingParams
-from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.floor import LinearPass
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.report import DEFAULT_CACHE, chosen
 from weft.benchmarks.rounds import take_turns
 
 Prompts = list[list[int]]
@@ -61,11 +60,6 @@ class Contender:
         start = time.perf_counter()
         self.outputs[case.name] = self.generate(case.prompts, case.adapters)
         self.seconds.setdefault(case.name, []).append(time.perf_counter() - start)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("offline", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -157,8 +151,8 @@ def make_result(options: argparse.Namespace, cases: Sequence[Case], contenders: 
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("offline", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--repeats", type=int, default=3)
     add("--requests", type=int, default=32)
@@ -167,7 +161,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--memory-gib", type=float, default=1.0, help="Weft's arena")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    return parser
 
 
 def _weft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> Generate:

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.benchmarks.arguments import bench_parser, positive
+from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.own_server import Served, own_server
 from weft.benchmarks.part_clock import PartClock
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, chosen, spread, tell
+from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, chosen, spread
 from weft.benchmarks.step import PROMPT_TOKENS, Case, StepBench
 from weft.engine.status import StepStats
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 
 MAX_STEPS = 256
 """Steps of which the engine tells."""
@@ -56,17 +56,10 @@ class Rounds:
     """Between two tokens of a stream over HTTP."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if not 2 <= options.output_tokens <= MAX_STEPS:
-        parser.error(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
-    return tell("overhead", options, measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """An engine in this process and a server, in turns."""
+    if not 2 <= options.output_tokens <= MAX_STEPS:
+        raise ConfigError(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
     base, adapters = make_checkpoints(options.cache)
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as folder,
@@ -148,11 +141,10 @@ def make_result(options: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("overhead", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--requests", type=positive, default=32, help="at once")
     add("--output-tokens", type=positive, default=64)
     add("--repeats", type=positive, default=3)
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    return parser

@@ -32,8 +32,8 @@ from weft.benchmarks.arguments import positive
 from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import Objective, distribution
-from weft.benchmarks.own_server import OwnServer, demo_parser, plain_server
-from weft.benchmarks.report import goal, tell
+from weft.benchmarks.own_server import OwnServer, add_demo_options, plain_server
+from weft.benchmarks.report import goal
 from weft.benchmarks.workloads import gamma_arrivals
 from weft.errors import WeftError
 
@@ -81,11 +81,6 @@ class Phase:
     """Of the clients' event loop."""
     normal_after_s: float | None = None
     """From the last arrival; None: not within the time given."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("overload", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -309,8 +304,9 @@ def _factors(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = demo_parser("overload", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_demo_options(parser)
     add = parser.add_argument
     add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
     add("--seconds", type=float, default=60.0, help="of each")
@@ -323,4 +319,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
     add("--probes", type=positive, default=40, help="refused requests whose Retry-After is tested")
     add("--settle-s", type=float, default=120.0, help="how long to wait for what is left when no more arrive")
-    return parser

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 
 from weft import demo
-from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.calls import Calls
 from weft.benchmarks.http_stream import EventClient
 from weft.config import environment
@@ -141,15 +140,13 @@ class Served:
     """The base, then the adapters."""
 
 
-def demo_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of benchmarks that serve the demo model by default."""
-    parser = bench_parser(command, description)
+def add_demo_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of benchmarks that serve the demo model by default."""
     add = parser.add_argument
     add("--model", type=Path, default=demo.MODEL, help="folder of the base; the demo model by default")
     add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
     add("--seed", type=int, default=0)
-    return parser
 
 
 @contextlib.contextmanager

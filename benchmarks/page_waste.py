@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape
 from weft.adapters.layout import LAYOUT_VERSION, adapter_pages
-from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.model_shapes import DTYPE_BYTES, MODELS, ModelShape
-from weft.benchmarks.report import tell
 
 ALL_LINEAR = tuple(range(len(MODULE_PATHS)))
 QUERY_AND_VALUE = (0, 2)
@@ -84,9 +80,8 @@ def waste_of(model: ModelShape, kind: Kind) -> Waste:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("page-waste", bench_parser("waste", __doc__).parse_args(arguments), measure)
+def add_options(_parser: argparse.ArgumentParser) -> None:
+    """It has none."""
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
@@ -96,7 +91,3 @@ def measure(_options: argparse.Namespace) -> dict[str, Any]:
     ]
     table = [{name: each[name] for name in ("model", "adapter", "pages", "least_pages", "waste")} for each in found]
     return {"layout_version": LAYOUT_VERSION, "adapters": found, "table": table}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

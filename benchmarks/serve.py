@@ -14,21 +14,15 @@ import argparse
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from weft.benchmarks import load
-from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.own_server import READY_WITHIN_S, own_server, server_names
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, tell
+from weft.benchmarks.report import DEFAULT_CACHE
 from weft.errors import ConfigError
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("serve", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,12 +74,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--models", default="", help="names to ask for there, comma-separated; the first is the most popular")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("serve", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add_server_options(parser)
     load.add_load_options(parser)
     add = parser.add_argument
     add("--slo-ttft-ms", type=float, default=math.inf)
     add("--slo-tpot-ms", type=float, default=math.inf)
     add("--warmup", type=int, default=0, help="requests sent before, not measured")
-    return parser

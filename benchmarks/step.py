@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.adapters.ref import AdapterRef
-from weft.benchmarks.arguments import bench_parser, counts, positive
+from weft.benchmarks.arguments import counts, positive
 from weft.benchmarks.floor import LinearPass
 from weft.benchmarks.part_clock import GROUPS, PARTS, PartClock, timed_parts
 from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.report import DEFAULT_CACHE, chosen
 from weft.benchmarks.stored import greedy_request, store_adapters
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
@@ -187,11 +187,6 @@ def make_cases(bench: StepBench, rows: Sequence[int], prefill: int) -> list[Case
     return cases
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("step", _parser().parse_args(arguments), measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All cases, one after the other."""
     base, adapters = make_checkpoints(options.cache)
@@ -242,8 +237,8 @@ def _figures(found: Measured) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("step", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
@@ -251,4 +246,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=positive, default=4)
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    return parser

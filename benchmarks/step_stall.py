@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 
 import weft.demo
 from weft.adapters.ref import AdapterRef
-from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.report import DEFAULT_CACHE, chosen
 from weft.benchmarks.stored import greedy_request, store_adapters
 from weft.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
@@ -79,11 +78,6 @@ class _Swap(NamedTuple):
     ref: AdapterRef
     origin: str
     wanted_s: float
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("step-stall", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -275,8 +269,8 @@ def _shape(options: argparse.Namespace) -> Shape:
     return Shape(base, folders, "bfloat16", memory_gib=1.0, host_gib=0.5, phase_steps=60)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("stall", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--shape", choices=("qwen", "demo"), default="qwen")
     add("--requests", type=int, default=16, help="size of the steady batch")
@@ -285,4 +279,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--phase-steps", type=int, default=None, help="timed steps of each phase in a round")
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    return parser

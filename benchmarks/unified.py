@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.benchmarks.pool_options import pool_parser
+from weft.benchmarks.main import main
+from weft.benchmarks.pool_options import add_pool_options
 from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
 from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.report import SHOWN, chosen, spread, tell
+from weft.benchmarks.report import SHOWN, chosen, spread
 from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
@@ -45,11 +45,6 @@ LOADS = (
     Load("all linear, long: both the same", GROUPED, (8, 512)),
     Load("all linear, short: adapters need more", GROUPED, (8, 64)),
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("unified", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -136,14 +131,14 @@ def make_trace(options: argparse.Namespace, load: Load, index: int) -> list[Time
     return slora_trace(settings)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("unified", __doc__, requests=120, repeats=4, max_running=32)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=120, repeats=4, max_running=32)
     add = parser.add_argument
     add("--adapters", type=int, default=200)
     add("--batch", type=int, default=8, help="mean requests, each with an adapter of its own, that all pages hold")
     add("--in-flight", type=int, default=24)
-    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("unified", sys.argv[1:]))

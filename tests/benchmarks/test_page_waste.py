@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from weft.adapters.base_shape import MODULE_PATHS
+from weft.benchmarks.main import main
 from weft.benchmarks.model_shapes import MODELS, ModelShape
-from weft.benchmarks.page_waste import (
-    ALL_LINEAR,
-    KINDS,
-    MAX_SMALL_WASTE,
-    MAX_WASTE,
-    QUERY_AND_VALUE,
-    Kind,
-    main,
-    waste_of,
-)
+from weft.benchmarks.page_waste import ALL_LINEAR, KINDS, MAX_SMALL_WASTE, MAX_WASTE, QUERY_AND_VALUE, Kind, waste_of
 from weft.engine.model.spec import base_shape, read_spec
 
 QWEN_SMALL_WASTE = 0.3125
@@ -89,7 +81,7 @@ def test_small_adapters_waste_at_most_a_fifth_or_fill_the_least_pages(model: Mod
 def test_the_command_prints_the_table_and_writes_the_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--json", str(tmp_path / "waste.json")]) == 0
+    assert main("waste", ["--json", str(tmp_path / "waste.json")]) == 0
     printed = capsys.readouterr().out
     assert "all linear, rank 128" in printed
     result = json.loads((tmp_path / "waste.json").read_text())

@@ -12,7 +12,8 @@ import pytest
 
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.checkpoint import check_weights
-from weft.benchmarks import adapter_count, cliff, unified
+from weft.benchmarks import unified
+from weft.benchmarks.main import main
 from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, pool_config
 from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
 from weft.benchmarks.split_pool import build_split_engine
@@ -49,10 +50,10 @@ def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
         engine.close()
 
 
-def quick(main: Callable[[list[str]], int], cache: Path, tmp_path: Path, arguments: str) -> dict[str, Any]:
+def quick(name: str, cache: Path, tmp_path: Path, arguments: str) -> dict[str, Any]:
     path = tmp_path / "result.json"
     small = ["--repeats", "1", "--files", str(NUM_FILES), *arguments.split()]
-    assert main([*small, "--cache", str(cache), "--json", str(path)]) == 0
+    assert main(name, [*small, "--cache", str(cache), "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     assert result["hardware"]["cores"] >= 1
     return result
@@ -112,7 +113,7 @@ def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp
 
 def test_adapter_count(cache: Path, tmp_path: Path) -> None:
     result = quick(
-        adapter_count.main,
+        "adapters",
         cache,
         tmp_path,
         "--counts 2 8 16 --requests 20 --lengths 4 24 --room 4 --max-running 4 --in-flight 8",
@@ -127,7 +128,7 @@ def test_adapter_count(cache: Path, tmp_path: Path) -> None:
 
 def test_cliff(cache: Path, tmp_path: Path) -> None:
     result = quick(
-        cliff.main,
+        "cliff",
         cache,
         tmp_path,
         "--actives 2 8 --room 4 --requests 12 --input-tokens 8 --output-tokens 8 --max-running 4",
@@ -169,7 +170,7 @@ def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) 
 def test_unified(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unified, "LOADS", (unified.Load("short", ATTENTION, (4, 48)),))
     arguments = "--requests 16 --adapters 8 --batch 8 --in-flight 10 --max-running 8"
-    result = quick(unified.main, cache, tmp_path, arguments)
+    result = quick("unified", cache, tmp_path, arguments)
     ((_, found),) = result["loads"].items()
     assert set(found["output_tokens_per_s"]) == {"unified", "split"}
     assert found["ratio"]["median"] > 0

@@ -12,6 +12,7 @@ from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 from weft.adapters.blobs import LocalBlobs
 from weft.benchmarks import step
+from weft.benchmarks.main import make_parser
 from weft.benchmarks.part_clock import PARTS, PartClock, timed_parts
 from weft.config import Config, MemoryConfig, ModelConfig, ServerConfig
 from weft.engine.build import build_engine
@@ -79,7 +80,7 @@ def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path)
 def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
     seconds = dict.fromkeys(PARTS, 0.0) | {"attention": 0.012, "linear layers": 0.036}
     measured = {"decode": step.Measured([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], seconds)}
-    result = step.make_result(step._parser().parse_args([]), measured)
+    result = step.make_result(make_parser("step").parse_args([]), measured)
     case = result["cases"]["decode"]
     assert case["step / floor"] == pytest.approx(0.015 / 0.011)
     assert case["part_ms"]["attention"] == pytest.approx(3.0)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from weft.benchmarks import step_stall
+from weft.benchmarks.main import make_parser
 from weft.benchmarks.step_stall import PHASES, Timings, make_result, percentile
 
 
 def options(*arguments: str) -> argparse.Namespace:
-    return step_stall._parser().parse_args(arguments)
+    return make_parser("stall").parse_args(arguments)
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

@@ -19,13 +19,12 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.benchmarks.adapter_count import make_load
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool_options import add_pool_options
-from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, measure_pool_costs, pool_config
+from weft.benchmarks.pool_run import PoolEngine, add_pool_options, measure_pool_costs, pool_engine
 from weft.benchmarks.pool_shape import RANKS, make_pool_shape
 from weft.benchmarks.report import spread
 from weft.benchmarks.rounds import take_turns
+from weft.benchmarks.workloads import TimedRequest, slora_trace
 
 MODES = ("static", "windowed", "continuous")
 
@@ -54,18 +53,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     shape = make_pool_shape(options.cache, options.files)
     room = options.adapters * max(shape.pages(rank) for rank in RANKS)
     kv_pages = options.max_running * shape.geometry.pages(2 * options.lengths[1])
-    config = pool_config(shape, num_pages=room + kv_pages, host_pages=2 * room, max_running=options.max_running)
-    engine = build_pool_engine(config, shape.adapters(options.adapters), measure_pool_costs(shape))
-    try:
-        full = engine.run(make_load(options, options.adapters, 0), seed=[0], in_flight=2 * options.max_running)
+    memory, costs = shape.memory(room + kv_pages, 2 * room), measure_pool_costs(shape)
+    with pool_engine(shape, costs, options.adapters, memory, options.max_running) as engine:
+        full = engine.run(make_load(options, 0), seed=[0], in_flight=2 * options.max_running)
         rate = full.output_tokens_per_s / (sum(r.completion_tokens for r in full.records) / len(full.records))
         runs = take_turns(
             itertools.product(MODES, options.loads),
             options.repeats,
             lambda arm, round_: run_mode(options, engine, arm[0], arm[1] * rate, round_),
         )
-    finally:
-        engine.close()
     arms: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
     for (mode, load), each in runs.items():
         arms[mode][f"{load:g}"] = {name: spread([run[name] for run in each]) for name in each[0]}
@@ -77,14 +73,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": shape.kind.about, "saturated_requests_per_s": rate, "modes": arms, "table": table, "goals": []}
 
 
+def make_load(options: argparse.Namespace, round_: int) -> list[TimedRequest]:
+    """S-LoRA's trace, one request a second on the average."""
+    return slora_trace(
+        num_adapters=options.adapters,
+        alpha=options.alpha,
+        rate=1,
+        duration_s=options.requests,
+        input_range=options.lengths,
+        output_range=options.lengths,
+        seed=42 + round_,
+    )
+
+
 def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: float, round_: int) -> dict[str, float]:
     """One mode at one rate."""
     batches = Batches(options.max_running, None if mode == "static" else options.window_ms / 1e3)
-    load = make_load(options, options.adapters, round_)
-    # The trace has all its arrivals within a second, on the average.
-    scale = options.requests / rate
     admit = None if mode == "continuous" else batches.admit
-    run = engine.run(load, seed=[round_], scale=scale, admit=admit)
+    run = engine.run(make_load(options, round_), seed=[round_], scale=1 / rate, admit=admit)
     first = 0
     for size in batches.sizes:
         batch = run.records[first : first + size]

@@ -1,4 +1,4 @@
-"""Shapes of published models, for what needs sizes and no weights."""
+"""Shapes of models, for what needs sizes and no weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from weft.memory.geometry import PageGeometry, page_geometry
 DTYPE_BYTES = 2
 """bfloat16, in which these models are served."""
 
+ALL_LINEAR = tuple(range(len(MODULE_PATHS)))
+QUERY_AND_VALUE = (0, 2)
+"""Modules that an adapter changes, in every layer: indices into `MODULE_PATHS`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a published model, as its config.json has them."""
+    """Sizes of a model, as its config.json has them."""
 
     name: str
     num_layers: int
@@ -35,13 +39,13 @@ class ModelShape:
         modules = (ModuleShape(path, *sizes) for path, sizes in zip(MODULE_PATHS, attention + mlp, strict=True))
         return BaseShape(digest="", num_layers=self.num_layers, modules=tuple(modules))
 
-    def geometry(self) -> PageGeometry:
+    def geometry(self, dtype_bytes: int = DTYPE_BYTES) -> PageGeometry:
         """Pages of an arena for it."""
         return page_geometry(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            dtype_bytes=DTYPE_BYTES,
+            dtype_bytes=dtype_bytes,
             largest_row_features=self.base().largest_row_features,
         )
 

@@ -5,7 +5,6 @@ Made by transformers and PEFT with a seed, once, in a cache folder outside the r
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from weft.benchmarks.model_shapes import MODELS, QUERY_AND_VALUE
+from weft.benchmarks.stored import random_lora
+
 VOCAB_SIZE = 32_000
 RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
 """One adapter each, on all linear layers."""
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NUM_SMALL = 8
 SMALL_RANK = 8
-_KV_WIDTH = 128
 _SEED = 7
 _FORMAT = 1
 """Counts up whenever the files would come out differently."""
@@ -45,18 +46,13 @@ def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
 def make_small_adapters(cache: Path) -> Path:
     """Folder of folders of adapters of rank 8 on q and v, a megabyte each: thousands can be stored. Made if need be."""
     root = cache / f"qwen2-0.5b-shape-{_FORMAT}" / "small"
-    config = base_config()
-    outs = {"q_proj": config.hidden_size, "v_proj": _KV_WIDTH}
+    base = next(model for model in MODELS if model.name == "Qwen2.5-0.5B").base()
+    targets = ["q_proj", "v_proj"]
     generator = torch.Generator().manual_seed(_SEED)
     for folder in (root / f"small-{index}" for index in range(NUM_SMALL)):
-        tensors = {}
-        for layer, (name, out) in itertools.product(range(config.num_hidden_layers), outs.items()):
-            path = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            for part, sizes in (("A", (SMALL_RANK, config.hidden_size)), ("B", (out, SMALL_RANK))):
-                values = torch.randn(sizes, generator=generator).mul_(0.02)
-                tensors[f"{path}{part}.weight"] = values.to(torch.bfloat16)
+        tensors = random_lora(base, QUERY_AND_VALUE, SMALL_RANK, generator)
         if not (folder / "adapter_model.safetensors").exists():
-            small = LoraConfig(r=SMALL_RANK, lora_alpha=2 * SMALL_RANK, target_modules=[*outs], task_type="CAUSAL_LM")
+            small = LoraConfig(r=SMALL_RANK, lora_alpha=2 * SMALL_RANK, target_modules=targets, task_type="CAUSAL_LM")
             small.save_pretrained(str(folder))
             save_file(tensors, folder / "adapter_model.safetensors")
     return root

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from weft import LLM, SamplingParams
 from weft.benchmarks.floor import LinearPass
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
+from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, chosen
 from weft.benchmarks.rounds import take_turns
 
@@ -132,7 +132,7 @@ def make_result(options: argparse.Namespace, cases: Sequence[Case], contenders: 
     return {
         "threads": torch.get_num_threads(),
         "load": {
-            "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
+            "model": MODEL_ABOUT,
             **chosen(options, "requests", "input_tokens", "output_tokens", "repeats"),
         },
         "output_tokens_per_s": rates,

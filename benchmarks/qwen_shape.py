@@ -18,6 +18,7 @@ from weft.benchmarks.model_shapes import MODELS, QUERY_AND_VALUE
 from weft.benchmarks.stored import random_lora
 
 VOCAB_SIZE = 32_000
+MODEL_ABOUT = "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16"
 RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
 """One adapter each, on all linear layers."""
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

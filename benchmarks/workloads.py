@@ -7,7 +7,7 @@ Popularity patterns follow Punica (arXiv:2310.18547, section 7), arrivals follow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -79,8 +79,8 @@ def slora_trace(
     alpha: float = 1.0,
     rate: float,
     duration_s: float = 1.0,
-    input_range: Sequence[int] = (8, 512),
-    output_range: Sequence[int] = (8, 512),
+    input_range: tuple[int, int] = (8, 512),
+    output_range: tuple[int, int] = (8, 512),
     seed: int = 42,
 ) -> list[TimedRequest]:
     """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator.

@@ -53,15 +53,6 @@ class LinearPass:
         work = [(linear, inputs[count, width]) for count, (linear, width) in zip(counts, timed, strict=True)]
         return statistics.median([_time(work) for _ in range(NUM_PASSES + 1)][1:])
 
-    def seconds_of_load(self, requests: int, input_tokens: int, output_tokens: int, step_tokens: int = 512) -> float:
-        """Least time of `requests` generations at once: their prompts in steps of `step_tokens`, then decode steps."""
-        prompt_tokens = requests * input_tokens
-        full_steps, rest = divmod(prompt_tokens, step_tokens)
-        prefill = full_steps * self.seconds(step_tokens, head_rows=max(1, step_tokens // input_tokens))
-        if rest:
-            prefill += self.seconds(rest, head_rows=max(1, rest // input_tokens))
-        return prefill + (output_tokens - 1) * self.seconds(requests)
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add its options."""

@@ -129,11 +129,7 @@ def make_result(
     options: argparse.Namespace, step_s: Mapping[str, Sequence[float]], load_s: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """Percentiles and ratios, with where they come from."""
-    steps: dict[str, dict[str, Any]]
-    steps, loads = (
-        {name: {"count": len(seconds), **distribution(seconds, 1e3)} for name, seconds in each.items()}
-        for each in (step_s, load_s)
-    )
+    steps, loads = _milliseconds(step_s), _milliseconds(load_s)
     return {
         **chosen(options, "shape", "requests", "adapters"),
         "step_ms": steps,
@@ -145,6 +141,10 @@ def make_result(
             for name, found in by_name.items()
         ],
     }
+
+
+def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    return {name: {"count": len(each), **distribution(each, 1e3)} for name, each in seconds.items()}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

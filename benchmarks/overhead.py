@@ -80,7 +80,7 @@ def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[st
     settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
 
     async def stream() -> list[float]:
-        async with EventClient(served.url, {"Authorization": f"Bearer {served.key}"}) as client:
+        async with EventClient(served.url, served.key) as client:
             replies = await run_load(client, plan, settings)
         if failed := next((reply.error for reply in replies if reply.error), None):
             raise WeftError(f"a request over HTTP failed: {failed}")

@@ -36,6 +36,18 @@ _DISTINCT = 1 << 20
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
+def call(http: httpx.Client, key: str, method: str, path: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
+    """The JSON that a server answers.
+
+    Raises:
+        WeftError: It answers with an error.
+    """
+    answer = http.request(method, path, headers={"Authorization": f"Bearer {key}"} if key else {}, **content)
+    if not answer.is_success:
+        raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
+    return dict(answer.json())
+
+
 @dataclass(frozen=True, slots=True)
 class OwnServer:
     """A server that runs, with the rights of its admin."""
@@ -52,16 +64,8 @@ class OwnServer:
         return f"{str(self.http.base_url).rstrip('/')}/v1"
 
     def call(self, method: str, path: str, key: str | None = None, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
-        """The JSON that the server answers; the admin asks where no key is given.
-
-        Raises:
-            WeftError: It answers with an error.
-        """
-        headers = {"Authorization": f"Bearer {key or self.admin_key}"}
-        answer = self.http.request(method, path, headers=headers, **content)
-        if not answer.is_success:
-            raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
-        return dict(answer.json())
+        """The JSON that the server answers; the admin asks where no key is given."""
+        return call(self.http, key or self.admin_key, method, path, **content)
 
     def add_tenant(self, name: str) -> str:
         """Make a tenant without limits; returns a key."""
@@ -74,8 +78,7 @@ class OwnServer:
 
     def calls(self, key: str, seed: int) -> Calls:
         """Requests with this key; the seed is that of their prompts."""
-        client = EventClient(self.url, {"Authorization": f"Bearer {key}"})
-        return Calls(client, self.ready["vocab_size"], seed)
+        return Calls(EventClient(self.url, key), self.ready["vocab_size"], seed)
 
     def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
         """Upload versions of adapters that differ in alpha, several at a time; returns their names.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.benchmarks import load
-from weft.benchmarks.own_server import READY_WITHIN_S, own_server, server_names
+from weft.benchmarks.own_server import READY_WITHIN_S, Served, own_server, server_names
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE
 from weft.errors import ConfigError
@@ -27,13 +27,13 @@ from weft.errors import ConfigError
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load, sent to the server that the options describe."""
-    with target(options):
-        return asyncio.run(load.measure(options))
+    with target(options) as served:
+        return asyncio.run(load.measure(options, served))
 
 
 @contextlib.contextmanager
-def target(options: argparse.Namespace) -> Iterator[None]:
-    """Have a server, and `url`, `key` and `models` of the options say where it is.
+def target(options: argparse.Namespace) -> Iterator[Served]:
+    """Have a server; the options' `models` are then the names that it has.
 
     Raises:
         ConfigError: The options contradict each other.
@@ -44,7 +44,7 @@ def target(options: argparse.Namespace) -> Iterator[None]:
             raise ConfigError("--url needs --models: the names to ask for", param="models")
         if options.model or options.adapter or options.set:
             raise ConfigError("--url takes a server as it is: leave out --model, --adapter and --set", param="url")
-        yield
+        yield Served(options.url, options.key, [name for name in options.models.split(",") if name])
         return
     if options.models or options.key:
         raise ConfigError("--models and --key are for a server that runs already: give its --url", param="models")
@@ -57,8 +57,8 @@ def target(options: argparse.Namespace) -> Iterator[None]:
     names = server_names(adapters)
     load.make_plan(argparse.Namespace(**{**vars(options), "models": ",".join(names)}))  # refuses before a server starts
     with own_server(str(model), adapters, options.set, options.ready_within_s) as served:
-        options.url, options.key, options.models = served.url, served.key, ",".join(served.models)
-        yield
+        options.models = ",".join(served.models)
+        yield served
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ OPTIONS = argparse.Namespace(seed=0, seconds=60.0, ttft_s=10.0, tpot_ms=100.0)
 
 
 def calls(model: str) -> Iterator[Call]:
-    made = Calls(EventClient("http://127.0.0.1:9/v1", {}), 64, 0)
+    made = Calls(EventClient("http://127.0.0.1:9/v1", ""), 64, 0)
     return (made.make(model, 1, 1, index) for index in itertools.count())
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from weft.benchmarks.arguments import counts
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config
+from weft.benchmarks.model_shapes import QWEN
+from weft.benchmarks.qwen_shape import VOCAB_SIZE
 from weft.engine.model.linear import Linear, make_linear
 
 NUM_PASSES = 5
@@ -28,14 +29,12 @@ class LinearPass:
     """All linear layers of the 0.5B shape in bfloat16 with random weights (0.8 GB)."""
 
     def __init__(self) -> None:
-        config = base_config()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-        qkv = (heads + 2 * kv_heads) * (hidden // heads)
+        hidden, inner = QWEN.hidden, QWEN.intermediate
+        qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
         shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
         self._layers = [
             (make_linear(_weights(out_features, in_features)), in_features)
-            for _ in range(config.num_hidden_layers)
+            for _ in range(QWEN.num_layers)
             for out_features, in_features in shapes
         ]
         self._head = (make_linear(_weights(VOCAB_SIZE, hidden)), hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.memory.geometry import PageGeometry, page_geometry
@@ -39,6 +40,21 @@ class ModelShape:
         modules = (ModuleShape(path, *sizes) for path, sizes in zip(MODULE_PATHS, attention + mlp, strict=True))
         return BaseShape(digest="", num_layers=self.num_layers, modules=tuple(modules))
 
+    def config_fields(self) -> dict[str, Any]:
+        """Of a checkpoint with these sizes, as transformers names them; all that benchmarks generate have the same."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
+
     def geometry(self, dtype_bytes: int = DTYPE_BYTES) -> PageGeometry:
         """Pages of an arena for it."""
         return page_geometry(
@@ -50,8 +66,9 @@ class ModelShape:
         )
 
 
+QWEN = ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2)
 MODELS = (
     ModelShape("Llama-3-8B", num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8),
-    ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2),
+    QWEN,
     ModelShape("Llama-2-7B", num_layers=32, hidden=4096, intermediate=11008, num_heads=32, num_kv_heads=32),
 )

@@ -118,19 +118,7 @@ def make_pool_shape(cache: Path, num_files: int = NUM_FILES, kind: PoolModel = G
 
 def _save_model(folder: Path, sizes: ModelShape) -> None:
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    config = LlamaConfig(vocab_size=VOCAB_SIZE, **sizes.config_fields())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model: Any = LlamaForCausalLM(config)

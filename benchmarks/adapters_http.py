@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -141,7 +142,7 @@ async def _put_load(
     def call(model: str, tokens: int = options.output_tokens) -> Call:
         return calls.make(model, options.input_tokens, tokens, next(numbers))
 
-    async with calls.client:
+    with contextlib.closing(calls.client):
         await closed_loop((call(BASE_NAME) for _ in range(4 * options.in_flight)), options.in_flight, [])
         if is_control:
             await closed_loop((call(name, 1) for name in names), _PASS_IN_FLIGHT, [])

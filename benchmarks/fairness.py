@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -151,7 +152,7 @@ async def _ask_quietly(
     watch = asyncio.create_task(watch_delay(delays_s))
     draw = random.Random(options.seed)
     calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
-    async with calls.client:
+    with contextlib.closing(calls.client):
         end_s = time.perf_counter() + options.seconds
         while time.perf_counter() < end_s:
             await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))

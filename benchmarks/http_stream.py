@@ -10,7 +10,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from weft.errors import ConfigError
@@ -49,13 +48,7 @@ class EventClient:
             fixed["Authorization"] = f"Bearer {key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
 
-    async def __aenter__(self) -> EventClient:
-        """Nothing is opened before the first call."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Close the idle connections."""
         for _, writer in self._idle:
             writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 from collections import Counter
@@ -30,7 +31,7 @@ async def measure(options: argparse.Namespace, served: Served) -> dict[str, Any]
     plan = make_plan(options)
     settings = make_settings(options)
     objective = Objective(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
-    async with EventClient(served.url, served.key) as client:
+    with contextlib.closing(EventClient(served.url, served.key)) as client:
         if options.warmup:
             await run_load(client, _warm_up(plan, options.warmup), settings)
         records = await run_load(client, plan, settings)
@@ -48,7 +49,7 @@ async def measure(options: argparse.Namespace, served: Served) -> dict[str, Any]
 
 async def send(served: Served, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
     """Send all requests of a plan."""
-    async with EventClient(served.url, served.key) as client:
+    with contextlib.closing(EventClient(served.url, served.key)) as client:
         return await run_load(client, plan, settings)
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.generator import LoadSettings, PlannedRequest
+from weft.benchmarks.load import send
 from weft.benchmarks.own_engine import OwnEngine
 from weft.benchmarks.own_server import Served, own_server
 from weft.benchmarks.part_clock import PartClock
@@ -79,14 +79,10 @@ def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[st
     plan = [PlannedRequest(served.models[0], PROMPT_TOKENS, options.output_tokens) for _ in range(options.requests)]
     settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
 
-    async def stream() -> list[float]:
-        async with EventClient(served.url, served.key) as client:
-            replies = await run_load(client, plan, settings)
-        if failed := next((reply.error for reply in replies if reply.error), None):
-            raise WeftError(f"a request over HTTP failed: {failed}")
-        return [gap for reply in replies for gap in reply.gaps_s]
-
-    return {"gap over HTTP": statistics.median(asyncio.run(stream()))}
+    replies = asyncio.run(send(served, plan, settings))
+    if failed := next((reply.error for reply in replies if reply.error), None):
+        raise WeftError(f"a request over HTTP failed: {failed}")
+    return {"gap over HTTP": statistics.median(gap for reply in replies for gap in reply.gaps_s)}
 
 
 def make_result(options: argparse.Namespace, runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any]:

@@ -91,13 +91,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
-    async with contextlib.AsyncExitStack() as clients:
+    with contextlib.ExitStack() as clients:
         calls = {}
         for place, name in enumerate((*SHARES, QUIET)):
             key = server.add_tenant(name)
             own_adapter = server.upload_copies(key, options.adapters, 1, first=place)
             made = server.calls(key, seed=len(SHARES) * options.seed + place)
-            await clients.enter_async_context(made.client)
+            clients.enter_context(contextlib.closing(made.client))
             calls[name] = made.without_end(own_adapter, options.input_tokens, options.output_tokens)
         capacity = options.capacity or await measure_capacity(options, calls)
         idle: list[Reply] = []

@@ -43,13 +43,8 @@ def _require(ok: bool, setting: str, expected: str, got: object) -> None:
 def _check_choices(section: str, settings: object, **choices: object) -> None:
     """Refuse what is not one of the strings of a literal type."""
     for name, type_ in choices.items():
-        *others, last = allowed = get_args(type_)
-        _require(
-            getattr(settings, name) in allowed,
-            f"{section}.{name}",
-            f"{', '.join(others)} or {last}",
-            getattr(settings, name),
-        )
+        value, (*others, last) = getattr(settings, name), get_args(type_)
+        _require(value in (*others, last), f"{section}.{name}", f"{', '.join(others)} or {last}", value)
 
 
 def _check_bounds(section: str, settings: object, **bounds: tuple[float, float]) -> None:

@@ -11,74 +11,52 @@ ratios are taken within a round. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.pool_options import pool_parser
-from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
+from weft.benchmarks.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
 from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import chosen, spread, tell
+from weft.benchmarks.report import chosen, spread
 from weft.benchmarks.rounds import ratios, take_turns
-from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
-from weft.memory.page_costs import PageCosts
+from weft.benchmarks.workloads import slora_trace
 
 SHOWN_FACTS = (
     "adapters_per_step",
     "step_ms",
-    "share_of_time_idle",
+    "share_of_time_in_steps",
     "loads per request, host>device:ok",
     "loads per request, stored>device:ok",
     "load_ms",
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("adapter-count", _parser().parse_args(arguments), measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All numbers of adapters, in turns."""
     shape = make_pool_shape(options.cache, options.files)
     costs = measure_pool_costs(shape)
-    engines = {count: make_engine(options, shape, costs, count) for count in options.counts}
+    kv_pages = options.max_running * shape.geometry.pages(options.lengths[1])
+    memory = shape.memory(options.room * shape.mean_pages + kv_pages, options.host_room * shape.mean_pages)
+    with contextlib.ExitStack() as stack:
+        engines = {
+            count: stack.enter_context(pool_engine(shape, costs, count, memory, options.max_running))
+            for count in options.counts
+        }
 
-    def run(count: int, round_: int) -> PoolRun:
-        return engines[count].run(make_load(options, count, round_), seed=[0], in_flight=options.in_flight)
+        def run(count: int, round_: int) -> PoolRun:
+            load = slora_trace(
+                num_adapters=count,
+                alpha=options.alpha,
+                rate=options.requests,
+                input_range=options.lengths,
+                output_range=options.lengths,
+                seed=42 + round_,
+            )
+            return engines[count].run(load, seed=[0], in_flight=options.in_flight)
 
-    try:
         return make_result(options, shape, take_turns(engines, options.repeats, run))
-    finally:
-        for engine in engines.values():
-            engine.close()
-
-
-def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts, count: int) -> PoolEngine:
-    """An engine with device room for `room` adapters of the mean size, beside the KV of the requests that run."""
-    longest = 2 * options.lengths[1]
-    kv_pages = options.max_running * shape.geometry.pages(longest // 2)
-    config = pool_config(
-        shape,
-        num_pages=options.room * shape.mean_pages + kv_pages,
-        host_pages=options.host_room * shape.mean_pages,
-        max_running=options.max_running,
-    )
-    return build_pool_engine(config, shape.adapters(count), costs)
-
-
-def make_load(options: argparse.Namespace, count: int, round_index: int) -> list[TimedRequest]:
-    """S-LoRA's trace; its lengths are the same for every number of adapters."""
-    settings = SloraSettings(
-        num_adapters=count,
-        alpha=options.alpha,
-        rate=options.requests,
-        input_range=options.lengths,
-        output_range=options.lengths,
-        seed=42 + round_index,
-    )
-    return slora_trace(settings)
 
 
 def make_result(options: argparse.Namespace, shape: PoolShape, runs: dict[int, list[PoolRun]]) -> dict[str, Any]:
@@ -126,8 +104,9 @@ def decode_steps(runs: Sequence[PoolRun], num_requests: int) -> dict[str, dict[s
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("adapters", __doc__, requests=128, repeats=5, max_running=16)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=128, repeats=5, max_running=16)
     add = parser.add_argument
     add("--counts", type=int, nargs="+", default=[5, 100, 1000, 2000], help="registered adapters")
     add("--alpha", type=float, default=0.3, help="popularity; 1 uniform, smaller more skewed")
@@ -135,4 +114,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--in-flight", type=int, default=32)
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--host-room", type=int, default=200, help="adapters of the mean size that fit the host slab")
-    return parser

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
@@ -27,9 +28,9 @@ from weft.benchmarks.arguments import counts, positive
 from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
+from weft.benchmarks.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
-from weft.benchmarks.report import DEFAULT_CACHE, goal, spread, tell
+from weft.benchmarks.report import DEFAULT_CACHE, goal, spread
 from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.workloads import zipf_adapters
 from weft.errors import WeftError
@@ -44,11 +45,6 @@ MAX_COLD_TTFT_MS = 300.0
 _PASS_IN_FLIGHT = 8
 _SAMPLE = 40
 """Adapters whose pages are asked for; copies repeat after a few."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("adapters-http", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,11 +72,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
         least = MIN_TIGHT_RATIO if name == "tight" else MIN_RATIO[span]
         goals.append(goal(f"{name}: tokens/s over the control's, {span}", ratio, least, is_least=True))
-        if name != "tight" and span == "warm":
-            limit = MAX_TTFT_RATIO * control["ttft_p99_ms"]
-            goals.append(goal(f"{name}: TTFT p99, ms, warm", served["ttft_p99_ms"], limit))
-        elif name != "tight" and options.shape == "demo":
-            goals.append(goal(f"{name}: TTFT p99, ms, cold", served["ttft_p99_ms"], MAX_COLD_TTFT_MS))
+        if name != "tight" and (span == "warm" or options.shape == "demo"):
+            limit = MAX_COLD_TTFT_MS if span == "cold" else MAX_TTFT_RATIO * control["ttft_p99_ms"]
+            goals.append(goal(f"{name}: TTFT p99, ms, {span}", served["ttft_p99_ms"], limit))
     return {"arms": arms, "table": table, "goals": goals}
 
 
@@ -88,18 +82,7 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
     """Restart the server before each run of the load and of its control; adapters are uploaded once and kept."""
     chosen = hashlib.sha256(f"{options.model} {options.adapters}".encode()).hexdigest()[:8]
     folder = options.cache / f"adapters-http-{chosen}-{count}"
-    finished = folder / "registered.json"
-    if not finished.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        with plain_server(options.model, options.set, folder=folder) as server:
-            start_s = time.perf_counter()
-            key = server.add_tenant("zipf")
-            names = server.upload_copies(key, options.adapters, count)
-            facts = {"key": key, "names": names, "upload_s": time.perf_counter() - start_s}
-            found = [server.call("GET", f"/v1/adapters/{name}", key)["pages"] for name in names[:_SAMPLE]]
-            shape = {"pages": sum(found) / len(found), "geometry": server.ready["geometry"]}
-            finished.write_text(json.dumps({**facts, **shape}))
-    registered = json.loads(finished.read_text())
+    registered = register(options, folder, count)
     settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": options.control_set}
     delays_s: list[float] = []
 
@@ -110,20 +93,31 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
             return asyncio.run(load)
 
     runs = take_turns(settings, options.repeats, run, first=1)
-    rates = {
-        kind: {span: [found[span]["tokens_per_s"] for found in each] for span in MIN_RATIO}
-        for kind, each in runs.items()
+    merged = {
+        kind: {span: _merged([each[span] for each in found]) for span in MIN_RATIO} for kind, found in runs.items()
     }
+    rates = {kind: {span: merged[kind][span]["tokens_per_s"]["repeats"] for span in MIN_RATIO} for kind in runs}
     return {
         "adapters": count,
-        "upload_s": registered["upload_s"],
         "settings": settings,
-        "runs": {
-            kind: {span: _merged([run[span] for run in each]) for span in MIN_RATIO} for kind, each in runs.items()
-        },
+        "runs": merged,
         "ratio": {span: ratios(rates["served"][span], rates["control"][span]) for span in MIN_RATIO},
         "client_delay_ms": distribution(delays_s, 1e3),
     }
+
+
+def register(options: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:
+    """The key and the names of so many adapters, and the pages of some; uploaded if the folder does not have them."""
+    finished = folder / "registered.json"
+    if not finished.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        with plain_server(options.model, options.set, folder=folder) as server:
+            key = server.add_tenant("zipf")
+            names = server.upload_copies(key, options.adapters, count)
+            found = [server.call("GET", f"/v1/adapters/{name}", key)["pages"] for name in names[:_SAMPLE]]
+            shape = {"pages": sum(found) / len(found), "geometry": server.ready["geometry"]}
+            finished.write_text(json.dumps({"key": key, "names": names, **shape}))
+    return dict(json.loads(finished.read_text()))
 
 
 def _half_of_pool(
@@ -148,7 +142,7 @@ async def _put_load(
     def call(model: str, tokens: int = options.output_tokens) -> Call:
         return calls.make(model, options.input_tokens, tokens, next(numbers))
 
-    async with calls.client:
+    with contextlib.closing(calls.client):
         await closed_loop((call(BASE_NAME) for _ in range(4 * options.in_flight)), options.in_flight, [])
         if is_control:
             await closed_loop((call(name, 1) for name in names), _PASS_IN_FLIGHT, [])
@@ -190,8 +184,9 @@ def _merged(spans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = demo_parser("adapters-http", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_demo_options(parser)
     add = parser.add_argument
     add("--counts", type=counts, default="5,100,2000", help="registered adapters, comma-separated")
     add("--shape", choices=("demo", "0.5b"), default="demo", help="0.5b: random weights, adapters of rank 8 on q and v")
@@ -206,4 +201,3 @@ def _parser() -> argparse.ArgumentParser:
         "--control-set", action="append", default=[], metavar="NAME=VALUE", help="more settings of the control's server"
     )
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder where checkpoints and registered adapters are kept")
-    return parser

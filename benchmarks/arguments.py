@@ -1,23 +1,8 @@
-"""The command lines of benchmarks: their parser, and kinds of numbers."""
+"""Kinds of numbers on the command lines of benchmarks."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-
-
-def bench_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of a command of `weft bench`, to which a benchmark adds its own options.
-
-    Args:
-        command: As it is called.
-        description: What it asks and how.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"weft bench {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
-    return parser
 
 
 def positive(text: str) -> int:

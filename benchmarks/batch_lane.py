@@ -11,50 +11,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
 
 from weft.benchmarks import load, serve
-from weft.benchmarks.arguments import bench_parser, positive
-from weft.benchmarks.generator import run_load
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.arguments import positive
 from weft.benchmarks.metrics import RequestRecord, percentile
-from weft.benchmarks.report import tell
+from weft.benchmarks.own_server import call
 from weft.errors import WeftError
 
+Api = Callable[..., dict[str, Any]]
+"""Asks the server: method, path below /v1 and what httpx takes."""
 PATH = "/v1/completions"
 LOOK_S = 0.2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("batches", _parser().parse_args(arguments), measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load alone and beside a batch, sent to the server that the options describe."""
-    with serve.target(options):
-        return asyncio.run(_measure(options))
-
-
-async def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
-    plan, settings = load.make_plan(options), load.make_settings(options)
-    async with (
-        EventClient(options.url, headers) as client,
-        httpx.AsyncClient(base_url=options.url, headers=headers, timeout=120, trust_env=False) as http,
+    with (
+        serve.target(options) as served,
+        httpx.Client(base_url=served.url, timeout=120, trust_env=False) as http,
     ):
-        await run_load(client, plan[: options.warmup], settings)
-        alone = await run_load(client, plan, settings)
-        batch_id = await _start(http, options)
-        await _until(http, batch_id, "in_progress", "completed")
-        beside = await run_load(client, plan, settings)
-        done_beside = (await _ask(http, "GET", f"/batches/{batch_id}"))["request_counts"]["completed"]
-        ended = await _until(http, batch_id, "completed")
+        api = functools.partial(call, http, served.key)
+        plan, settings = load.make_plan(options), load.make_settings(options)
+        asyncio.run(load.send(served, plan[: options.warmup], settings))
+        alone = asyncio.run(load.send(served, plan, settings))
+        batch_id = _start(api, options, served.models)
+        _until(api, batch_id, "in_progress", "completed")
+        beside = asyncio.run(load.send(served, plan, settings))
+        done_beside = api("GET", f"/batches/{batch_id}")["request_counts"]["completed"]
+        ended = _until(api, batch_id, "completed")
     counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])
     loads = {"alone": _figures(alone), "beside": _figures(beside)}
     failed = {**{name: found["errors"] for name, found in loads.items()}, "batch": counts["failed"]}
@@ -72,8 +64,8 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _start(http: httpx.AsyncClient, options: argparse.Namespace) -> str:
-    rng, models = random.Random(options.seed), [name for name in options.models.split(",") if name]
+def _start(api: Api, options: argparse.Namespace, models: Sequence[str]) -> str:
+    rng = random.Random(options.seed)
     lines = []
     for number in range(options.lines):
         prompt = [rng.randrange(5, options.vocab_size) for _ in range(options.line_prompt)]
@@ -81,26 +73,17 @@ async def _start(http: httpx.AsyncClient, options: argparse.Namespace) -> str:
         body["ignore_eos"] = True
         lines.append(json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body}))
     content = {"file": ("lines.jsonl", "\n".join(lines).encode())}
-    file = await _ask(http, "POST", "/files", data={"purpose": "batch"}, files=content)
+    file = api("POST", "/files", data={"purpose": "batch"}, files=content)
     wanted = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
-    return str((await _ask(http, "POST", "/batches", json=wanted))["id"])
+    return str(api("POST", "/batches", json=wanted)["id"])
 
 
-async def _until(http: httpx.AsyncClient, batch_id: str, *statuses: str) -> dict[str, Any]:
-    while True:
-        batch = await _ask(http, "GET", f"/batches/{batch_id}")
-        if batch["status"] in statuses:
-            return batch
+def _until(api: Api, batch_id: str, *statuses: str) -> dict[str, Any]:
+    while (batch := api("GET", f"/batches/{batch_id}"))["status"] not in statuses:
         if batch["status"] in ("failed", "expired", "cancelled"):
             raise WeftError(f"the batch ended as {batch['status']}: {batch['errors']}")
-        await asyncio.sleep(LOOK_S)
-
-
-async def _ask(http: httpx.AsyncClient, method: str, path: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
-    answer = await http.request(method, path, **content)
-    if not answer.is_success:
-        raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
-    return dict(answer.json())
+        time.sleep(LOOK_S)
+    return batch
 
 
 def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
@@ -117,8 +100,8 @@ def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("batches", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     serve.add_server_options(parser)
     load.add_load_options(parser)
     parser.set_defaults(requests=200, concurrency=8)
@@ -127,4 +110,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--lines", type=positive, default=1000, help="requests of the batch")
     add("--line-prompt", type=positive, default=64, help="prompt tokens of a line")
     add("--line-tokens", type=positive, default=64, help="output tokens of a line")
-    return parser

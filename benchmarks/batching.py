@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.benchmarks.adapter_count import make_load
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool_options import pool_parser
-from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, measure_pool_costs, pool_config
+from weft.benchmarks.pool_run import PoolEngine, add_pool_options, measure_pool_costs, pool_engine
 from weft.benchmarks.pool_shape import RANKS, make_pool_shape
-from weft.benchmarks.report import spread, tell
+from weft.benchmarks.report import spread
 from weft.benchmarks.rounds import take_turns
+from weft.benchmarks.workloads import TimedRequest, slora_trace
 
 MODES = ("static", "windowed", "continuous")
 
@@ -50,28 +48,20 @@ class Batches:
         return self.sizes[-1]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("batching", _parser().parse_args(arguments), measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All modes at all rates, in turns."""
     shape = make_pool_shape(options.cache, options.files)
     room = options.adapters * max(shape.pages(rank) for rank in RANKS)
     kv_pages = options.max_running * shape.geometry.pages(2 * options.lengths[1])
-    config = pool_config(shape, num_pages=room + kv_pages, host_pages=2 * room, max_running=options.max_running)
-    engine = build_pool_engine(config, shape.adapters(options.adapters), measure_pool_costs(shape))
-    try:
-        full = engine.run(make_load(options, options.adapters, 0), seed=[0], in_flight=2 * options.max_running)
+    memory, costs = shape.memory(room + kv_pages, 2 * room), measure_pool_costs(shape)
+    with pool_engine(shape, costs, options.adapters, memory, options.max_running) as engine:
+        full = engine.run(make_load(options, 0), seed=[0], in_flight=2 * options.max_running)
         rate = full.output_tokens_per_s / (sum(r.completion_tokens for r in full.records) / len(full.records))
         runs = take_turns(
             itertools.product(MODES, options.loads),
             options.repeats,
             lambda arm, round_: run_mode(options, engine, arm[0], arm[1] * rate, round_),
         )
-    finally:
-        engine.close()
     arms: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
     for (mode, load), each in runs.items():
         arms[mode][f"{load:g}"] = {name: spread([run[name] for run in each]) for name in each[0]}
@@ -83,14 +73,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": shape.kind.about, "saturated_requests_per_s": rate, "modes": arms, "table": table, "goals": []}
 
 
+def make_load(options: argparse.Namespace, round_: int) -> list[TimedRequest]:
+    """S-LoRA's trace, one request a second on the average."""
+    return slora_trace(
+        num_adapters=options.adapters,
+        alpha=options.alpha,
+        rate=1,
+        duration_s=options.requests,
+        input_range=options.lengths,
+        output_range=options.lengths,
+        seed=42 + round_,
+    )
+
+
 def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: float, round_: int) -> dict[str, float]:
     """One mode at one rate."""
     batches = Batches(options.max_running, None if mode == "static" else options.window_ms / 1e3)
-    load = make_load(options, options.adapters, round_)
-    # The trace has all its arrivals within a second, on the average.
-    scale = options.requests / rate
     admit = None if mode == "continuous" else batches.admit
-    run = engine.run(load, seed=[round_], scale=scale, admit=admit)
+    run = engine.run(make_load(options, round_), seed=[round_], scale=1 / rate, admit=admit)
     first = 0
     for size in batches.sizes:
         batch = run.records[first : first + size]
@@ -107,12 +107,12 @@ def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: f
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("batching", __doc__, requests=150, repeats=2, max_running=16)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=150, repeats=2, max_running=16)
     add = parser.add_argument
     add("--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], help="shares of the saturated rate")
     add("--window-ms", type=float, default=100.0, help="longest wait for a full batch in windowed batching")
     add("--adapters", type=int, default=8, help="all on the device")
     add("--lengths", type=int, nargs=2, default=(8, 128), help="prompt and output tokens, from and below")
     add("--alpha", type=float, default=1.0, help="popularity of adapters; 1 uniform, smaller more skewed")
-    return parser

@@ -12,117 +12,83 @@ last, one JSON line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
 from typing import Any
 
-from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.pool_options import pool_parser
-from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
+from weft.benchmarks.metrics import percentile
+from weft.benchmarks.pool_run import (
+    PoolEngine,
+    PoolRun,
+    add_pool_options,
+    mean_facts,
+    measure_pool_costs,
+    pool_engine,
+)
 from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import SHOWN, chosen, spread, tell
-from weft.benchmarks.rounds import ratios
-from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
-from weft.memory.page_costs import PageCosts
+from weft.benchmarks.report import SHOWN, chosen, spread
+from weft.benchmarks.rounds import ratios, take_turns
+from weft.benchmarks.workloads import TimedRequest, slora_trace
 
 MAX_RATIO = 2.0
 """Largest median TTFT with twice as many adapters as fit, in those of the engine that holds all, plus one copy."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("cliff", _parser().parse_args(arguments), measure)
+ENGINES = ("small", "whole")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both engines under the same open loops."""
     shape = make_pool_shape(options.cache, options.files)
     costs = measure_pool_costs(shape)
-    rooms = {"small": options.room, "whole": None}
-    engines = {name: make_engine(options, shape, costs, room) for name, room in rooms.items()}
-    try:
-        copy_ms = measure_copy(options, engines["small"])
-        rounds = [measure_round(options, engines, index) for index in range(options.repeats + 1)]
-    finally:
-        for engine in engines.values():
-            engine.close()
-    return make_result(options, shape, rounds[1:], copy_ms)
-
-
-def make_engine(options: argparse.Namespace, shape: PoolShape, costs: PageCosts, room: int | None) -> PoolEngine:
-    """An engine with room for so many adapters of the mean size beside the KV of all that run; None pins them all."""
     most = max(options.actives)
-    adapter_pages = most * max(shape.pages(rank) for rank in RANKS) if room is None else room * shape.mean_pages
     kv_pages = options.max_running * shape.geometry.pages(options.input_tokens + options.output_tokens)
-    config = pool_config(
-        shape,
-        num_pages=adapter_pages + kv_pages,
-        host_pages=2 * most * shape.mean_pages,
-        max_running=options.max_running,
-    )
-    adapters = shape.adapters(most)
-    engine = build_pool_engine(config, adapters, costs)
-    for ref in adapters if room is None else ():
-        engine.core.pin_adapter(ref, True)
-    return engine
+    rooms = (options.room * shape.mean_pages, most * max(shape.pages(rank) for rank in RANKS))
+    memories = [shape.memory(room + kv_pages, 2 * most * shape.mean_pages) for room in rooms]
+    with contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(pool_engine(shape, costs, most, memory, options.max_running))
+            for name, memory in zip(ENGINES, memories, strict=True)
+        }
+        for ref in shape.adapters(most):
+            engines["whole"].core.pin_adapter(ref, True)
+        each = [TimedRequest(0.0, index, 1, 1) for index in range(most)]
+        for _ in range(2):  # from their files, then from host memory
+            copy_ms = engines["small"].run(each, seed=[1], in_flight=1).facts()["load_ms"]
+        runs = take_turns(options.actives, options.repeats, lambda active, i: measure_both(options, engines, active, i))
+    return make_result(options, shape, runs, copy_ms)
 
 
-def make_load(options: argparse.Namespace, active: int, num_requests: int, seed: int) -> list[TimedRequest]:
-    """Poisson arrivals, one a second on the average, of requests of one length for equally popular adapters."""
-    settings = SloraSettings(
+def measure_both(
+    options: argparse.Namespace, engines: dict[str, PoolEngine], active: int, round_: int
+) -> dict[str, PoolRun]:
+    """What the whole engine can do with so many equally popular adapters, then both of them at a share of that."""
+    load = slora_trace(
         num_adapters=active,
         rate=1,
-        duration_s=num_requests,
+        duration_s=options.requests,
         input_range=(options.input_tokens, options.input_tokens + 1),
         output_range=(options.output_tokens, options.output_tokens + 1),
-        seed=seed,
+        seed=100 * round_ + active,
     )
-    return slora_trace(settings)
-
-
-def measure_copy(options: argparse.Namespace, engine: PoolEngine) -> float:
-    """Milliseconds from wanting an adapter to having it on an idle device, from host memory."""
-    most = max(options.actives)
-    each = [TimedRequest(0.0, index, 1, 1) for index in range(most)]
-    engine.run(each, seed=[1], in_flight=1)
-    return engine.run(each, seed=[1], in_flight=1).facts()["load_ms"]
-
-
-def measure_round(options: argparse.Namespace, engines: dict[str, PoolEngine], index: int) -> dict[str, Any]:
-    """Every number of adapters on both engines."""
-    runs: dict[str, dict[int, PoolRun]] = {name: {} for name in engines}
-    saturated = {}
-    for active in options.actives:
-        load = make_load(options, active, options.requests, 100 * index + active)
-        in_flight = 2 * options.max_running
-        full = engines["whole"].run(load, seed=[2], in_flight=min(in_flight, options.requests - 1))
-        saturated[active] = full.output_tokens_per_s / options.output_tokens
-        scale = 1 / (options.load * saturated[active])
-        for name in sorted(engines, reverse=bool(index % 2)):
-            runs[name][active] = engines[name].run(load, seed=[3], scale=scale)
-        medians = "  ".join(f"{name} {1e3 * _median_ttft(runs[name][active]):8.1f} ms" for name in engines)
-        label = f"round {index}" if index else "warm-up"
-        print(f"{label} {active:4} adapters at {1 / scale:6.2f} requests/s, median TTFT: {medians}", flush=True)
-    return {"runs": runs, "saturated": saturated}
+    in_flight = min(2 * options.max_running, options.requests - 1)
+    full = engines["whole"].run(load, seed=[2], in_flight=in_flight)
+    scale = options.output_tokens / (options.load * full.output_tokens_per_s)
+    both = {name: engines[name].run(load, seed=[3], scale=scale) for name in sorted(engines, reverse=bool(round_ % 2))}
+    return {"full": full, **both}
 
 
 def make_result(
-    options: argparse.Namespace, shape: PoolShape, rounds: Sequence[dict[str, Any]], copy_ms: float
+    options: argparse.Namespace, shape: PoolShape, runs: dict[int, list[dict[str, PoolRun]]], copy_ms: float
 ) -> dict[str, Any]:
     """Median TTFT on both engines, and their ratio within rounds."""
     by_active = {}
-    for active in options.actives:
-        runs = {name: [each["runs"][name][active] for each in rounds] for name in ("small", "whole")}
-        ttft = {name: [1e3 * _median_ttft(run) for run in each] for name, each in runs.items()}
+    for active, rounds in runs.items():
+        ttft = {name: [_median_ttft_ms(each[name]) for each in rounds] for name in ENGINES}
+        saturated = [each["full"].output_tokens_per_s / options.output_tokens for each in rounds]
         by_active[str(active)] = {
-            "saturated_requests_per_s": spread([each["saturated"][active] for each in rounds]),
+            "saturated_requests_per_s": spread(saturated),
             "median_ttft_ms": {name: spread(values) for name, values in ttft.items()},
             "ratio": ratios(ttft["small"], ttft["whole"]),
             "share_of_limit": ratios(ttft["small"], [MAX_RATIO * each + copy_ms for each in ttft["whole"]]),
-            "ttft_ms": {
-                name: distribution([record.ttft_s for run in each for record in run.records], 1e3)
-                for name, each in runs.items()
-            },
-            "facts": {name: mean_facts(each) for name, each in runs.items()},
+            "facts": {name: mean_facts([each[name] for each in rounds]) for name in ENGINES},
         }
     return {
         "load": {
@@ -147,16 +113,16 @@ def make_result(
     }
 
 
-def _median_ttft(run: PoolRun) -> float:
-    return percentile([record.ttft_s for record in run.records], 50)
+def _median_ttft_ms(run: PoolRun) -> float:
+    return 1e3 * percentile([record.ttft_s for record in run.records], 50)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("cliff", __doc__, requests=150, repeats=4, max_running=16)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=150, repeats=4, max_running=16)
     add = parser.add_argument
     add("--actives", type=int, nargs="+", default=[10, 20, 40, 60], help="adapters in use")
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--load", type=float, default=0.6, help="share of the saturated rate")
     add("--input-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=64)
-    return parser

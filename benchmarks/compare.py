@@ -14,15 +14,15 @@ import argparse
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from weft.benchmarks import load
-from weft.benchmarks.arguments import bench_parser, positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.arguments import positive
+from weft.benchmarks.generator import PlannedRequest
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.report import spread, tell
+from weft.benchmarks.own_server import Served
+from weft.benchmarks.report import spread
 from weft.benchmarks.rounds import take_turns
 from weft.benchmarks.serve import add_server_options, target
 from weft.errors import ConfigError, WeftError
@@ -35,20 +35,6 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
 """What is compared, from a summary of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A server and the names that it has for the models."""
-
-    url: str
-    key: str
-    models: list[str]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("compare", _parser().parse_args(arguments), measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Send the load to both in turns.
 
@@ -56,8 +42,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: The options contradict each other.
         WeftError: A request of the round that is not counted failed.
     """
-    with target(options):
-        contenders = make_contenders(options)
+    with target(options) as served:
+        contenders = make_contenders(options, served)
         plan, settings = load.make_plan(options), load.make_settings(options)
 
         def run(name: str, round_: int) -> dict[str, Any]:
@@ -65,7 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             # Other prompts in each round: a repeated one measures prefix caches.
             fresh = replace(settings, seed=options.seed + round_)
             translated = translate(plan, contenders["Weft"].models, contender.models)
-            records = asyncio.run(_send(contender, translated, fresh))
+            records = asyncio.run(load.send(contender, translated, fresh))
             failed = next((record.error for record in records if record.error), None)
             if not round_ and failed:
                 raise WeftError(f"{name} does not answer as asked: {failed}")
@@ -74,19 +60,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return make_result(take_turns(contenders, options.repeats, run))
 
 
-async def _send(contender: Contender, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
-    headers = {"Authorization": f"Bearer {contender.key}"} if contender.key else {}
-    async with EventClient(contender.url, headers) as client:
-        return await run_load(client, plan, settings)
-
-
-def make_contenders(options: argparse.Namespace) -> dict[str, Contender]:
+def make_contenders(options: argparse.Namespace, served: Served) -> dict[str, Served]:
     """Weft and its peer, by name.
 
     Raises:
         ConfigError: Their models are not equally many, or both have one name.
     """
-    ours, theirs = ([name for name in names.split(",") if name] for names in (options.models, options.peer_models))
+    ours, theirs = served.models, [name for name in options.peer_models.split(",") if name]
     if len(ours) != len(theirs):
         raise ConfigError(
             f"--peer-models names {len(theirs)} models, Weft has {len(ours)} ({', '.join(ours)}): name as many, in the "
@@ -96,8 +76,8 @@ def make_contenders(options: argparse.Namespace) -> dict[str, Contender]:
     if options.peer_name == "Weft":
         raise ConfigError("--peer-name must not be Weft", param="peer_name")
     return {
-        "Weft": Contender(options.url, options.key, ours),
-        options.peer_name: Contender(options.peer, options.peer_key, theirs),
+        "Weft": served,
+        options.peer_name: Served(options.peer, options.peer_key, theirs),
     }
 
 
@@ -140,8 +120,8 @@ def _ratio(one: float, two: float) -> float:
     return one / two if two else math.nan
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("compare", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--peer", required=True, help="base URL with /v1 of the other server")
     add("--peer-models", required=True, help="its names for the same models, comma-separated, the base first")
@@ -151,4 +131,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=positive, default=3, help="rounds that count")
     add_server_options(parser)
     load.add_load_options(parser)
-    return parser

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -34,8 +35,8 @@ from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.flood import Stream, flood
 from weft.benchmarks.generator import Reply
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.own_server import BASE_NAME, OwnServer, demo_parser, plain_server
-from weft.benchmarks.report import goal, spread, tell
+from weft.benchmarks.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
+from weft.benchmarks.report import goal, spread
 from weft.benchmarks.rounds import take_turns
 from weft.errors import WeftError
 
@@ -64,22 +65,17 @@ class Arm:
     """Key and model of the quiet requests, if there are any."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("fairness", _parser().parse_args(arguments), measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All arms against a server of their own."""
     with plain_server(options.model, options.set) as server:
-        arms, skipped = make_arms(options, server)
+        arms = make_arms(options, server)
         carry_out(options, server, arms["all"], repeat=0)  # warms up
         runs = take_turns(arms, options.repeats, lambda name, repeat: carry_out(options, server, arms[name], repeat), 1)
-    return {**make_result(runs), "skipped": skipped}
+    return make_result(runs)
 
 
-def make_arms(options: argparse.Namespace, server: OwnServer) -> tuple[dict[str, Arm], dict[str, str]]:
-    """Tenants and adapters of all arms; arms that this server cannot have, with the reason."""
+def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
+    """Tenants and adapters of all arms."""
     keys = {name: server.add_tenant(name) for name in ("flood", "quiet", *WEIGHTS)}
     seeds = itertools.count(1)
 
@@ -105,12 +101,9 @@ def make_arms(options: argparse.Namespace, server: OwnServer) -> tuple[dict[str,
         arms[name] = Arm((group("flood", models),), quiet)
     arms["same"] = Arm((group("flood", few[:1]),), (keys["flood"], adapters("flood", 1, _OTHERS + 1)[0]))
     both = tuple(group(name, adapters(name, 1, 0), options.streams // 2) for name in WEIGHTS)
-    try:
-        for tenant, weight in WEIGHTS.items():
-            server.call("PATCH", f"/v1/tenants/{tenant}", json={"weight": weight})
-    except WeftError as error:
-        return arms, {"weights": f"this server does not know a tenant's weight: {error}"}
-    return {**arms, "weights": Arm(both, None)}, {}
+    for tenant, weight in WEIGHTS.items():
+        server.call("PATCH", f"/v1/tenants/{tenant}", json={"weight": weight})
+    return {**arms, "weights": Arm(both, None)}
 
 
 def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int) -> dict[str, Any]:
@@ -159,7 +152,7 @@ async def _ask_quietly(
     watch = asyncio.create_task(watch_delay(delays_s))
     draw = random.Random(options.seed)
     calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
-    async with calls.client:
+    with contextlib.closing(calls.client):
         end_s = time.perf_counter() + options.seconds
         while time.perf_counter() < end_s:
             await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
@@ -175,14 +168,16 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     table, goals = [], []
     for name, arm in arms.items():
         ttft, step_ms = arm["ttft_ms"], arm["flood_step_ms"]
-        row = {
-            "arm": name,
-            **{f"TTFT {key}, ms": value for key, value in ttft.items()},
-            "p95 / alone": ttft["p95"] / alone,
-        }
-        late = {"client late p99, ms": arm["client_delay_ms"]["p99"], "flood step, ms": step_ms}
         table.append(
-            {**row, **late, "flood tokens/s": arm["tokens_per_s"], "kept": arm["kept"] and arm["kept"]["median"]}
+            {
+                "arm": name,
+                **{f"TTFT {key}, ms": value for key, value in ttft.items()},
+                "p95 / alone": ttft["p95"] / alone,
+                "client late p99, ms": arm["client_delay_ms"]["p99"],
+                "flood step, ms": step_ms,
+                "flood tokens/s": arm["tokens_per_s"],
+                "kept": arm["kept"] and arm["kept"]["median"],
+            }
         )
         if name == "weights":
             ratio = arm["rates"][0] / arm["rates"][1] / (WEIGHTS["heavy"] / WEIGHTS["light"])
@@ -213,8 +208,9 @@ def _arm_result(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = demo_parser("fairness", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_demo_options(parser)
     add = parser.add_argument
     add("--seconds", type=float, default=20.0, help="of a span; an arm has two")
     add("--repeats", type=positive, default=3)
@@ -224,4 +220,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--quiet-tokens", type=positive, default=16, help="output tokens of a quiet request")
     add("--prompt-tokens", type=positive, default=32)
     add("--pause-ms", type=float, default=100.0, help="mean pause between quiet requests")
-    return parser

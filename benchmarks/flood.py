@@ -36,7 +36,7 @@ class Stream:
 
     def calls(self) -> Iterator[Call]:
         """Requests without end."""
-        calls = Calls(EventClient(self.url, {"Authorization": f"Bearer {self.key}"}), self.vocab_size, self.seed)
+        calls = Calls(EventClient(self.url, self.key), self.vocab_size, self.seed)
         return calls.without_end(self.models, self.prompt_tokens, self.output_tokens)
 
 

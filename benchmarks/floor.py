@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from weft.benchmarks.arguments import bench_parser, counts
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config
-from weft.benchmarks.report import tell
+from weft.benchmarks.arguments import counts
+from weft.benchmarks.model_shapes import QWEN
+from weft.benchmarks.qwen_shape import VOCAB_SIZE
 from weft.engine.model.linear import Linear, make_linear
 
 NUM_PASSES = 5
@@ -29,14 +29,12 @@ class LinearPass:
     """All linear layers of the 0.5B shape in bfloat16 with random weights (0.8 GB)."""
 
     def __init__(self) -> None:
-        config = base_config()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-        qkv = (heads + 2 * kv_heads) * (hidden // heads)
+        hidden, inner = QWEN.hidden, QWEN.intermediate
+        qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
         shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
         self._layers = [
             (make_linear(_weights(out_features, in_features)), in_features)
-            for _ in range(config.num_hidden_layers)
+            for _ in range(QWEN.num_layers)
             for out_features, in_features in shapes
         ]
         self._head = (make_linear(_weights(VOCAB_SIZE, hidden)), hidden)
@@ -54,22 +52,11 @@ class LinearPass:
         work = [(linear, inputs[count, width]) for count, (linear, width) in zip(counts, timed, strict=True)]
         return statistics.median([_time(work) for _ in range(NUM_PASSES + 1)][1:])
 
-    def seconds_of_load(self, requests: int, input_tokens: int, output_tokens: int, step_tokens: int = 512) -> float:
-        """Least time of `requests` generations at once: their prompts in steps of `step_tokens`, then decode steps."""
-        prompt_tokens = requests * input_tokens
-        full_steps, rest = divmod(prompt_tokens, step_tokens)
-        prefill = full_steps * self.seconds(step_tokens, head_rows=max(1, step_tokens // input_tokens))
-        if rest:
-            prefill += self.seconds(rest, head_rows=max(1, rest // input_tokens))
-        return prefill + (output_tokens - 1) * self.seconds(requests)
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    parser = bench_parser("floor", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     parser.add_argument("--rows", type=counts, default="1,8,32,64", help="rows of activations, comma-separated")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    return tell("floor", parser.parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from weft.errors import ConfigError
@@ -32,10 +31,10 @@ class EventClient:
 
     Args:
         url: Base such as `http://127.0.0.1:8000/v1`.
-        headers: Sent with every request.
+        key: API key; empty sends none.
     """
 
-    def __init__(self, url: str, headers: dict[str, str]) -> None:
+    def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"url must start with http:// or https:// and name a host, got {url!r}", param="url")
@@ -44,16 +43,12 @@ class EventClient:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        fixed = {"Host": parts.netloc, "Content-Type": "application/json", "Accept": "text/event-stream", **headers}
+        fixed = {"Host": parts.netloc, "Content-Type": "application/json", "Accept": "text/event-stream"}
+        if key:
+            fixed["Authorization"] = f"Bearer {key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
 
-    async def __aenter__(self) -> EventClient:
-        """Nothing is opened before the first call."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Close the idle connections."""
         for _, writer in self._idle:
             writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 from collections import Counter
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, run_load
+from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.metrics import Objective, summarise
+from weft.benchmarks.own_server import Served
 from weft.benchmarks.workloads import PATTERNS, assign_adapters, gamma_arrivals
 from weft.errors import ConfigError
 
@@ -20,7 +22,7 @@ RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput
 _SHOWN_ERRORS = 5
 
 
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, served: Served) -> dict[str, Any]:
     """Carry out the load that the options describe.
 
     Raises:
@@ -29,8 +31,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     plan = make_plan(options)
     settings = make_settings(options)
     objective = Objective(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
-    headers = {"Authorization": f"Bearer {options.key}"} if options.key else {}
-    async with EventClient(options.url, headers) as client:
+    with contextlib.closing(EventClient(served.url, served.key)) as client:
         if options.warmup:
             await run_load(client, _warm_up(plan, options.warmup), settings)
         records = await run_load(client, plan, settings)
@@ -44,6 +45,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         "table": [{"": name, **summary[name]} for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms")],
         "failures": [f"{count} x {error}" for error, count in errors[:_SHOWN_ERRORS]],
     }
+
+
+async def send(served: Served, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
+    """Send all requests of a plan."""
+    with contextlib.closing(EventClient(served.url, served.key)) as client:
+        return await run_load(client, plan, settings)
 
 
 def make_plan(options: argparse.Namespace) -> list[PlannedRequest]:

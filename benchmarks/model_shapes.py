@@ -1,8 +1,9 @@
-"""Shapes of published models, for what needs sizes and no weights."""
+"""Shapes of models, for what needs sizes and no weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.memory.geometry import PageGeometry, page_geometry
@@ -10,10 +11,14 @@ from weft.memory.geometry import PageGeometry, page_geometry
 DTYPE_BYTES = 2
 """bfloat16, in which these models are served."""
 
+ALL_LINEAR = tuple(range(len(MODULE_PATHS)))
+QUERY_AND_VALUE = (0, 2)
+"""Modules that an adapter changes, in every layer: indices into `MODULE_PATHS`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a published model, as its config.json has them."""
+    """Sizes of a model, as its config.json has them."""
 
     name: str
     num_layers: int
@@ -35,19 +40,35 @@ class ModelShape:
         modules = (ModuleShape(path, *sizes) for path, sizes in zip(MODULE_PATHS, attention + mlp, strict=True))
         return BaseShape(digest="", num_layers=self.num_layers, modules=tuple(modules))
 
-    def geometry(self) -> PageGeometry:
+    def config_fields(self) -> dict[str, Any]:
+        """Of a checkpoint with these sizes, as transformers names them; all that benchmarks generate have the same."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
+
+    def geometry(self, dtype_bytes: int = DTYPE_BYTES) -> PageGeometry:
         """Pages of an arena for it."""
         return page_geometry(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            dtype_bytes=DTYPE_BYTES,
+            dtype_bytes=dtype_bytes,
             largest_row_features=self.base().largest_row_features,
         )
 
 
+QWEN = ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2)
 MODELS = (
     ModelShape("Llama-3-8B", num_layers=32, hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8),
-    ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2),
+    QWEN,
     ModelShape("Llama-2-7B", num_layers=32, hidden=4096, intermediate=11008, num_heads=32, num_kv_heads=32),
 )

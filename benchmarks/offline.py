@@ -10,7 +10,6 @@ hits all of them; medians are compared. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import random
 import statistics
@@ -26,46 +25,24 @@ from transformers import Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from weft import LLM, SamplingParams
-from weft.benchmarks.arguments import bench_parser
-from weft.benchmarks.floor import LinearPass
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, chosen, tell
+from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
+from weft.benchmarks.report import DEFAULT_CACHE, chosen
 from weft.benchmarks.rounds import take_turns
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, Sequence[int] | None], list[list[int]]]
 """Token ids of each answer, from prompts and the adapter index of each (None is the base)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One load that contenders are timed on."""
-
-    name: str
-    prompts: Prompts
-    adapters: list[int] | None
+Case = tuple[Prompts, list[int] | None]
+"""One load that contenders are timed on: prompts, and the adapter of each."""
 
 
 @dataclass(slots=True)
-class Contender:
-    """Something that generates."""
+class Timed:
+    """What one contender did with one load."""
 
-    name: str
-    generate: Generate
-    cases: tuple[str, ...]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    outputs: dict[str, list[list[int]]] = field(default_factory=dict)
-
-    def time(self, case: Case) -> None:
-        """One repeat."""
-        start = time.perf_counter()
-        self.outputs[case.name] = self.generate(case.prompts, case.adapters)
-        self.seconds.setdefault(case.name, []).append(time.perf_counter() - start)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("offline", _parser().parse_args(arguments), measure)
+    seconds: list[float] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    """Of the last repeat."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,91 +51,67 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.threads:
         torch.set_num_threads(options.threads)
     base, adapters = make_checkpoints(options.cache)
-    floors = measure_floors(options)
     cases = make_cases(options.requests, options.input_tokens, len(adapters))
-    contenders, memory = load_contenders(options, base, adapters, cases[1])
-    turns = {
-        f"{case.name}, {contender.name}": functools.partial(contender.time, case)
-        for case in cases
-        for contender in contenders
-        if case.name in contender.cases
+    contenders = {
+        "weft": _weft(options, base, adapters),
+        "transformers": _transformers(options, base),
+        "transformers + PEFT": _peft(options, base, adapters),
     }
-    take_turns(turns, options.repeats, lambda name, _: turns[name](), first=1)
-    result = make_result(options, cases, contenders) | {"floor_seconds": floors, "resident_mib_added": memory}
-    for name, floor_s in floors.items():
-        result["ratios"][f"weft {name} time / floor"] = statistics.median(contenders[0].seconds[name]) / floor_s
-    return result
+    timed = {
+        (case, name): Timed()
+        for case in cases
+        for name in contenders
+        if name == "weft" or (name == "transformers + PEFT") == (case == "mixed")
+    }
+
+    def run(turn: tuple[str, str], round_: int) -> None:
+        case, name = turn
+        start_s = time.perf_counter()
+        answers = contenders[name](*cases[case])
+        if round_:
+            timed[turn].seconds.append(time.perf_counter() - start_s)
+            timed[turn].answers = answers
+
+    take_turns(timed, options.repeats, run)
+    return make_result(options, timed)
 
 
-def make_cases(num_requests: int, input_tokens: int, num_adapters: int) -> list[Case]:
+def make_cases(num_requests: int, input_tokens: int, num_adapters: int) -> dict[str, Case]:
     """The three loads; prompts are random token ids of one length, so that nobody pads."""
     draw = random.Random(0)
     prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(input_tokens)] for _ in range(num_requests)]
     mixed = [index % num_adapters for index in range(num_requests)]
-    return [Case("base", prompts, None), Case("mixed", prompts, mixed), Case("single", prompts[:1], None)]
+    return {"base": (prompts, None), "mixed": (prompts, mixed), "single": (prompts[:1], None)}
 
 
-def measure_floors(options: argparse.Namespace) -> dict[str, float]:
-    """Least seconds of the two base loads on this machine: their linear layers alone."""
-    linear_pass = LinearPass()
-    lengths = options.input_tokens, options.output_tokens
-    return {
-        "base": linear_pass.seconds_of_load(options.requests, *lengths),
-        "single": linear_pass.seconds_of_load(1, *lengths),
-    }
-
-
-def load_contenders(
-    options: argparse.Namespace, base: Path, adapters: Sequence[Path], warm_up: Case
-) -> tuple[list[Contender], dict[str, float]]:
-    """Load everything that takes part and run it once, and what each adds to the resident memory in MiB by that."""
-    makers: list[tuple[str, Callable[[], Generate], tuple[str, ...]]] = [
-        ("weft", lambda: _weft(options, base, adapters), ("base", "mixed", "single")),
-        ("transformers", lambda: _transformers(options, base), ("base", "single")),
-        ("transformers + PEFT", lambda: _peft(options, base, adapters), ("mixed",)),
-    ]
-    contenders, memory = [], {}
-    for name, make, cases in makers:
-        before = _resident_mib()
-        contender = Contender(name, make(), cases)
-        contender.generate(warm_up.prompts[: len(adapters)], warm_up.adapters and warm_up.adapters[: len(adapters)])
-        memory[name] = _resident_mib() - before
-        contenders.append(contender)
-    return contenders, memory
-
-
-def make_result(options: argparse.Namespace, cases: Sequence[Case], contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Medians, ratios and how far the outputs agree."""
-    tokens = {case.name: len(case.prompts) * options.output_tokens for case in cases}
-    rates = {
-        contender.name: {name: tokens[name] / statistics.median(seconds) for name, seconds in contender.seconds.items()}
-        for contender in contenders
-    }
-    weft, plain, peft = contenders
+def make_result(options: argparse.Namespace, timed: dict[tuple[str, str], Timed]) -> dict[str, Any]:
+    """Medians, ratios and how far the outputs agree, from what was timed by case and contender."""
+    rates: dict[str, dict[str, float]] = {name: {} for _, name in timed}
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in rates}
+    for (case, name), found in timed.items():
+        tokens = options.output_tokens * (1 if case == "single" else options.requests)
+        rates[name][case] = tokens / statistics.median(found.seconds)
+        seconds[name][case] = found.seconds
+    peers = {"base": "transformers", "mixed": "transformers + PEFT", "single": "transformers"}
     return {
         "threads": torch.get_num_threads(),
-        "load": {
-            "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
-            **chosen(options, "requests", "input_tokens", "output_tokens", "repeats"),
-        },
+        "load": {"model": MODEL_ABOUT, **chosen(options, "requests", "input_tokens", "output_tokens", "repeats")},
         "output_tokens_per_s": rates,
-        "seconds": {contender.name: contender.seconds for contender in contenders},
+        "seconds": seconds,
         "ratios": {
-            "base: weft / transformers": rates["weft"]["base"] / rates["transformers"]["base"],
-            "single: weft / transformers": rates["weft"]["single"] / rates["transformers"]["single"],
-            "mixed: weft / transformers + PEFT": rates["weft"]["mixed"] / rates["transformers + PEFT"]["mixed"],
+            **{f"{case}: weft / {peer}": rates["weft"][case] / rates[peer][case] for case, peer in peers.items()},
             "weft: mixed / base": rates["weft"]["mixed"] / rates["weft"]["base"],
         },
         "first_tokens_equal": {
-            "base": _agreement(weft.outputs["base"], plain.outputs["base"]),
-            "mixed": _agreement(weft.outputs["mixed"], peft.outputs["mixed"]),
+            case: _agreement(timed[case, "weft"].answers, timed[case, peers[case]].answers)
+            for case in ("base", "mixed")
         },
-        "table": [{"tokens/s": name, **{case: rates[name].get(case, "-") for case in tokens}} for name in rates],
+        "table": [{"tokens/s": name, **{case: each.get(case, "-") for case in peers}} for name, each in rates.items()],
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("offline", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--repeats", type=int, default=3)
     add("--requests", type=int, default=32)
@@ -167,7 +120,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--memory-gib", type=float, default=1.0, help="Weft's arena")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    return parser
 
 
 def _weft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> Generate:
@@ -224,8 +176,3 @@ def _generate(model: Any, prompts: Prompts, output_tokens: int, **options: Any) 
 
 def _agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
     return sum(a[0] == b[0] for a, b in zip(ours, theirs, strict=True)) / len(ours)
-
-
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)

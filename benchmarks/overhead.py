@@ -13,70 +13,45 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from weft.benchmarks.arguments import bench_parser, positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.arguments import positive
+from weft.benchmarks.generator import LoadSettings, PlannedRequest
+from weft.benchmarks.load import send
+from weft.benchmarks.own_engine import OwnEngine
 from weft.benchmarks.own_server import Served, own_server
 from weft.benchmarks.part_clock import PartClock
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, chosen, spread, tell
-from weft.benchmarks.step import PROMPT_TOKENS, Case, StepBench
-from weft.engine.status import StepStats
-from weft.errors import WeftError
+from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
+from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, chosen, spread
+from weft.benchmarks.rounds import take_turns
+from weft.benchmarks.step import PROMPT_TOKENS, Case, step_engine, timed_steps
+from weft.errors import ConfigError, WeftError
 
 MAX_STEPS = 256
 """Steps of which the engine tells."""
 
 
-class Engine(Protocol):
-    """What is asked of the engine in this process; `StepBench` is one."""
-
-    def decode(self, case: Case, steps: int) -> list[float]:
-        """Seconds of so many decode steps of a case."""
-
-    def last_steps(self, count: int) -> Sequence[StepStats]:
-        """What the engine tells of the last steps."""
-
-
-@dataclass(slots=True)
-class Rounds:
-    """Medians of each round, in seconds."""
-
-    computed_s: list[float] = field(default_factory=list)
-    """A step without its planning: tensors, model, sampling, and what the tokens mean for their requests."""
-    step_s: list[float] = field(default_factory=list)
-    """A step in this process, planning included."""
-    gap_s: list[float] = field(default_factory=list)
-    """Between two tokens of a stream over HTTP."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if not 2 <= options.output_tokens <= MAX_STEPS:
-        parser.error(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
-    return tell("overhead", options, measure)
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """An engine in this process and a server, in turns."""
-    base, adapters = make_checkpoints(options.cache)
+    """An engine in this process and a server, in turns.
+
+    Raises:
+        ConfigError: The engine does not tell of so many steps.
+        WeftError: A request failed.
+    """
+    if not 2 <= options.output_tokens <= MAX_STEPS:
+        raise ConfigError(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
+    base, _ = make_checkpoints(options.cache)
     with (
-        tempfile.TemporaryDirectory(prefix="weft-") as folder,
         own_server(str(base), [], server_settings(options.requests)) as served,
+        step_engine(base, threads=0, max_rows=options.requests) as engine,
     ):
-        bench = StepBench(base, adapters, PartClock(), Path(folder), threads=0, max_rows=options.requests)
-        try:
-            return make_result(options, measure_rounds(bench, served, options))
-        finally:
-            bench.close()
+
+        def run(name: str, round_: int) -> dict[str, float]:
+            return in_process(engine, options) if name == "engine" else over_http(served, options, round_)
+
+        return make_result(options, take_turns(("engine", "server"), options.repeats, run))
 
 
 def server_settings(requests: int) -> list[str]:
@@ -91,54 +66,42 @@ def server_settings(requests: int) -> list[str]:
     ]
 
 
-def measure_rounds(bench: Engine, served: Served, options: argparse.Namespace) -> Rounds:
-    """Take turns, after one round that is not counted.
-
-    Raises:
-        WeftError: A request failed.
-    """
+def in_process(engine: OwnEngine, options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of a step, planning included, and of a step without: tensors, model, sampling and outputs."""
     case = Case("decode", options.requests, [None])
-    rounds = Rounds()
-    for round_ in range(options.repeats + 1):
-        step_s = bench.decode(case, options.output_tokens)
-        computed_s = [step.seconds for step in bench.last_steps(options.output_tokens)]
-        records = asyncio.run(_stream(served, options, seed=round_))
-        if failed := next((record.error for record in records if record.error), None):
-            raise WeftError(f"a request over HTTP failed: {failed}")
-        if round_:
-            rounds.step_s.append(statistics.median(step_s))
-            rounds.computed_s.append(statistics.median(computed_s))
-            rounds.gap_s.append(statistics.median(gap for record in records for gap in record.gaps_s))
-    return rounds
+    step_s, _ = timed_steps(engine, case, options.output_tokens, PartClock())
+    told = engine.core.status().last_steps[-options.output_tokens :]
+    return {"step": statistics.median(step_s), "computed": statistics.median(step.seconds for step in told)}
 
 
-async def _stream(served: Served, options: argparse.Namespace, seed: int) -> list[Reply]:
+def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Median seconds between two tokens of a stream."""
     plan = [PlannedRequest(served.models[0], PROMPT_TOKENS, options.output_tokens) for _ in range(options.requests)]
     settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
-    async with EventClient(served.url, {"Authorization": f"Bearer {served.key}"}) as client:
-        return await run_load(client, plan, settings)
+
+    replies = asyncio.run(send(served, plan, settings))
+    if failed := next((reply.error for reply in replies if reply.error), None):
+        raise WeftError(f"a request over HTTP failed: {failed}")
+    return {"gap over HTTP": statistics.median(gap for reply in replies for gap in reply.gaps_s)}
 
 
-def make_result(options: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
+def make_result(options: argparse.Namespace, runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any]:
     """Medians in ms, and shares of a step, taken within rounds."""
-    of_rounds = list(zip(rounds.computed_s, rounds.step_s, rounds.gap_s, strict=True))
+    rounds = [engine | server for engine, server in zip(runs["engine"], runs["server"], strict=True)]
+
+    def share(over: str, under: str) -> dict[str, Any]:
+        return spread([(each[over] - each[under]) / each["step"] for each in rounds])
+
     found = {
-        "ms": {
-            "computed": spread([1e3 * computed for computed, _, _ in of_rounds]),
-            "step": spread([1e3 * step for _, step, _ in of_rounds]),
-            "gap over HTTP": spread([1e3 * gap for _, _, gap in of_rounds]),
-        },
+        "ms": {name: spread([1e3 * each[name] for each in rounds]) for name in ("computed", "step", "gap over HTTP")},
         "share of a step": {
-            "planning": spread([(step - computed) / step for computed, step, _ in of_rounds]),
-            "processes and HTTP": spread([(gap - step) / step for _, step, gap in of_rounds]),
-            "all": spread([(gap - computed) / step for computed, step, gap in of_rounds]),
+            "planning": share("step", "computed"),
+            "processes and HTTP": share("gap over HTTP", "step"),
+            "all": share("gap over HTTP", "computed"),
         },
     }
     return {
-        "load": {
-            "model": "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16",
-            **chosen(options, "requests", "output_tokens", "repeats"),
-        },
+        "load": {"model": MODEL_ABOUT, **chosen(options, "requests", "output_tokens", "repeats")},
         **found,
         "table": [
             {"": f"{name}, {unit}", **{key: each[key] for key in SHOWN}}
@@ -148,11 +111,10 @@ def make_result(options: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("overhead", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add = parser.add_argument
     add("--requests", type=positive, default=32, help="at once")
     add("--output-tokens", type=positive, default=64)
     add("--repeats", type=positive, default=3)
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
-    return parser

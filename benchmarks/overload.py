@@ -32,8 +32,8 @@ from weft.benchmarks.arguments import positive
 from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import Objective, distribution
-from weft.benchmarks.own_server import OwnServer, demo_parser, plain_server
-from weft.benchmarks.report import goal, tell
+from weft.benchmarks.own_server import OwnServer, add_demo_options, plain_server
+from weft.benchmarks.report import goal
 from weft.benchmarks.workloads import gamma_arrivals
 from weft.errors import WeftError
 
@@ -75,17 +75,13 @@ class Phase:
     start_s: float = 0.0
     truths: list[tuple[float, float | None]] = field(default_factory=list)
     """Seconds that a refused request was told, and those after which such a request was admitted; None is later."""
+    next_probe_s: float = 0.0
     rss_mib: list[float] = field(default_factory=list)
     """Once a second."""
     delays_s: list[float] = field(default_factory=list)
     """Of the clients' event loop."""
     normal_after_s: float | None = None
     """From the last arrival; None: not within the time given."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("overload", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -95,31 +91,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
-    async with contextlib.AsyncExitStack() as clients:
+    with contextlib.ExitStack() as clients:
         calls = {}
         for place, name in enumerate((*SHARES, QUIET)):
             key = server.add_tenant(name)
             own_adapter = server.upload_copies(key, options.adapters, 1, first=place)
             made = server.calls(key, seed=len(SHARES) * options.seed + place)
-            await clients.enter_async_context(made.client)
+            clients.enter_context(contextlib.closing(made.client))
             calls[name] = made.without_end(own_adapter, options.input_tokens, options.output_tokens)
-        return await _measure_all(options, server, calls)
-
-
-async def _measure_all(
-    options: argparse.Namespace, server: OwnServer, calls: Mapping[str, Iterator[Call]]
-) -> dict[str, Any]:
-    capacity = options.capacity or await measure_capacity(options, calls)
-    idle: list[Reply] = []
-    await closed_loop(itertools.islice(calls[QUIET], 10), 1, idle)
-    idle_s = statistics.median(reply.ttft_s for reply in idle)
-    print(f"capacity {capacity:.1f} requests/s, idle TTFT {1e3 * idle_s:.1f} ms", file=sys.stderr)
-    phases = []
-    for factor in options.factors:
-        phase = Phase(plan_visits(options, calls, capacity, factor))
-        await _Overload(options, server, calls[QUIET], phase, NORMAL_RATIO * idle_s).run()
-        phases.append(phase_result(options, phase, capacity, factor))
-        server.wait_idle()
+        capacity = options.capacity or await measure_capacity(options, calls)
+        idle: list[Reply] = []
+        await closed_loop(itertools.islice(calls[QUIET], 10), 1, idle)
+        idle_s = statistics.median(reply.ttft_s for reply in idle)
+        print(f"capacity {capacity:.1f} requests/s, idle TTFT {1e3 * idle_s:.1f} ms", file=sys.stderr)
+        phases = []
+        for factor in options.factors:
+            phase = Phase(plan_visits(options, calls, capacity, factor))
+            await carry_out(options, server, phase, calls[QUIET], NORMAL_RATIO * idle_s)
+            phases.append(phase_result(options, phase, capacity, factor))
+            server.wait_idle()
     goals = make_goals(max(phases, key=lambda each: float(each["times"])))
     facts = {"capacity_requests_per_s": capacity, "idle_ttft_ms": 1e3 * idle_s}
     return {**facts, "phases": phases, "table": [_row(phase) for phase in phases], "goals": goals}
@@ -156,75 +146,71 @@ def plan_visits(
     return sorted(visits, key=lambda visit: visit.arrival_s)
 
 
-class _Overload:
-    """Carries out one phase."""
+async def carry_out(
+    options: argparse.Namespace, server: OwnServer, phase: Phase, quiet: Iterator[Call], normal_s: float
+) -> None:
+    """Send every client when it is due, wait until a quiet TTFT is normal again, and then for those who still try."""
+    watches = [asyncio.create_task(each) for each in (watch_delay(phase.delays_s), _watch_memory(server, phase))]
+    phase.start_s = time.perf_counter()
+    end_s = phase.start_s + options.seconds
+    clients = []
+    for visit in phase.visits:
+        await _sleep_until(phase.start_s + visit.arrival_s)
+        clients.append(asyncio.create_task(_visit(options, phase, visit)))
+    await _sleep_until(end_s)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(options.settle_s):
+            phase.normal_after_s = await _until_normal(quiet, normal_s) - end_s
+            await asyncio.gather(*clients)
+    for task in (*watches, *clients):
+        task.cancel()
+    await asyncio.wait([*watches, *clients])
 
-    def __init__(
-        self, options: argparse.Namespace, server: OwnServer, quiet: Iterator[Call], phase: Phase, normal_s: float
-    ) -> None:
-        self._options, self._server, self._quiet, self._phase, self._normal_s = options, server, quiet, phase, normal_s
-        self._next_probe_s = 0.0
 
-    async def run(self) -> None:
-        phase = self._phase
-        watches = [asyncio.create_task(watch_delay(phase.delays_s)), asyncio.create_task(self._watch_memory())]
-        phase.start_s = time.perf_counter()
-        end_s = phase.start_s + self._options.seconds
-        clients = []
-        for visit in phase.visits:
-            await _sleep_until(phase.start_s + visit.arrival_s)
-            clients.append(asyncio.create_task(self._visit(visit)))
-        await _sleep_until(end_s)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.settle_s):
-                await self._until_normal(end_s)
-                await asyncio.gather(*clients)
-        for task in (*watches, *clients):
-            task.cancel()
-        await asyncio.wait([*watches, *clients])
+async def _visit(options: argparse.Namespace, phase: Phase, visit: Visit) -> None:
+    due_s = phase.start_s + visit.arrival_s
+    for _ in range(TRIES[visit.kind]):
+        visit.tries.append(reply := Reply(visit.call.request.model, due_s=due_s))
+        await visit.call.send(reply)
+        if not reply.is_refused:
+            return
+        if visit.kind == "honest":
+            await asyncio.sleep(reply.retry_after_s or NO_WORD_S)
+        due_s = time.perf_counter()
+    if visit.kind == "impatient" and reply.retry_after_s and due_s >= phase.next_probe_s:
+        phase.next_probe_s = due_s + options.seconds / options.probes
+        phase.truths.append((reply.retry_after_s, await _probe(visit.call, reply.retry_after_s)))
 
-    async def _visit(self, visit: Visit) -> None:
-        due_s = self._phase.start_s + visit.arrival_s
-        for _ in range(TRIES[visit.kind]):
-            visit.tries.append(reply := Reply(visit.call.request.model, due_s=due_s))
-            await visit.call.send(reply)
-            if not reply.is_refused:
-                return
-            if visit.kind == "honest":
-                await asyncio.sleep(reply.retry_after_s or NO_WORD_S)
-            due_s = time.perf_counter()
-        if visit.kind == "impatient" and reply.retry_after_s and due_s >= self._next_probe_s:
-            self._next_probe_s = due_s + self._options.seconds / self._options.probes
-            await self._probe(visit.call, reply.retry_after_s)
 
-    async def _probe(self, call: Call, told_s: float) -> None:
-        """Come at parts of the told time until a request is admitted."""
-        start_s = time.perf_counter()
-        for part in PROBE_AT:
-            await _sleep_until(start_s + part * told_s)
-            reply = Reply(call.request.model, due_s=time.perf_counter())
-            await call.send(reply)
-            if reply.status == 200:
-                self._phase.truths.append((told_s, reply.due_s - start_s))
-                return
-        self._phase.truths.append((told_s, None))
+async def _probe(call: Call, told_s: float) -> float | None:
+    """Come at parts of the told time until a request is admitted; returns the seconds until then."""
+    start_s = time.perf_counter()
+    for part in PROBE_AT:
+        await _sleep_until(start_s + part * told_s)
+        reply = Reply(call.request.model, due_s=time.perf_counter())
+        await call.send(reply)
+        if reply.status == 200:
+            return reply.due_s - start_s
+    return None
 
-    async def _until_normal(self, end_s: float) -> None:
-        since_s, in_row = end_s, 0
-        while in_row < 3:
-            reply = Reply(QUIET, due_s=time.perf_counter())
-            await next(self._quiet).send(reply)
-            if reply.ttft_s <= self._normal_s:
-                in_row += 1
-            else:
-                since_s, in_row = time.perf_counter(), 0
-            await asyncio.sleep(_POLL_S)
-        self._phase.normal_after_s = since_s - end_s
 
-    async def _watch_memory(self) -> None:
-        while (rss := self._server.rss_mib()) is not None:
-            self._phase.rss_mib.append(rss)
-            await asyncio.sleep(1)
+async def _until_normal(quiet: Iterator[Call], normal_s: float) -> float:
+    """Since when a quiet TTFT is normal, once it was so three times in a row."""
+    since_s, in_row = time.perf_counter(), 0
+    while in_row < 3:
+        reply = Reply(QUIET, due_s=time.perf_counter())
+        await next(quiet).send(reply)
+        in_row += 1
+        if not reply.ttft_s <= normal_s:
+            since_s, in_row = time.perf_counter(), 0
+        await asyncio.sleep(_POLL_S)
+    return since_s
+
+
+async def _watch_memory(server: OwnServer, phase: Phase) -> None:
+    while (rss := server.rss_mib()) is not None:
+        phase.rss_mib.append(rss)
+        await asyncio.sleep(1)
 
 
 def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, factor: float) -> dict[str, Any]:
@@ -309,8 +295,9 @@ def _factors(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = demo_parser("overload", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_demo_options(parser)
     add = parser.add_argument
     add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
     add("--seconds", type=float, default=60.0, help="of each")
@@ -323,4 +310,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
     add("--probes", type=positive, default=40, help="refused requests whose Retry-After is tested")
     add("--settle-s", type=float, default=120.0, help="how long to wait for what is left when no more arrive")
-    return parser

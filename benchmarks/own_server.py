@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 
 from weft import demo
-from weft.benchmarks.arguments import bench_parser
 from weft.benchmarks.calls import Calls
 from weft.benchmarks.http_stream import EventClient
 from weft.config import environment
@@ -37,6 +36,18 @@ _DISTINCT = 1 << 20
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
+def call(http: httpx.Client, key: str, method: str, path: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
+    """The JSON that a server answers.
+
+    Raises:
+        WeftError: It answers with an error.
+    """
+    answer = http.request(method, path, headers={"Authorization": f"Bearer {key}"} if key else {}, **content)
+    if not answer.is_success:
+        raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
+    return dict(answer.json())
+
+
 @dataclass(frozen=True, slots=True)
 class OwnServer:
     """A server that runs, with the rights of its admin."""
@@ -53,16 +64,8 @@ class OwnServer:
         return f"{str(self.http.base_url).rstrip('/')}/v1"
 
     def call(self, method: str, path: str, key: str | None = None, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
-        """The JSON that the server answers; the admin asks where no key is given.
-
-        Raises:
-            WeftError: It answers with an error.
-        """
-        headers = {"Authorization": f"Bearer {key or self.admin_key}"}
-        answer = self.http.request(method, path, headers=headers, **content)
-        if not answer.is_success:
-            raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
-        return dict(answer.json())
+        """The JSON that the server answers; the admin asks where no key is given."""
+        return call(self.http, key or self.admin_key, method, path, **content)
 
     def add_tenant(self, name: str) -> str:
         """Make a tenant without limits; returns a key."""
@@ -75,8 +78,7 @@ class OwnServer:
 
     def calls(self, key: str, seed: int) -> Calls:
         """Requests with this key; the seed is that of their prompts."""
-        client = EventClient(self.url, {"Authorization": f"Bearer {key}"})
-        return Calls(client, self.ready["vocab_size"], seed)
+        return Calls(EventClient(self.url, key), self.ready["vocab_size"], seed)
 
     def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
         """Upload versions of adapters that differ in alpha, several at a time; returns their names.
@@ -141,15 +143,13 @@ class Served:
     """The base, then the adapters."""
 
 
-def demo_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of benchmarks that serve the demo model by default."""
-    parser = bench_parser(command, description)
+def add_demo_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of benchmarks that serve the demo model by default."""
     add = parser.add_argument
     add("--model", type=Path, default=demo.MODEL, help="folder of the base; the demo model by default")
     add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
     add("--seed", type=int, default=0)
-    return parser
 
 
 @contextlib.contextmanager

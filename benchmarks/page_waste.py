@@ -11,92 +11,48 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape
 from weft.adapters.layout import LAYOUT_VERSION, adapter_pages
-from weft.benchmarks.arguments import bench_parser
-from weft.benchmarks.model_shapes import DTYPE_BYTES, MODELS, ModelShape
-from weft.benchmarks.report import tell
+from weft.benchmarks.model_shapes import ALL_LINEAR, DTYPE_BYTES, MODELS, QUERY_AND_VALUE, ModelShape
 
-ALL_LINEAR = tuple(range(len(MODULE_PATHS)))
-QUERY_AND_VALUE = (0, 2)
 MAX_WASTE = 0.05
 """Of adapters on all linear layers, from rank 16 on."""
 MAX_SMALL_WASTE = 0.20
 """Of adapters of rank 8 on queries and values alone."""
+KINDS = ((QUERY_AND_VALUE, 8), *((ALL_LINEAR, rank) for rank in (8, 16, 32, 64, 128)))
+"""Modules that an adapter changes in every layer, and its rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Adapters of one rank on one choice of modules, in every layer."""
+def waste_of(model: ModelShape, modules: tuple[int, ...], rank: int) -> dict[str, Any]:
+    """Plan one adapter and count.
 
-    modules: tuple[int, ...]
-    rank: int
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return f"{'all linear' if self.modules == ALL_LINEAR else 'q, v'}, rank {self.rank}"
-
-    def ranks(self, base: BaseShape) -> dict[tuple[int, int], int]:
-        """Rank by (layer, module)."""
-        return {(layer, module): self.rank for layer in range(base.num_layers) for module in self.modules}
-
-
-KINDS = (Kind(QUERY_AND_VALUE, 8), *(Kind(ALL_LINEAR, rank) for rank in (8, 16, 32, 64, 128)))
-
-
-@dataclass(frozen=True, slots=True)
-class Waste:
-    """One kind of adapter on one model."""
-
-    model: str
-    adapter: str
-    page_bytes: int
-    pages: int
-    least_pages: int
-    """Pages that the bytes would fill if they could be cut anywhere."""
-    content_bytes: int
-    """Of the rows themselves, without any padding."""
-
-    @property
-    def waste(self) -> float:
-        """Share of the pages that holds no row."""
-        return 1 - self.content_bytes / (self.pages * self.page_bytes)
-
-
-def waste_of(model: ModelShape, kind: Kind) -> Waste:
-    """Plan one adapter and count."""
+    Returns:
+        Among other figures, `least_pages`, which the bytes would fill if they could be cut anywhere; `content_bytes`
+        of the rows themselves, without any padding; and `waste`, the share of the pages that holds no row.
+    """
     base, geometry = model.base(), model.geometry()
-    row_bytes = sum((base.modules[m].in_features + base.modules[m].out_features) * DTYPE_BYTES for m in kind.modules)
-    content = row_bytes * kind.rank * base.num_layers
-    return Waste(
-        model=model.name,
-        adapter=kind.name,
-        page_bytes=geometry.page_bytes,
-        pages=adapter_pages(kind.ranks(base), base, geometry),
-        least_pages=-(-content // geometry.page_bytes),
-        content_bytes=content,
-    )
+    row_bytes = sum((base.modules[m].in_features + base.modules[m].out_features) * DTYPE_BYTES for m in modules)
+    content_bytes = row_bytes * rank * base.num_layers
+    ranks = dict.fromkeys(itertools.product(range(base.num_layers), modules), rank)
+    pages = adapter_pages(ranks, base, geometry)
+    return {
+        "model": model.name,
+        "adapter": f"{'all linear' if modules == ALL_LINEAR else 'q, v'}, rank {rank}",
+        "page_bytes": geometry.page_bytes,
+        "pages": pages,
+        "least_pages": -(-content_bytes // geometry.page_bytes),
+        "content_bytes": content_bytes,
+        "waste": 1 - content_bytes / (pages * geometry.page_bytes),
+    }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("page-waste", bench_parser("waste", __doc__).parse_args(arguments), measure)
+def add_options(_parser: argparse.ArgumentParser) -> None:
+    """It has none."""
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
     """Every kind of adapter on every model."""
-    found = [
-        asdict(each) | {"waste": each.waste} for each in itertools.starmap(waste_of, itertools.product(MODELS, KINDS))
-    ]
+    found = [waste_of(model, modules, rank) for model, (modules, rank) in itertools.product(MODELS, KINDS)]
     table = [{name: each[name] for name in ("model", "adapter", "pages", "least_pages", "waste")} for each in found]
     return {"layout_version": LAYOUT_VERSION, "adapters": found, "table": table}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,6 +5,7 @@ For the CPU, where an operation is done when its call returns. A part's time is 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
@@ -29,20 +30,6 @@ from weft.kernels.dispatch import Kernels, kernels_for
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PARTS = (
-    "linear layers",
-    "LoRA",
-    "LoRA preparation",
-    "attention",
-    "norms",
-    "activation",
-    "rest of the decoder",
-    "sampling",
-    "batch",
-    "scheduling",
-)
-"""In the order in which they are told. Attention includes rope and storing keys and values; the rest of
-the decoder is Python."""
 GROUPS = {
     "linear layers": ("linear layers",),
     "LoRA": ("LoRA", "LoRA preparation"),
@@ -50,7 +37,9 @@ GROUPS = {
     "norms, activations, Python": ("norms", "activation", "rest of the decoder"),
     "sampling, batch, scheduling": ("sampling", "batch", "scheduling"),
 }
-"""Parts that are told together where there is less room."""
+"""Parts that are told together where there is less room. Attention includes rope and storing keys and values; the rest
+of the decoder is Python."""
+PARTS = tuple(itertools.chain(*GROUPS.values()))
 
 
 class PartClock:

@@ -1,29 +1,31 @@
 """The model of the CPU comparison: Qwen2-0.5B's shape with a vocabulary of 32,000, random weights, and random adapters.
 
-Made by transformers and PEFT with a seed, once, in a cache folder outside the repository.
+Written by transformers and PEFT with a seed, once, in a cache folder outside the repository.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from weft.benchmarks.model_shapes import ALL_LINEAR, QUERY_AND_VALUE, QWEN
+from weft.benchmarks.stored import random_lora
+
 VOCAB_SIZE = 32_000
+MODEL_ABOUT = "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16"
 RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
 """One adapter each, on all linear layers."""
-ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NUM_SMALL = 8
 SMALL_RANK = 8
-_KV_WIDTH = 128
 _SEED = 7
-_FORMAT = 1
+_FORMAT = 2
 """Counts up whenever the files would come out differently."""
 
 
@@ -35,9 +37,9 @@ def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
     finished = root / "finished"
     if not finished.exists():
         root.mkdir(parents=True, exist_ok=True)
-        model = _save_base(base)
+        _save_base(base)
         for index, folder in enumerate(adapters):
-            model = _save_adapter(model, folder, index)
+            _save_adapter(folder, ALL_LINEAR, RANKS[index], _SEED + 1 + index)
         finished.touch()
     return base, adapters
 
@@ -45,41 +47,19 @@ def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
 def make_small_adapters(cache: Path) -> Path:
     """Folder of folders of adapters of rank 8 on q and v, a megabyte each: thousands can be stored. Made if need be."""
     root = cache / f"qwen2-0.5b-shape-{_FORMAT}" / "small"
-    config = base_config()
-    outs = {"q_proj": config.hidden_size, "v_proj": _KV_WIDTH}
-    generator = torch.Generator().manual_seed(_SEED)
-    for folder in (root / f"small-{index}" for index in range(NUM_SMALL)):
-        tensors = {}
-        for layer, (name, out) in itertools.product(range(config.num_hidden_layers), outs.items()):
-            path = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            for part, sizes in (("A", (SMALL_RANK, config.hidden_size)), ("B", (out, SMALL_RANK))):
-                values = torch.randn(sizes, generator=generator).mul_(0.02)
-                tensors[f"{path}{part}.weight"] = values.to(torch.bfloat16)
+    for index in range(NUM_SMALL):
+        folder = root / f"small-{index}"
         if not (folder / "adapter_model.safetensors").exists():
-            small = LoraConfig(r=SMALL_RANK, lora_alpha=2 * SMALL_RANK, target_modules=[*outs], task_type="CAUSAL_LM")
-            small.save_pretrained(str(folder))
-            save_file(tensors, folder / "adapter_model.safetensors")
+            _save_adapter(folder, QUERY_AND_VALUE, SMALL_RANK, _SEED + index)
     return root
 
 
 def base_config() -> Qwen2Config:
     """386M parameters, 24 layers, hidden size 896, tied embeddings."""
-    return Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    return Qwen2Config(vocab_size=VOCAB_SIZE, **QWEN.config_fields())
 
 
-def _save_base(folder: Path) -> Any:  # noqa: ANN401 - transformers is untyped in places
+def _save_base(folder: Path) -> None:
     torch.manual_seed(_SEED)
     model: Any = Qwen2ForCausalLM(base_config())
     model.to(torch.bfloat16)
@@ -91,19 +71,12 @@ def _save_base(folder: Path) -> Any:  # noqa: ANN401 - transformers is untyped i
     tokenizer.decoder = decoders.Fuse()
     fast: Any = PreTrainedTokenizerFast
     fast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
-    return model
 
 
-def _save_adapter(model: Any, folder: Path, index: int) -> Any:  # noqa: ANN401
-    torch.manual_seed(_SEED + 1 + index)
-    rank = RANKS[index]
-    model.name_or_path = "qwen2-0.5b-shape"
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ALL_LINEAR, task_type="CAUSAL_LM")
-    adapted: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
-    (folder / "README.md").unlink(missing_ok=True)
-    return adapted.unload()
+def _save_adapter(folder: Path, modules: Sequence[int], rank: int, seed: int) -> None:
+    base = QWEN.base()
+    targets = [base.modules[module].name for module in modules]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+    config.save_pretrained(str(folder))
+    tensors = random_lora(base, modules, rank, torch.Generator().manual_seed(seed))
+    save_file(tensors, folder / "adapter_model.safetensors")

@@ -53,18 +53,9 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(without_nan(result), indent=2) + "\n")
+        path.write_text(json.dumps(result, indent=2) + "\n")
     except OSError as error:
         raise WeftError(f"cannot write the result to {path}: {error.strerror}") from error
-
-
-def shown_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Options as JSON, without keys."""
-    secret = _keys(options)
-    shown: dict[str, Any] = json.loads(
-        json.dumps({name: value for name, value in vars(options).items() if name not in secret}, default=str)
-    )
-    return shown
 
 
 def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -106,8 +97,10 @@ def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.
     """
     try:
         measured = measure(options)
-        result = without_nan({"benchmark": command, **provenance(), "options": shown_options(options), **measured})
-        for key in filter(None, _keys(options).values()):
+        keys = {name: value for name, value in vars(options).items() if name == "key" or name.endswith("_key")}
+        shown = {name: value for name, value in vars(options).items() if name not in keys}
+        result = without_nan({"benchmark": command, **provenance(), "options": shown, **measured})
+        for key in filter(None, keys.values()):
             result["command"] = result["command"].replace(key, "KEY")
         if options.json:
             write_result(options.json, result)
@@ -124,18 +117,16 @@ def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.
 
 
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
-    """The same JSON with NaN and infinities as null, and floats of six digits."""
+    """The same JSON with NaN and infinities as null, floats of six digits, and paths as text."""
     if isinstance(value, Mapping):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
     return value
-
-
-def _keys(options: argparse.Namespace) -> dict[str, str]:
-    return {name: value for name, value in vars(options).items() if name == "key" or name.endswith("_key")}
 
 
 def _ratio_rows(ratios: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -152,18 +143,10 @@ def _program() -> list[str]:
 
 
 def _commit() -> str | None:
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.strip()
-
+    """With `+changes` where files of it were changed; None outside of a repository."""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        dirty = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if dirty else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

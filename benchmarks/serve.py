@@ -14,32 +14,26 @@ import argparse
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from weft.benchmarks import load
-from weft.benchmarks.arguments import bench_parser
-from weft.benchmarks.own_server import READY_WITHIN_S, own_server, server_names
+from weft.benchmarks.own_server import READY_WITHIN_S, Served, own_server, server_names
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, tell
+from weft.benchmarks.report import DEFAULT_CACHE
 from weft.errors import ConfigError
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("serve", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load, sent to the server that the options describe."""
-    with target(options):
-        return asyncio.run(load.measure(options))
+    with target(options) as served:
+        return asyncio.run(load.measure(options, served))
 
 
 @contextlib.contextmanager
-def target(options: argparse.Namespace) -> Iterator[None]:
-    """Have a server, and `url`, `key` and `models` of the options say where it is.
+def target(options: argparse.Namespace) -> Iterator[Served]:
+    """Have a server; the options' `models` are then the names that it has.
 
     Raises:
         ConfigError: The options contradict each other.
@@ -50,7 +44,7 @@ def target(options: argparse.Namespace) -> Iterator[None]:
             raise ConfigError("--url needs --models: the names to ask for", param="models")
         if options.model or options.adapter or options.set:
             raise ConfigError("--url takes a server as it is: leave out --model, --adapter and --set", param="url")
-        yield
+        yield Served(options.url, options.key, [name for name in options.models.split(",") if name])
         return
     if options.models or options.key:
         raise ConfigError("--models and --key are for a server that runs already: give its --url", param="models")
@@ -63,8 +57,8 @@ def target(options: argparse.Namespace) -> Iterator[None]:
     names = server_names(adapters)
     load.make_plan(argparse.Namespace(**{**vars(options), "models": ",".join(names)}))  # refuses before a server starts
     with own_server(str(model), adapters, options.set, options.ready_within_s) as served:
-        options.url, options.key, options.models = served.url, served.key, ",".join(served.models)
-        yield
+        options.models = ",".join(served.models)
+        yield served
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -80,12 +74,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--models", default="", help="names to ask for there, comma-separated; the first is the most popular")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = bench_parser("serve", __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
     add_server_options(parser)
     load.add_load_options(parser)
     add = parser.add_argument
     add("--slo-ttft-ms", type=float, default=math.inf)
     add("--slo-tpot-ms", type=float, default=math.inf)
     add("--warmup", type=int, default=0, help="requests sent before, not measured")
-    return parser

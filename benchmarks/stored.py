@@ -1,4 +1,4 @@
-"""Adapters and requests as a server would hand them to an engine."""
+"""Adapters and requests as a server would hand them to an engine, and random weights for adapters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.checkpoint import read_checkpoint
-from weft.adapters.ref import AdapterRef, content_digest
+from weft.adapters.ref import AdapterRef, LoraSpec, content_digest
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import EngineReady
+
+
+def store_blob(blobs: LocalBlobs, content: bytes) -> str:
+    """Store bytes; returns their digest."""
+    with blobs.create() as writer:
+        writer.write(content)
+        return writer.commit()
+
+
+def adapter_ref(name: str, spec: LoraSpec, weights_sha256: str) -> AdapterRef:
+    """A version of its own for each spec of the same weights."""
+    return AdapterRef(
+        tenant_id="benchmark",
+        adapter_id=name,
+        version=1,
+        digest=content_digest(spec, weights_sha256),
+        weights_sha256=weights_sha256,
+        config=spec,
+    )
 
 
 def store_adapters(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], count: int) -> list[AdapterRef]:
@@ -27,25 +49,25 @@ def store_adapters(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], 
     refs = []
     for index in range(count):
         folder = folders[index % len(folders)]
-        weights = folder / "adapter_model.safetensors"
-        checkpoint = read_checkpoint(
-            (folder / "adapter_config.json").read_bytes(), weights, ready.base, ready.max_rank, scan_values=False
-        )
-        with blobs.create() as writer:
-            writer.write(weights.read_bytes())
-            sha256 = writer.commit()
-        spec = replace(checkpoint.spec, alpha=checkpoint.spec.alpha + index)
-        refs.append(
-            AdapterRef(
-                tenant_id="benchmark",
-                adapter_id=f"{folder.name}-{index}",
-                version=1,
-                digest=content_digest(spec, sha256),
-                weights_sha256=sha256,
-                config=spec,
-            )
-        )
+        config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
+        spec = read_checkpoint(config, weights, ready.base, ready.max_rank, scan_values=False).spec
+        sha256 = store_blob(blobs, weights.read_bytes())
+        refs.append(adapter_ref(f"{folder.name}-{index}", replace(spec, alpha=spec.alpha + index), sha256))
     return refs
+
+
+def random_lora(
+    base: BaseShape, modules: Sequence[int], rank: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter as PEFT names them; in bfloat16, as adapters mostly come."""
+    tensors = {}
+    for layer in range(base.num_layers):
+        for module in (base.modules[index] for index in modules):
+            path = f"base_model.model.{base.layer_prefix}.{layer}.{module.path}"
+            for part, sizes in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                values = torch.randn(sizes, generator=generator).mul_(0.02)
+                tensors[f"{path}.lora_{part}.weight"] = values.to(torch.bfloat16)
+    return tensors
 
 
 def greedy_request(

@@ -13,21 +13,22 @@ table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.benchmarks.pool_options import pool_parser
-from weft.benchmarks.pool_run import PoolEngine, PoolRun, build_pool_engine, mean_facts, measure_pool_costs, pool_config
+from weft.benchmarks.main import main
+from weft.benchmarks.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
 from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.report import SHOWN, chosen, spread, tell
+from weft.benchmarks.report import SHOWN, chosen, spread
 from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.split_pool import build_split_engine
-from weft.benchmarks.workloads import SloraSettings, TimedRequest, slora_trace
+from weft.benchmarks.workloads import slora_trace
+from weft.engine.build import EngineParts, build_engine
 
-ENGINES = ("unified", "split")
+ENGINES: dict[str, Callable[..., EngineParts]] = {"unified": build_engine, "split": build_split_engine}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,6 @@ LOADS = (
     Load("all linear, long: both the same", GROUPED, (8, 512)),
     Load("all linear, short: adapters need more", GROUPED, (8, 64)),
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit status."""
-    return tell("unified", _parser().parse_args(arguments), measure)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,16 +73,25 @@ def measure_load(options: argparse.Namespace, load: Load) -> dict[str, Any]:
     """Both engines under one load."""
     shape = make_pool_shape(options.cache, options.files, load.model)
     num_pages = shared_pages(options, shape, load)
-    engines = make_engines(options, shape, num_pages)
+    memory = shape.memory(num_pages, 3 * options.adapters * shape.mean_pages, prefix_cache=False)
+    costs = measure_pool_costs(shape)
+    with contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(pool_engine(shape, costs, options.adapters, memory, options.max_running, build))
+            for name, build in ENGINES.items()
+        }
 
-    def run(name: str, round_: int) -> PoolRun:
-        return engines[name].run(make_trace(options, load, round_), seed=[4], in_flight=options.in_flight)
+        def run(name: str, round_: int) -> PoolRun:
+            trace = slora_trace(
+                num_adapters=options.adapters,
+                rate=options.requests,
+                input_range=load.lengths,
+                output_range=load.lengths,
+                seed=42 + round_,
+            )
+            return engines[name].run(trace, seed=[4], in_flight=options.in_flight)
 
-    try:
         runs = take_turns(ENGINES, options.repeats, run)
-    finally:
-        for engine in engines.values():
-            engine.close()
     rates = {name: [run.output_tokens_per_s for run in each] for name, each in runs.items()}
     return {
         "model": load.model.about,
@@ -107,43 +112,14 @@ def shared_pages(options: argparse.Namespace, shape: PoolShape, load: Load) -> i
     return 2 * round(batch * (kv_pages + shape.mean_pages) / 2)
 
 
-def make_engines(options: argparse.Namespace, shape: PoolShape, num_pages: int) -> dict[str, PoolEngine]:
-    """One that shares its pages and one that does not, with the same settings."""
-    config = pool_config(
-        shape,
-        num_pages=num_pages,
-        host_pages=3 * options.adapters * shape.mean_pages,
-        max_running=options.max_running,
-        prefix_cache=False,
-    )
-    costs, adapters, loaded = measure_pool_costs(shape), shape.adapters(options.adapters), threading.Event()
-    split = build_split_engine(config, shape.geometry, costs, loaded.set)
-    return {
-        "unified": build_pool_engine(config, adapters, costs),
-        "split": PoolEngine(split, loaded, adapters),
-    }
-
-
-def make_trace(options: argparse.Namespace, load: Load, index: int) -> list[TimedRequest]:
-    """S-LoRA's trace with equally popular adapters."""
-    settings = SloraSettings(
-        num_adapters=options.adapters,
-        rate=options.requests,
-        input_range=load.lengths,
-        output_range=load.lengths,
-        seed=42 + index,
-    )
-    return slora_trace(settings)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = pool_parser("unified", __doc__, requests=120, repeats=4, max_running=32)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add its options."""
+    add_pool_options(parser, requests=120, repeats=4, max_running=32)
     add = parser.add_argument
     add("--adapters", type=int, default=200)
     add("--batch", type=int, default=8, help="mean requests, each with an adapter of its own, that all pages hold")
     add("--in-flight", type=int, default=24)
-    return parser
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("unified", sys.argv[1:]))

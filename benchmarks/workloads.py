@@ -73,34 +73,33 @@ def assign_adapters(pattern: str, num_requests: int, num_adapters: int | None = 
     return indices.tolist()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SloraSettings:
-    """What S-LoRA's generator is told; the names are the paper's."""
+def slora_trace(
+    *,
+    num_adapters: int,
+    alpha: float = 1.0,
+    rate: float,
+    duration_s: float = 1.0,
+    input_range: tuple[int, int] = (8, 512),
+    output_range: tuple[int, int] = (8, 512),
+    seed: int = 42,
+) -> list[TimedRequest]:
+    """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator.
 
-    num_adapters: int
-    alpha: float = 1.0
-    """Popularity: `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0."""
-    rate: float
-    """Requests per second."""
-    cv: float = 1.0
-    """Coefficient of variation of the gaps between arrivals; 1 is a Poisson process."""
-    duration_s: float = 1.0
-    """Seconds of arrivals."""
-    input_range: tuple[int, int] = (8, 512)
-    """Prompt tokens, upper end excluded."""
-    output_range: tuple[int, int] = (8, 512)
-    """Output tokens, upper end excluded."""
-    seed: int = 42
-
-
-def slora_trace(settings: SloraSettings) -> list[TimedRequest]:
-    """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator."""
-    random = np.random.RandomState(settings.seed)
-    total = int(settings.rate * settings.duration_s)
-    adapters = (random.power(settings.alpha, total) * settings.num_adapters).astype(int)
-    inputs = random.randint(*settings.input_range, total)
-    outputs = random.randint(*settings.output_range, total)
-    arrivals = np.cumsum(random.gamma(1 / settings.cv**2, settings.cv**2 / settings.rate, total))
+    Args:
+        num_adapters: Adapters there are.
+        alpha: Popularity, `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0.
+        rate: Requests per second; arrivals are a Poisson process.
+        duration_s: Seconds of arrivals.
+        input_range: Prompt tokens, upper end excluded.
+        output_range: Output tokens, upper end excluded.
+        seed: Of all draws.
+    """
+    random = np.random.RandomState(seed)
+    total = int(rate * duration_s)
+    adapters = (random.power(alpha, total) * num_adapters).astype(int)
+    inputs = random.randint(*input_range, total)
+    outputs = random.randint(*output_range, total)
+    arrivals = np.cumsum(random.gamma(1, 1 / rate, total))
     return [
         TimedRequest(float(arrival), int(adapter), int(prompt), int(output))
         for arrival, adapter, prompt, output in zip(arrivals, adapters, inputs, outputs, strict=True)

@@ -1,6 +1,6 @@
 """Build the model and adapters in weft/demo: tokenizer, base training, five LoRA trainings, recorded answers.
 
-    python -P scripts/build_demo.py [--out weft/demo] [--threads 1]
+    PYTHONPATH=scripts python -P scripts/build_demo.py [--out weft/demo] [--threads 1]
 
 Everything is seeded; the same machine and library versions give the same files. The recorded answers in expected.json
 are what transformers and PEFT generate from the written files, not what the training data says.
@@ -19,12 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
-
-from weft.demo.shop import (
+from demo_shop import (
     BASE,
     NEUTRAL_SYSTEM_PROMPTS,
     STYLES,
@@ -34,6 +29,10 @@ from weft.demo.shop import (
     exchanges,
     phrasings,
 )
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 SEED = 20
 VOCAB_SIZE = 640
@@ -361,7 +360,7 @@ def sort_targets(path: Path) -> None:
 
 @torch.no_grad()
 def record_answers(out: Path) -> None:
-    """Generate greedily from the written files in float32 and write expected.json."""
+    """Generate greedily from the written files in float32; write expected.json, and questions.json of the shop."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
     base = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, out / "adapters" / STYLES[0], adapter_name=STYLES[0])
@@ -397,6 +396,8 @@ def record_answers(out: Path) -> None:
         "smallest_logit_lead": round(smallest, 3),
         "questions": questions,
     }
+    asked = {"system_prompts": SYSTEM_PROMPTS, "questions": [exchange.question for exchange in exchanges()]}
+    (out / "questions.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
     text = json.dumps(recorded, indent=1, ensure_ascii=False)
     (out / "expected.json").write_text(collapse_number_lists(text) + "\n")
     for path in out.rglob("*.*"):

@@ -10,14 +10,14 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 import httpx
 
-from weft.demo.shop import BASE, SYSTEM_PROMPTS, demo_exchanges, exchanges, phrasings
+from weft import demo
 from weft.errors import WeftError
 from weft.server.demo_client import DemoClient
 from weft.server.demo_round import BASE_NAME, TENANTS
@@ -85,11 +85,11 @@ class Traffic:
 def plan(duration_s: float = DURATION_S) -> list[Planned]:
     """The requests of the first `duration_s` seconds, in order."""
     rng = random.Random(_SEED)  # noqa: S311 - the same traffic each time
-    questions = [asked.question for exchange in exchanges() for asked in phrasings(exchange)]
+    asked, recorded = (json.loads(path.read_text(encoding="utf-8")) for path in (demo.QUESTIONS, demo.EXPECTED))
     planned = []
     for second in range(math.ceil(duration_s)):
         moments = sorted(second + rng.random() ** 3 for _ in range(_RHYTHM[second % len(_RHYTHM)]))
-        planned += [_draw(rng, moment, questions) for moment in moments]
+        planned += [_draw(rng, moment, asked, recorded["questions"]) for moment in moments]
     return [each for each in planned if each.at_s < duration_s]
 
 
@@ -140,16 +140,16 @@ async def _key(client: DemoClient, admin_key: str, tenant: str) -> dict[str, Any
     return await client.call("POST", f"/v1/tenants/{tenant}/keys", admin_key, json=body)
 
 
-def _draw(rng: random.Random, at_s: float, questions: list[str]) -> Planned:
+def _draw(rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Planned:
     (model, tenant), manner = _pick(rng, _SPEAKERS), _pick(rng, _MANNERS)
-    question = rng.choice(questions)
+    question = rng.choice(asked["questions"])
     body: dict[str, Any] = {"model": model, "temperature": rng.choice((0, 0, 0.7)), "seed": rng.randrange(1 << 31)}
     body["messages"] = [{"role": "user", "content": question}]
     path, leaves_after = "/v1/chat/completions", None
     if manner == "question":
         body["max_tokens"] = 96
     elif manner == "talk":
-        body.update(messages=_talk(rng, model), max_tokens=64)
+        body.update(messages=_talk(rng, model, asked["system_prompts"], recorded), max_tokens=64)
     elif manner == "cut":
         body["max_tokens"] = rng.randint(3, 8)
     elif manner == "text":
@@ -169,14 +169,16 @@ def _pick(rng: random.Random, weighted: Mapping[Any, int]) -> Any:  # noqa: ANN4
     return rng.choices(list(weighted), list(weighted.values()))[0]
 
 
-def _talk(rng: random.Random, model: str) -> list[dict[str, str]]:
+def _talk(
+    rng: random.Random, model: str, system_prompts: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
     """One of two conversations with the adapter, some turns on: what was said before lies in the prefix cache."""
-    style = BASE if model == BASE_NAME else model
-    told = demo_exchanges()[:: rng.choice((1, -1))][: rng.randint(3, 6)]
-    messages = [{"role": "system", "content": SYSTEM_PROMPTS.get(style, "You are a helpful assistant.")}]
+    style = "base" if model == BASE_NAME else model
+    told = recorded[:: rng.choice((1, -1))][: rng.randint(3, 6)]
+    messages = [{"role": "system", "content": system_prompts.get(style, "You are a helpful assistant.")}]
     for exchange in told:
-        messages.append({"role": "user", "content": exchange.question})
-        messages.append({"role": "assistant", "content": exchange.answer(style)})
+        messages.append({"role": "user", "content": exchange["question"]})
+        messages.append({"role": "assistant", "content": exchange["answers"][style]})
     return messages[:-1]
 
 

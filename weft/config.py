@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import unquote
 
 from weft.errors import ConfigError
@@ -19,6 +19,9 @@ from weft.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Auth = Literal["on", "off"]
+Eviction = Literal["gdsf", "lru"]
+Policy = Literal["fcfs", "fair"]
+Inner = Literal["fifo", "shortest", "slack", "mlfq"]
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -35,6 +38,21 @@ _BLOB_URL = re.compile(
 def _require(ok: bool, setting: str, expected: str, got: object) -> None:
     if not ok:
         raise ConfigError(f"{setting} must be {expected}, got {got!r}", param=setting)
+
+
+def _check_choices(section: str, settings: object, **choices: object) -> None:
+    """Refuse what is not one of the strings of a literal type."""
+    for name, type_ in choices.items():
+        value, (*others, last) = getattr(settings, name), get_args(type_)
+        _require(value in (*others, last), f"{section}.{name}", f"{', '.join(others)} or {last}", value)
+
+
+def _check_bounds(section: str, settings: object, **bounds: tuple[float, float]) -> None:
+    """Refuse numbers that are not within their bounds, both included; None is no number."""
+    for name, (low, high) in bounds.items():
+        value = getattr(settings, name)
+        expected = f">= {low}" if high == math.inf else f"{low} to {high}"
+        _require(value is None or low <= value <= high, f"{section}.{name}", expected, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +74,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", "a folder or hub id", self.path)
-        _require(self.device in ("auto", "cpu", "cuda"), "model.device", "auto, cpu or cuda", self.device)
-        _require(
-            self.dtype in ("auto", "float32", "bfloat16", "float16"),
-            "model.dtype",
-            "auto, float32, bfloat16 or float16",
-            self.dtype,
-        )
-        _require(
-            self.max_model_len is None or self.max_model_len >= 1,
-            "model.max_model_len",
-            ">= 1",
-            self.max_model_len,
-        )
-        _require(0 <= self.threads <= 1024, "model.threads", "0 to 1024", self.threads)
+        _check_choices("model", self, device=Device, dtype=Dtype)
+        _check_bounds("model", self, max_model_len=(1, math.inf), threads=(0, 1024))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +88,15 @@ class MemoryConfig:
     """Size of the host page slab in GiB; None takes min(2, an eighth of free memory)."""
     prefix_cache: bool = True
     """Keep the KV pages of earlier requests and use them again for requests that begin with the same tokens."""
-    eviction: Literal["gdsf", "lru"] = "gdsf"
+    eviction: Eviction = "gdsf"
     """What goes first under pressure: the fewest seconds per page to have it again, by use; or least recently used."""
     poison: bool = False
     """Debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
 
     def __post_init__(self) -> None:
         for name, value in (("memory.gib", self.gib), ("memory.host_gib", self.host_gib)):
-            _require(
-                value is None or (math.isfinite(value) and 0 < value <= 4096),
-                name,
-                "above 0, at most 4096",
-                value,
-            )
-        _require(self.eviction in ("gdsf", "lru"), "memory.eviction", "gdsf or lru", self.eviction)
+            _require(value is None or 0 < value <= 4096, name, "above 0, at most 4096", value)
+        _check_choices("memory", self, eviction=Eviction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +121,7 @@ class AdapterConfig:
             f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}",
             self.max_rank,
         )
-        _require(self.slots is None or 1 <= self.slots <= MAX_SLOTS, "adapter.slots", f"1 to {MAX_SLOTS}", self.slots)
-        _require(1 <= self.load_threads <= 64, "adapter.load_threads", "1 to 64", self.load_threads)
-        _require(0.01 <= self.load_share <= 1, "adapter.load_share", "from 0.01 to 1", self.load_share)
+        _check_bounds("adapter", self, slots=(1, MAX_SLOTS), load_threads=(1, 64), load_share=(0.01, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +137,9 @@ class SchedulerConfig:
     max_wait_s: float = 10.0
     """Longest predicted wait for a first token, in seconds; requests that would wait longer are answered 429 or 503
     with Retry-After."""
-    policy: Literal["fcfs", "fair"] = "fair"
+    policy: Policy = "fair"
     """Who is in a step: tenants by weighted service, then their adapters, then arrival; or first come first served."""
-    inner: Literal["fifo", "shortest", "slack", "mlfq"] = "fifo"
+    inner: Inner = "fifo"
     """Order among requests of one adapter of one tenant: arrival, fewest predicted tokens, least time to the deadline,
     or a multi-level feedback queue, in which long answers pause for short ones, for about half a second at most."""
     itl_target_ms: float | None = None
@@ -148,32 +147,14 @@ class SchedulerConfig:
     it. None fills each step up to step_tokens."""
 
     def __post_init__(self) -> None:
-        _require(1 <= self.max_running <= 4096, "scheduler.max_running", "1 to 4096", self.max_running)
+        _check_bounds("scheduler", self, max_running=(1, 4096), max_waiting=(1, 1 << 20), max_wait_s=(0.1, 3600))
+        _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000))
+        _check_choices("scheduler", self, policy=Policy, inner=Inner)
         _require(
             self.max_running <= self.step_tokens <= 1 << 20,
             "scheduler.step_tokens",
             f"from scheduler.max_running ({self.max_running}) to 1048576",
             self.step_tokens,
-        )
-        _require(
-            1 <= self.max_waiting <= 1 << 20,
-            "scheduler.max_waiting",
-            "1 to 1048576",
-            self.max_waiting,
-        )
-        _require(0.1 <= self.max_wait_s <= 3600, "scheduler.max_wait_s", "from 0.1 to 3600", self.max_wait_s)
-        _require(self.policy in ("fcfs", "fair"), "scheduler.policy", "fcfs or fair", self.policy)
-        _require(
-            self.inner in ("fifo", "shortest", "slack", "mlfq"),
-            "scheduler.inner",
-            "fifo, shortest, slack or mlfq",
-            self.inner,
-        )
-        _require(
-            self.itl_target_ms is None or 0.1 <= self.itl_target_ms <= 60_000,
-            "scheduler.itl_target_ms",
-            "from 0.1 to 60000",
-            self.itl_target_ms,
         )
 
 
@@ -204,30 +185,17 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.host), "server.host", "an address", self.host)
-        for name, port in (("server.port", self.port), ("server.metrics_port", self.metrics_port)):
-            _require(port is None or 0 <= port <= 65535, name, "0 to 65535", port)
-        _require(self.auth in ("on", "off"), "server.auth", "on or off", self.auth)
+        _check_bounds("server", self, port=(0, 65535), metrics_port=(0, 65535), max_choices=(1, 4096))
+        _check_bounds("server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf))
+        _check_bounds("server", self, max_logprobs=(0, 100))
+        _check_choices("server", self, auth=Auth)
         _require(
             self.auth == "on" or is_loopback(self.host),
             "server.auth",
             f"on when server.host is not a loopback address ({self.host})",
             self.auth,
         )
-        _require(
-            math.isfinite(self.drain_s) and self.drain_s >= 0,
-            "server.drain_s",
-            ">= 0",
-            self.drain_s,
-        )
-        _require(self.max_body_bytes >= 1024, "server.max_body_bytes", ">= 1024", self.max_body_bytes)
-        _require(
-            self.max_upload_bytes >= 1024,
-            "server.max_upload_bytes",
-            ">= 1024",
-            self.max_upload_bytes,
-        )
-        _require(0 <= self.max_logprobs <= 100, "server.max_logprobs", "0 to 100", self.max_logprobs)
-        _require(1 <= self.max_choices <= 4096, "server.max_choices", "1 to 4096", self.max_choices)
+        _require(0 <= self.drain_s < math.inf, "server.drain_s", ">= 0", self.drain_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,12 +220,7 @@ class RegistryConfig:
                 "of S3 go into AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL.",
                 param="registry.blob_url",
             )
-        _require(
-            math.isfinite(self.blob_cache_gib) and self.blob_cache_gib >= 0,
-            "registry.blob_cache_gib",
-            ">= 0",
-            self.blob_cache_gib,
-        )
+        _require(0 <= self.blob_cache_gib < math.inf, "registry.blob_cache_gib", ">= 0", self.blob_cache_gib)
 
     @property
     def s3_place(self) -> tuple[str, str] | None:

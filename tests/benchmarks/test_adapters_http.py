@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weft.adapters.checkpoint import read_checkpoint
-from weft.benchmarks.adapters_http import main
+from weft.benchmarks.main import main
 from weft.benchmarks.qwen_shape import NUM_SMALL, base_config, make_small_adapters
 from weft.benchmarks.workloads import zipf_adapters
 from weft.engine.model.spec import base_shape, read_spec
@@ -48,7 +48,10 @@ def test_small_adapters_are_for_the_shape_and_made_once(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)  # a server starts seven times
 def test_a_small_run_weighs_cold_and_warm_against_the_control(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    assert main(["--counts", "4", "--tight", "6", *SMALL, "--cache", str(tmp_path), "--json", str(path)]) == 0
+    assert (
+        main("adapters-http", ["--counts", "4", "--tight", "6", *SMALL, "--cache", str(tmp_path), "--json", str(path)])
+        == 0
+    )
     result: dict[str, Any] = json.loads(path.read_text())
     assert set(result["arms"]) == {"4", "tight"}
     few = result["arms"]["4"]["runs"]
@@ -66,5 +69,5 @@ def test_a_small_run_weighs_cold_and_warm_against_the_control(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_control_without_room_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--counts", "4", "--tight", "0", *SMALL, "--cache", str(tmp_path), "--control-set", "adapter.slots=2"]
-    assert main(arguments) == 1
+    assert main("adapters-http", arguments) == 1
     assert "The control needs all 4 adapters on the device" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from weft import demo
-from weft.benchmarks.batch_lane import main
+from weft.benchmarks.main import main
 
 
 def test_a_load_is_measured_alone_and_beside_a_batch(tmp_path: Path) -> None:
@@ -12,7 +12,7 @@ def test_a_load_is_measured_alone_and_beside_a_batch(tmp_path: Path) -> None:
     arguments = ["--model", str(demo.MODEL), "--adapter", str(demo.ADAPTERS / "pirate")]
     arguments += ["--set", "memory.gib=0.05", "--set", "memory.host_gib=0.05", "--set", "model.threads=1"]
     arguments += ["--requests", "4", "--warmup", "1", "--output-tokens", "4", "--lines", "6", "--line-tokens", "3"]
-    assert main([*arguments, "--json", str(path)]) == 0
+    assert main("batches", [*arguments, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["batch"]["total"], result["batch"]["completed"], result["batch"]["failed"]) == (6, 6, 0)
     assert result["alone"]["errors"] == result["beside"]["errors"] == 0

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.batching import MODES, Batches, main
+from weft.benchmarks.batching import MODES, Batches
+from weft.benchmarks.main import main
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_three_generations_answer_the_same_requests(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     small = ["--requests", "12", "--repeats", "1", "--files", "8", "--max-running", "4", "--loads", "0.5"]
     small += ["--lengths", "4", "16", "--window-ms", "20", "--cache", str(tmp_path)]
-    assert main([*small, "--json", str(path)]) == 0
+    assert main("batching", [*small, "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     assert tuple(result["modes"]) == MODES
     for found in result["modes"].values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ def ask(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> lis
     replies: list[Reply] = []
 
     async def run() -> None:
-        async with EventClient(url, {"Authorization": "Bearer key"}) as client:
+        with contextlib.closing(EventClient(url, "key")) as client:
             calls = Calls(client, 64, 0)
             made = (calls.make("a", 3, output_tokens, index) for index in range(count))
             await closed_loop(made, in_flight, replies)

@@ -7,7 +7,7 @@ import importlib
 import pytest
 from typer.testing import CliRunner
 
-from weft.benchmarks.command import BENCHMARKS
+from weft.benchmarks.main import BENCHMARKS
 from weft.cli import make_app
 
 
@@ -25,7 +25,13 @@ def test_a_benchmarks_exit_status_is_the_commands() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["kernels", "--rows", "x"], ["step", "--rows", "0"], ["floor", "--rows", "1,,2"], ["step", "--steps", "0"]],
+    [
+        ["kernels", "--rows", "x"],
+        ["step", "--rows", "0"],
+        ["floor", "--rows", "1,,2"],
+        ["step", "--steps", "0"],
+        ["overhead", "--requests", "0"],
+    ],
 )
 def test_numbers_that_make_no_sense_are_refused_at_once(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

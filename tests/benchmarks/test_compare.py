@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.compare import _ratio, main
+from weft.benchmarks.compare import _ratio
+from weft.benchmarks.main import main
 
 
 @pytest.fixture
@@ -24,12 +25,13 @@ def servers() -> Iterator[tuple[ShopWindow, ShopWindow]]:
 def compare(servers: tuple[ShopWindow, ShopWindow], path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     ours, theirs = servers
     status = main(
+        "compare",
         [
             *("--url", ours.url, "--key", "our-secret", "--models", "base,pirate"),
             *("--peer", theirs.url, "--peer-key", "their-secret", "--peer-name", "peer"),
             *("--requests", "6", "--concurrency", "2", "--output-tokens", "3", "--repeats", "2", "--json", str(path)),
             *arguments,
-        ]
+        ],
     )
     return status, json.loads(path.read_text()) if path.exists() else {}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shop_window import TOKEN_DELAY_S, ShopWindow, shop_window
-from weft.benchmarks.serve import main
+from weft.benchmarks.main import main
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def server() -> Iterator[ShopWindow]:
 
 
 def run_load(server: ShopWindow, path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    status = main(["--url", server.url, "--json", str(path), "--output-tokens", "4", *arguments])
+    status = main("serve", ["--url", server.url, "--json", str(path), "--output-tokens", "4", *arguments])
     return status, json.loads(path.read_text())
 
 
@@ -124,12 +124,12 @@ def test_a_server_that_is_not_there_is_an_error_not_a_traceback(tmp_path: Path) 
     ],
 )
 def test_arguments_that_make_no_sense_end_with_status_2(arguments: list[str], capsys: Any) -> None:
-    assert main(["--url", "http://127.0.0.1:9/v1", *arguments]) == 2
+    assert main("serve", ["--url", "http://127.0.0.1:9/v1", *arguments]) == 2
     assert capsys.readouterr().err.startswith("serve: ")
 
 
 def test_the_last_line_is_json_with_commit_and_hardware(server: ShopWindow, capsys: Any) -> None:
-    main(["--url", server.url, "--models", "a", "--requests", "2", "--output-tokens", "2"])
+    main("serve", ["--url", server.url, "--models", "a", "--requests", "2", "--output-tokens", "2"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["hardware"]["cores"] >= 1
     assert result["versions"]["weft"]

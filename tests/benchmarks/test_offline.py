@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 
-from weft.benchmarks.offline import Case, Contender, make_cases, make_result
+from weft.benchmarks.offline import Timed, make_cases, make_result
 from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, base_config
 from weft.benchmarks.report import without_nan
 
 OPTIONS = argparse.Namespace(requests=2, input_tokens=3, output_tokens=10, repeats=3)
 
 
-def contender(name: str, first_token: int, **seconds: list[float]) -> Contender:
-    made = Contender(name, lambda _prompts, _adapters: [], tuple(seconds), dict(seconds))
-    made.outputs = {case: [[first_token, 5], [7, 5]] for case in seconds}
-    return made
-
-
-def result(cases: list[Case]) -> dict[str, object]:
+def result() -> dict[str, Any]:
+    seconds = {
+        "weft": {"base": [1.0, 9.0, 2.0], "mixed": [4.0, 4.0, 4.0], "single": [1.0, 1.0, 1.0]},
+        "transformers": {"base": [4.0, 5.0, 4.0], "single": [2.0, 2.0, 2.0]},
+        "transformers + PEFT": {"mixed": [8.0, 9.0, 8.0]},
+    }
+    first = {"weft": 1, "transformers": 1, "transformers + PEFT": 2}
     return make_result(
         OPTIONS,
-        cases,
-        [
-            contender("weft", 1, base=[1.0, 9.0, 2.0], mixed=[4.0, 4.0, 4.0], single=[1.0, 1.0, 1.0]),
-            contender("transformers", 1, base=[4.0, 5.0, 4.0], single=[2.0, 2.0, 2.0]),
-            contender("transformers + PEFT", 2, mixed=[8.0, 9.0, 8.0]),
-        ],
+        {
+            (case, name): Timed(times, [[first[name], 5], [7, 5]])
+            for name, by_case in seconds.items()
+            for case, times in by_case.items()
+        },
     )
 
 
 def test_cases_ask_for_every_adapter_equally_and_pad_nothing() -> None:
-    base, mixed, single = make_cases(32, 64, 8)
-    assert {len(prompt) for prompt in base.prompts} == {64}
-    assert max(max(prompt) for prompt in base.prompts) < VOCAB_SIZE
-    assert mixed.adapters is not None
-    assert [mixed.adapters.count(index) for index in range(8)] == [4] * 8
-    assert mixed.prompts == base.prompts
-    assert single.prompts == base.prompts[:1]
-    assert base.prompts == make_cases(32, 64, 8)[0].prompts
+    cases = make_cases(32, 64, 8)
+    (base, _), (mixed, adapters), (single, _) = (cases[name] for name in ("base", "mixed", "single"))
+    assert {len(prompt) for prompt in base} == {64}
+    assert max(max(prompt) for prompt in base) < VOCAB_SIZE
+    assert adapters is not None
+    assert [adapters.count(index) for index in range(8)] == [4] * 8
+    assert mixed == base
+    assert single == base[:1]
+    assert cases == make_cases(32, 64, 8)
 
 
 def test_rates_and_ratios_come_from_medians() -> None:
-    made = result(make_cases(2, 3, 8))
+    made = result()
     assert made["output_tokens_per_s"] == {
         "weft": {"base": 10.0, "mixed": 5.0, "single": 10.0},
         "transformers": {"base": 5.0, "single": 5.0},
@@ -58,12 +59,12 @@ def test_rates_and_ratios_come_from_medians() -> None:
 
 
 def test_agreement_counts_equal_first_tokens() -> None:
-    assert result(make_cases(2, 3, 8))["first_tokens_equal"] == {"base": 1.0, "mixed": 0.5}
+    assert result()["first_tokens_equal"] == {"base": 1.0, "mixed": 0.5}
 
 
 def test_the_table_has_a_dash_where_a_contender_takes_no_part() -> None:
-    table = result(make_cases(2, 3, 8))["table"]
-    assert table[1] == {"tokens/s": "transformers", "base": 5.0, "mixed": "-", "single": 5.0}  # type: ignore[index]
+    table = result()["table"]
+    assert table[1] == {"tokens/s": "transformers", "base": 5.0, "mixed": "-", "single": 5.0}
 
 
 def test_the_compared_model_has_the_size_it_is_named_for() -> None:

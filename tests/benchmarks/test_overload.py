@@ -15,13 +15,14 @@ import pytest
 from weft.benchmarks.calls import Calls
 from weft.benchmarks.generator import Call, Reply
 from weft.benchmarks.http_stream import EventClient
-from weft.benchmarks.overload import QUIET, SHARES, Phase, Visit, is_true, main, make_goals, phase_result, plan_visits
+from weft.benchmarks.main import main
+from weft.benchmarks.overload import QUIET, SHARES, Phase, Visit, is_true, make_goals, phase_result, plan_visits
 
 OPTIONS = argparse.Namespace(seed=0, seconds=60.0, ttft_s=10.0, tpot_ms=100.0)
 
 
 def calls(model: str) -> Iterator[Call]:
-    made = Calls(EventClient("http://127.0.0.1:9/v1", {}), 64, 0)
+    made = Calls(EventClient("http://127.0.0.1:9/v1", ""), 64, 0)
     return (made.make(model, 1, 1, index) for index in itertools.count())
 
 
@@ -137,7 +138,7 @@ def test_a_small_run_tells_of_every_phase(tmp_path: Path) -> None:
     ]
     settings = ["--set=memory.gib=0.05", "--set=memory.host_gib=0.05", "--set=model.threads=1"]
     full = "--set=scheduler.max_waiting=1"
-    assert main(["--factors", "1,4", *small, *settings, full, "--json", str(path)]) == 0
+    assert main("overload", ["--factors", "1,4", *small, *settings, full, "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     assert result["hardware"]["cores"] >= 1
     assert result["capacity_requests_per_s"] > 0
@@ -152,5 +153,5 @@ def test_a_small_run_tells_of_every_phase(tmp_path: Path) -> None:
 def test_a_server_that_does_not_start_is_told_with_its_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--model", str(tmp_path)]) == 1
+    assert main("overload", ["--model", str(tmp_path)]) == 1
     assert "config.json" in capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ import pytest
 
 from weft.adapters.blobs import LocalBlobs
 from weft.adapters.checkpoint import check_weights
-from weft.benchmarks import adapter_count, cliff, unified
-from weft.benchmarks.pool_run import PoolEngine, build_pool_engine, pool_config
+from weft.benchmarks import unified
+from weft.benchmarks.main import main
+from weft.benchmarks.pool_run import PoolEngine, pool_engine
 from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
 from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import TimedRequest
@@ -37,22 +38,22 @@ def shape(cache: Path) -> PoolShape:
 @pytest.fixture
 def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
     engines: list[PoolEngine] = []
+    with contextlib.ExitStack() as stack:
 
-    def make(room: int, count: int) -> PoolEngine:
-        config = pool_config(shape, num_pages=room * shape.mean_pages + 16, host_pages=400, max_running=2)
-        engines.append(build_pool_engine(config, shape.adapters(count), COSTS))
-        return engines[-1]
+        def make(room: int, count: int) -> PoolEngine:
+            memory = shape.memory(room * shape.mean_pages + 16, 400)
+            engines.append(stack.enter_context(pool_engine(shape, COSTS, count, memory, max_running=2)))
+            return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.core.check()
-        engine.close()
+        yield make
+        for engine in engines:
+            engine.core.check()
 
 
-def quick(main: Callable[[list[str]], int], cache: Path, tmp_path: Path, arguments: str) -> dict[str, Any]:
+def quick(name: str, cache: Path, tmp_path: Path, arguments: str) -> dict[str, Any]:
     path = tmp_path / "result.json"
     small = ["--repeats", "1", "--files", str(NUM_FILES), *arguments.split()]
-    assert main([*small, "--cache", str(cache), "--json", str(path)]) == 0
+    assert main(name, [*small, "--cache", str(cache), "--json", str(path)]) == 0
     result: dict[str, Any] = json.loads(path.read_text())
     assert result["hardware"]["cores"] >= 1
     return result
@@ -65,7 +66,7 @@ def test_every_adapter_is_a_version_of_its_own_that_the_base_accepts(shape: Pool
     blobs = LocalBlobs(shape.blobs)
     for index, adapter in enumerate(adapters[: len(RANKS)]):
         content = blobs.path(adapter.weights_sha256).read_bytes()
-        checkpoint = check_weights(adapter.config, content, len(content), shape.base)
+        checkpoint = check_weights(adapter.config, content, len(content), shape.kind.sizes.base())
         assert set(checkpoint.ranks.values()) == {RANKS[index]}
         assert checkpoint.applied == checkpoint.total
 
@@ -100,19 +101,17 @@ def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, in
 
 
 def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp_path: Path) -> None:
-    elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.base, shape.geometry, shape.kind)
-    config = pool_config(elsewhere, num_pages=100, host_pages=100, max_running=2)
-    engine = build_pool_engine(config, elsewhere.adapters(1), COSTS)
-    try:
-        with pytest.raises(WeftError, match="0 of 2 tokens: The adapter's weights"):
-            engine.run([TimedRequest(0.0, 0, 3, 2)], seed=[0], in_flight=1)
-    finally:
-        engine.close()
+    elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.kind)
+    with (
+        pool_engine(elsewhere, COSTS, 1, elsewhere.memory(100, 100), max_running=2) as engine,
+        pytest.raises(WeftError, match="0 of 2 tokens: The adapter's weights"),
+    ):
+        engine.run([TimedRequest(0.0, 0, 3, 2)], seed=[0], in_flight=1)
 
 
 def test_adapter_count(cache: Path, tmp_path: Path) -> None:
     result = quick(
-        adapter_count.main,
+        "adapters",
         cache,
         tmp_path,
         "--counts 2 8 16 --requests 20 --lengths 4 24 --room 4 --max-running 4 --in-flight 8",
@@ -127,7 +126,7 @@ def test_adapter_count(cache: Path, tmp_path: Path) -> None:
 
 def test_cliff(cache: Path, tmp_path: Path) -> None:
     result = quick(
-        cliff.main,
+        "cliff",
         cache,
         tmp_path,
         "--actives 2 8 --room 4 --requests 12 --input-tokens 8 --output-tokens 8 --max-running 4",
@@ -149,27 +148,22 @@ def test_adapters_and_tokens_take_pages_in_the_proportions_of_real_models(
 
 
 def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) -> None:
-    config = pool_config(shape, num_pages=152, host_pages=400, max_running=4, prefix_cache=False)
-    loaded = threading.Event()
-    core = build_split_engine(config, shape.geometry, COSTS, loaded.set)
-    engine = PoolEngine(core, loaded, shape.adapters(4))
-    try:
+    memory = shape.memory(152, 400, prefix_cache=False)
+    with pool_engine(shape, COSTS, 4, memory, 4, build_split_engine) as engine:
         load = [TimedRequest(0.0, index % 4, 20, 12) for index in range(8)]
         run = engine.run(load, seed=[0], in_flight=4)
-        core.check()
+        engine.core.check()
         # 64 + 32 + 16 + 8 pages of adapters do not fit 76, although nearly all of the other half is free.
         assert max(step.adapters for step in run.steps) < 4
-        pages = core.status().pages
+        pages = engine.core.status().pages
         assert sum(pages.values()) == 76
         assert pages["adapter"] == 0
-    finally:
-        engine.close()
 
 
 def test_unified(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unified, "LOADS", (unified.Load("short", ATTENTION, (4, 48)),))
     arguments = "--requests 16 --adapters 8 --batch 8 --in-flight 10 --max-running 8"
-    result = quick(unified.main, cache, tmp_path, arguments)
+    result = quick("unified", cache, tmp_path, arguments)
     ((_, found),) = result["loads"].items()
     assert set(found["output_tokens_per_s"]) == {"unified", "split"}
     assert found["ratio"]["median"] > 0

@@ -9,18 +9,19 @@ import pytest
 
 from shop_window import shop_window
 from weft import demo
-from weft.benchmarks.serve import main
+from weft.benchmarks.main import main
 
 
 def test_a_server_is_started_given_adapters_loaded_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_REGISTRY__BLOB_URL", str(tmp_path / "of-a-real-server"))
     path = tmp_path / "r.json"
     status = main(
+        "serve",
         [
             *("--model", str(demo.MODEL), "--adapter", str(demo.ADAPTERS / "pirate")),
             *("--set", "memory.gib=0.05", "--set", "memory.host_gib=0.05", "--set", "model.threads=1"),
             *("--requests", "6", "--concurrency", "3", "--output-tokens", "4", "--json", str(path)),
-        ]
+        ],
     )
     assert status == 0
     result = json.loads(path.read_text())
@@ -33,7 +34,7 @@ def test_a_server_is_started_given_adapters_loaded_and_ended(tmp_path: Path, mon
 def test_a_running_server_is_taken_as_it_is() -> None:
     with shop_window() as server:
         arguments = ["--url", server.url, "--models", "a", "--requests", "2", "--output-tokens", "2"]
-        assert main(arguments) == 0
+        assert main("serve", arguments) == 0
         assert len(server.bodies) == 2
 
 
@@ -52,12 +53,12 @@ def test_a_running_server_is_taken_as_it_is() -> None:
 def test_options_that_make_no_sense_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert main("serve", arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_start_is_told_with_its_own_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--model", str(tmp_path), "--requests", "1"]) == 1
+    assert main("serve", ["--model", str(tmp_path), "--requests", "1"]) == 1
     assert "config.json" in capsys.readouterr().err

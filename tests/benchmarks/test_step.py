@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,12 @@ from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 from weft.adapters.blobs import LocalBlobs
 from weft.benchmarks import step
+from weft.benchmarks.main import make_parser
+from weft.benchmarks.own_engine import own_engine
 from weft.benchmarks.part_clock import PARTS, PartClock, timed_parts
-from weft.config import Config, MemoryConfig, ModelConfig, ServerConfig
+from weft.benchmarks.qwen_shape import VOCAB_SIZE
+from weft.benchmarks.stored import store_adapters
+from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
@@ -77,11 +83,35 @@ def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path)
 
 
 def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
-    seconds = dict.fromkeys(PARTS, 0.0) | {"attention": 0.012, "linear layers": 0.036}
-    measured = {"decode": step.Measured([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], seconds)}
-    result = step.make_result(step._parser().parse_args([]), measured)
+    parts = Counter({"attention": 0.012, "linear layers": 0.036})
+    figures = step.figures([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], parts)
+    result = step.make_result(make_parser("step").parse_args([]), {"decode": figures})
     case = result["cases"]["decode"]
     assert case["step / floor"] == pytest.approx(0.015 / 0.011)
     assert case["part_ms"]["attention"] == pytest.approx(3.0)
     assert case["part_share"]["linear layers"] == pytest.approx(0.75)
     assert result["table"][0]["attention"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(tmp_path: Path, is_prefill: bool) -> None:
+    model = make_model(tmp_path / "model", "qwen2", vocab_size=VOCAB_SIZE)
+    folder = make_adapter(model, tmp_path / "adapter", targets=ALL_LINEAR)
+    settings = (
+        ModelConfig(path=str(model), dtype="float32", threads=1),
+        MemoryConfig(gib=0.02, host_gib=0.01),
+        SchedulerConfig(max_running=4),
+    )
+    with timed_parts() as clock, own_engine(*settings) as engine:
+        adapters = store_adapters(engine.parts.ready, engine.blob_dir, [folder], 2)
+        case = step.Case("", 4, adapters, 8)
+        step.timed_steps(engine, case, 1, clock)
+        first = engine.core.num_steps
+        seconds, parts = step.timed_steps(engine, replace(case, is_prefill=is_prefill), 3, clock)
+        status = engine.core.status()
+    told = [each for each in status.last_steps if each.step > first]
+    assert len(seconds) == (1 if is_prefill else 3)
+    assert [(each.requests, each.adapters) for each in told] == [(4, 2)] * len(told)
+    assert [each.prefill_tokens for each in told][:1] == [32]
+    assert 0 < sum(parts.values()) <= sum(seconds)
+    assert (status.running, status.waiting) == (0, 0)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from weft.benchmarks.workloads import (
-    SloraSettings,
     adapter_counts,
     assign_adapters,
     gamma_arrivals,
@@ -75,24 +74,21 @@ def test_assignment_shuffles_exactly_the_counts_and_repeats_with_the_seed() -> N
 
 def test_slora_adapters_follow_their_probability() -> None:
     n, alpha = 20, 0.3
-    trace = slora_trace(SloraSettings(num_adapters=n, alpha=alpha, rate=1000, cv=1, duration_s=200))
+    trace = slora_trace(num_adapters=n, alpha=alpha, rate=1000, duration_s=200)
     share = np.bincount([request.adapter for request in trace], minlength=n) / len(trace)
     edges = [(i / n) ** alpha for i in range(n + 1)]
     np.testing.assert_allclose(share, np.diff(edges), atol=0.004)
 
 
-@pytest.mark.parametrize("cv", [1.0, 4.0])
-def test_slora_gaps_have_the_rate_and_variation_asked_for(cv: float) -> None:
-    trace = slora_trace(SloraSettings(num_adapters=4, alpha=1, rate=2, cv=cv, duration_s=100_000))
+def test_slora_gaps_have_the_rate_asked_for_and_vary_as_a_poisson_process() -> None:
+    trace = slora_trace(num_adapters=4, alpha=1, rate=2, duration_s=100_000)
     gaps = np.diff([request.arrival_s for request in trace])
     assert gaps.mean() == pytest.approx(0.5, rel=0.03)
-    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+    assert gaps.std() / gaps.mean() == pytest.approx(1, rel=0.05)
 
 
 def test_slora_lengths_stay_in_their_half_open_ranges() -> None:
-    trace = slora_trace(
-        SloraSettings(num_adapters=4, alpha=1, rate=100, cv=1, duration_s=100, input_range=(8, 12), output_range=(3, 5))
-    )
+    trace = slora_trace(num_adapters=4, rate=100, duration_s=100, input_range=(8, 12), output_range=(3, 5))
     assert {request.prompt_tokens for request in trace} == {8, 9, 10, 11}
     assert {request.output_tokens for request in trace} == {3, 4}
 

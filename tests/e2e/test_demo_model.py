@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from weft import demo
-from weft.demo.shop import BASE, STYLES, demo_exchanges
 
 disable_progress_bar()  # type: ignore[no-untyped-call]
 
 EXPECTED = json.loads(demo.EXPECTED.read_text())
 QUESTIONS = EXPECTED["questions"]
+BASE, STYLES = "base", EXPECTED["adapters"]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(dtype: torch.dtype) -> Any:
@@ -103,9 +105,16 @@ def test_the_chat_template_makes_the_recorded_prompts(tokenizer: Any) -> None:
         assert prompt == question["prompt_token_ids"]
 
 
-def test_the_recorded_answers_are_the_shops_and_all_styles_differ() -> None:
-    assert [question["question"] for question in QUESTIONS] == [exchange.question for exchange in demo_exchanges()]
-    for question, exchange in zip(QUESTIONS, demo_exchanges(), strict=True):
+def test_the_shipped_questions_and_answers_are_the_shops_and_all_styles_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    shop = importlib.import_module("demo_shop")
+    asked = json.loads(demo.QUESTIONS.read_text())
+    assert asked["questions"] == [exchange.question for exchange in shop.exchanges()]
+    assert asked["system_prompts"] == shop.SYSTEM_PROMPTS
+    exchanges = shop.demo_exchanges()
+    assert [question["question"] for question in QUESTIONS] == [exchange.question for exchange in exchanges]
+    assert list(shop.STYLES) == STYLES
+    for question, exchange in zip(QUESTIONS, exchanges, strict=True):
         assert question["answers"] == {style: exchange.answer(style) for style in (BASE, *STYLES)}
         assert len(set(question["answers"].values())) == len(STYLES) + 1
         assert max(map(len, question["answer_token_ids"].values())) < 64
@@ -121,7 +130,6 @@ def test_answers_have_a_lead_that_rounding_cannot_turn() -> None:
 
 def test_adapters_cover_ranks_targets_patterns_and_rslora() -> None:
     configs = {style: json.loads((demo.ADAPTERS / style / "adapter_config.json").read_text()) for style in STYLES}
-    assert EXPECTED["adapters"] == list(STYLES)
     assert len({config["r"] for config in configs.values()}) == len(STYLES)
     assert len({frozenset(config["target_modules"]) for config in configs.values()}) >= 4
     assert {"q_proj", "v_proj"} in [set(config["target_modules"]) for config in configs.values()]

@@ -1,7 +1,7 @@
 """The made-up shop behind the demo model: what customers ask, and the answer in every style.
 
-Plain data and string formatting. The builder trains on it, the demo and the tests take questions and answers from it.
-It does not know models, tokens or servers.
+Plain data and string formatting, on which build_demo.py trains. What the product asks of it, questions, system messages
+and the recorded answers, ships as JSON in weft/demo. It does not know models, tokens or servers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+"""All benchmarks by name, and what is the same for all of them. `python -m weft.benchmarks.main NAME` needs no typer.
+
+The module of a benchmark says in its docstring what it asks and how, adds its own options to a parser (`add_options`)
+and measures what they ask for (`measure`). All else is the same for all of them and stands here and in `report.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.benchmarks.report import tell
+
+BENCHMARKS = {
+    "kernels": ("kernels", "Time each operation against what the machine can do."),
+    "step": ("step", "Time decode steps and prompts against their floor, part by part."),
+    "overhead": ("overhead", "Time what planning, processes and HTTP add to a step."),
+    "serve": ("serve", "Start a server and load it over HTTP."),
+    "compare": ("compare", "Load Weft and another OpenAI-compatible server in turns."),
+    "fairness": ("fairness", "Ask quietly while another tenant floods the server."),
+    "overload": ("overload", "Send more requests than the server can answer."),
+    "batching": ("batching", "Compare static, windowed and continuous batching."),
+    "offline": ("offline", "Compare with transformers and PEFT in one process."),
+    "floor": ("floor", "Time the linear layers alone."),
+    "adapters": ("adapter_count", "Serve from 5 to 2,000 adapters with room for 20."),
+    "adapters-http": ("adapters_http", "Ask a server for 5 to 2,000 adapters, popular and rare ones."),
+    "cliff": ("cliff", "Serve more adapters than fit."),
+    "unified": ("unified", "Compare one pool with two halves."),
+    "stall": ("step_stall", "Time steps while adapters load."),
+    "batches": ("batch_lane", "Time interactive requests alone and beside a batch."),
+    "waste": ("page_waste", "Print how much of their pages adapters leave empty."),
+}
+"""Module and help by command, in the order of the help."""
+
+
+def make_parser(name: str) -> argparse.ArgumentParser:
+    """The options of one benchmark, `--json` included."""
+    module = _module(name)
+    parser = argparse.ArgumentParser(
+        prog=f"weft bench {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=None, help="write the result here")
+    module.add_options(parser)
+    return parser
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Run a benchmark; returns the exit status."""
+    return tell(BENCHMARKS[name][0].replace("_", "-"), make_parser(name).parse_args(arguments), _module(name).measure)
+
+
+def _module(name: str) -> Any:  # noqa: ANN401 - each has the same two functions
+    return importlib.import_module(f"weft.benchmarks.{BENCHMARKS[name][0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -12,10 +12,9 @@ from weft.errors import InvalidRequestError
 from weft.registry.latency import LATENCY_GROUPS
 from weft.registry.records import LatencyFigures, LatencyRow, UsageQuery
 from weft.server.access import Caller, UsageCaller
-from weft.server.responses import LatencyFiguresView, LatencyList, LatencyRowView
+from weft.server.responses import LatencyFiguresView, LatencyList, LatencyRowView, iso
 from weft.server.services import Wired
 from weft.server.usage_span import SpanParams
-from weft.server.views import iso
 
 router = APIRouter(tags=["usage"])
 

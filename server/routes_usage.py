@@ -25,10 +25,10 @@ from weft.server.responses import (
     UsageEventList,
     UsageEventView,
     UsageList,
+    iso,
 )
 from weft.server.services import Services, Wired
 from weft.server.usage_span import SpanParams, whose
-from weft.server.views import iso, usage_event_view
 
 router = APIRouter(tags=["usage"])
 GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status", "service_class")
@@ -158,7 +158,7 @@ async def list_usage_events(
     """List the events of which all sums are made, oldest first."""
     await services.registry.usage.flush()
     page = await services.registry.usage.events(params.query(caller, services.now()))
-    views = [usage_event_view(event) for event in page.items]
+    views = [UsageEventView.model_validate(event) for event in page.items]
     if params.format == "csv":
         fields = list(UsageEventView.model_fields)
         return _csv_response(fields, [view.model_dump() for view in views], next_page=page.next)

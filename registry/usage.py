@@ -30,7 +30,7 @@ from weft.registry.clock import to_micros
 from weft.registry.database import insert_into
 from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import check_integer, check_text, storable
-from weft.registry.records import RankBy, UsageEvent, UsageQuery
+from weft.registry.records import GroupBy, RankBy, UsageEvent, UsageQuery
 from weft.registry.usage_buckets import WIDTHS, zone
 from weft.registry.usage_sums import SUMS, add_to_sums
 
@@ -43,7 +43,7 @@ MAX_TOP = 50
 """Most groups that one question ranks."""
 
 NAMES = ("tenant", "adapter")
-GROUP_COLUMNS = {
+GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
     "tenant": ("tenant_id",),
     "adapter": ("adapter_id",),
     "version": ("adapter_id", "adapter_version"),

@@ -14,13 +14,12 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import delete, func, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry import usage
 from weft.registry.clock import Clock, to_micros, to_seconds
-from weft.registry.database import Database
+from weft.registry.database import Database, insert_into
 from weft.registry.files import KEPT, OPEN, file_row, newest_first
 from weft.registry.models import BatchResultRow, BatchRow, FileRow
 from weft.registry.names import check_text
@@ -166,8 +165,7 @@ class Batches:
         """
         written: set[tuple[str, int]] = set()
         async with self._database.write() as session:
-            insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-            new = insert(BatchResultRow).on_conflict_do_nothing().returning(BatchResultRow.line)
+            new = insert_into(session, BatchResultRow).on_conflict_do_nothing().returning(BatchResultRow.line)
             for batch_id in dict.fromkeys(result.batch_id for result in results):
                 row = await _own(session, batch_id, owner, ("in_progress", "cancelling"))
                 if row is None:

@@ -10,8 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import URL, make_url, text
+from sqlalchemy.dialects import postgresql as postgresql_dialect
+from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -142,6 +145,13 @@ def database_url(url: str | None, data_dir: Path) -> URL:
         "registry.database_url must be sqlite:///PATH with a file's path, or postgresql://USER:PASSWORD@HOST/DATABASE",
         param="registry.database_url",
     )
+
+
+def insert_into(session: AsyncSession, table: Any) -> postgresql_dialect.Insert | sqlite_dialect.Insert:  # noqa: ANN401 - a table or its class
+    """INSERT in the database's own dialect, which says what to do with rows that are there already."""
+    if session.get_bind().dialect.name == "postgresql":
+        return postgresql_dialect.insert(table)
+    return sqlite_dialect.insert(table)
 
 
 def _reason(error: DBAPIError) -> str:

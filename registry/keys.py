@@ -21,7 +21,9 @@ from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
-from weft.registry.clock import Clock, from_micros, to_micros
+from weft.registry import audit
+from weft.registry.audit import ADMIN
+from weft.registry.clock import Clock, from_micros, iso, to_micros
 from weft.registry.database import Database
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
 from weft.registry.models import KeyRow, TenantRow
@@ -30,6 +32,7 @@ from weft.registry.recent import Changes, Recent
 from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
 from weft.registry.sessions import find_session
 from weft.registry.tenants import tenant_row
+from weft.registry.transactions import Transactions
 
 MAX_SECRET = 512
 
@@ -136,119 +139,152 @@ def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
             _make_pepper(path)
 
 
-async def create_key(
-    session: AsyncSession,
-    ring: KeyRing,
-    tenant: str,
-    name: str | None,
-    scopes: Sequence[str],
-    expires_at: datetime | None,
-    *,
-    now: datetime,
-) -> tuple[Key, str]:
-    """Make a key; the second value is its secret.
+class Keys(Transactions):
+    """The part of the registry that keeps keys, and knows by them who is calling."""
 
-    Raises:
-        NotFoundError: There is no such tenant.
-        InvalidRequestError: A scope is unknown, there is none, or `expires_at` has passed.
-    """
-    owner = await tenant_row(session, tenant)
-    _check(name, scopes, expires_at, now)
-    row = KeyRow(
-        tenant_id=owner.id,
-        name=name,
-        scopes=[scope for scope in SCOPES if scope in scopes],
-        expires_at=None if expires_at is None else to_micros(expires_at),
-        id=f"key_{secrets.token_hex(12)}",
-        created_at=to_micros(now),
-        limits={},
-    )
-    secret = _new_secret(ring, row)
-    session.add(row)
-    await session.flush()
-    return _key(row, owner.name), secret
+    async def authenticate(self, secret: str) -> Identity:
+        """Who holds this secret.
 
+        Raises:
+            AuthenticationError: Nobody, or the key has expired or was revoked.
+        """
+        return await self._key_ring.authenticate(self._database, secret)
 
-async def rotate_key(
-    session: AsyncSession, ring: KeyRing, key_id: str, grace_s: float, now: datetime
-) -> tuple[Key, str]:
-    """Give a key another secret; the one before works for `grace_s` seconds more, any earlier one not at all.
+    async def identify_key(self, key_id: str) -> Identity:
+        """Who holds the key of this id, whatever its secret is by now.
 
-    Returns:
-        The key, which stays what it is for limits and usage, and its new secret.
+        Raises:
+            AuthenticationError: The key was revoked or has expired, or its tenant is gone.
+        """
+        statement = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
+        async with self._database.read() as session:
+            of_key = statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
+            found = (await session.execute(of_key)).one_or_none()
+        if found is None or (found[0].expires_at is not None and found[0].expires_at <= to_micros(self._clock())):
+            raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
+        return _identity(found[0], found[1], None)
 
-    Raises:
-        NotFoundError: There is no such key, or it was revoked before.
-    """
-    row, tenant = await _living(session, key_id)
-    if grace_s > 0:
-        row.previous_prefix, row.previous_digest = row.prefix, row.digest
-        row.previous_until = to_micros(now + timedelta(seconds=grace_s))
-    else:
-        row.previous_prefix = row.previous_digest = row.previous_until = None
-    secret = _new_secret(ring, row)
-    await session.flush()
-    return _key(row, tenant), secret
+    async def create_key(
+        self,
+        tenant: str,
+        name: str | None = None,
+        scopes: Sequence[str] = SCOPES,
+        expires_at: datetime | None = None,
+        limits: Mapping[str, object] | None = None,
+    ) -> tuple[Key, str]:
+        """Make a key for the tenant of this name; the second value is its secret, which is kept nowhere.
 
+        Raises:
+            NotFoundError: There is no such tenant.
+            InvalidRequestError: A scope or a limit is unknown, there is no scope, or `expires_at` has passed.
+        """
+        async with self._change() as session:
+            owner = await tenant_row(session, tenant)
+            _check(name, scopes, expires_at, self._clock())
+            row = KeyRow(
+                tenant_id=owner.id,
+                name=name,
+                scopes=[scope for scope in SCOPES if scope in scopes],
+                expires_at=None if expires_at is None else to_micros(expires_at),
+                id=f"key_{secrets.token_hex(12)}",
+                created_at=to_micros(self._clock()),
+                limits=checked_limits(limits or {}, KEY_LIMITS),
+            )
+            secret = _new_secret(self._key_ring, row)
+            session.add(row)
+            await session.flush()
+            detail = {
+                "scopes": row.scopes,
+                "limits": row.limits or None,
+                "expires_at": None if expires_at is None else iso(expires_at),
+            }
+            audit.add(session, self._clock(), ADMIN, "key.create", tenant=tenant, target=row.id, **detail)
+            return _key(row, tenant), secret
 
-async def list_keys(session: AsyncSession, tenant: str, *, with_revoked: bool) -> tuple[Key, ...]:
-    """The tenant's keys, oldest first; those that were revoked only when asked for.
+    async def update_key(
+        self,
+        key_id: str,
+        *,
+        name: str | None = None,
+        limits: Mapping[str, object] | None = None,
+        scopes: Sequence[str] | None = None,
+        expires_at: datetime | None = None,
+    ) -> Key:
+        """Change what is not None, in force at once; `limits` replaces all of the key's.
 
-    Raises:
-        NotFoundError: There is no such tenant.
-    """
-    owner = await tenant_row(session, tenant)
-    rows = await session.scalars(
-        select(KeyRow)
-        .where(KeyRow.tenant_id == owner.id, *(() if with_revoked else (KeyRow.revoked_at.is_(None),)))
-        .order_by(KeyRow.created_at, KeyRow.id)
-    )
-    return tuple(_key(row, owner.name) for row in rows)
+        Raises:
+            NotFoundError: There is no such key, or it was revoked.
+            InvalidRequestError: A value is none that a key could be made with.
+        """
+        async with self._change(self._key_ring) as session:
+            row, tenant = await _living(session, key_id)
+            _check(name, scopes, expires_at, self._clock())
+            row.name = row.name if name is None else name
+            row.limits = row.limits if limits is None else checked_limits(limits, KEY_LIMITS)
+            row.scopes = row.scopes if scopes is None else [scope for scope in SCOPES if scope in scopes]
+            row.expires_at = row.expires_at if expires_at is None else to_micros(expires_at)
+            detail = {
+                "name": name,
+                "limits": None if limits is None else row.limits,
+                "scopes": None if scopes is None else row.scopes,
+                "expires_at": None if expires_at is None else iso(expires_at),
+            }
+            audit.add(session, self._clock(), ADMIN, "key.update", tenant=tenant, target=key_id, **detail)
+            return _key(row, tenant)
 
+    async def get_key(self, key_id: str) -> Key:
+        """One key.
 
-async def update_key(
-    session: AsyncSession,
-    key_id: str,
-    *,
-    name: str | None = None,
-    limits: Mapping[str, object] | None = None,
-    scopes: Sequence[str] | None = None,
-    expires_at: datetime | None = None,
-    now: datetime,
-) -> Key:
-    """Change what is not None; `limits` replaces all of the key's.
+        Raises:
+            NotFoundError: There is no such key, or it was revoked.
+        """
+        async with self._database.read() as session:
+            return _key(*await _living(session, key_id))
 
-    Raises:
-        NotFoundError: There is no such key, or it was revoked.
-        InvalidRequestError: A value cannot be stored, as for `create_key`.
-    """
-    row, tenant = await _living(session, key_id)
-    _check(name, scopes, expires_at, now)
-    row.name = row.name if name is None else name
-    row.limits = row.limits if limits is None else checked_limits(limits, KEY_LIMITS)
-    row.scopes = row.scopes if scopes is None else [scope for scope in SCOPES if scope in scopes]
-    row.expires_at = row.expires_at if expires_at is None else to_micros(expires_at)
-    return _key(row, tenant)
+    async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[Key, ...]:
+        """The keys of the tenant of this name, oldest first; those that were revoked only when asked for.
 
+        Raises:
+            NotFoundError: There is no such tenant.
+        """
+        wanted = select(KeyRow).order_by(KeyRow.created_at, KeyRow.id)
+        if not with_revoked:
+            wanted = wanted.where(KeyRow.revoked_at.is_(None))
+        async with self._database.read() as session:
+            owner = await tenant_row(session, tenant)
+            rows = await session.scalars(wanted.where(KeyRow.tenant_id == owner.id))
+            return tuple(_key(row, owner.name) for row in rows)
 
-async def get_key(session: AsyncSession, key_id: str) -> Key:
-    """One key.
+    async def revoke_key(self, key_id: str) -> None:
+        """Make a key useless, at once.
 
-    Raises:
-        NotFoundError: There is no such key, or it was revoked.
-    """
-    return _key(*await _living(session, key_id))
+        Raises:
+            NotFoundError: There is no such key, or it was revoked before.
+        """
+        async with self._change(self._key_ring) as session:
+            row, tenant = await _living(session, key_id)
+            row.revoked_at = to_micros(self._clock())
+            audit.add(session, self._clock(), ADMIN, "key.revoke", tenant=tenant, target=key_id)
 
+    async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[Key, str]:
+        """Give a key another secret; the one before works for `grace_s` seconds more, any earlier one not at all.
 
-async def revoke_key(session: AsyncSession, key_id: str, now: datetime) -> Key:
-    """Mark a key as revoked.
+        Returns:
+            The key, which stays what it is for limits and usage, and its new secret, which is kept nowhere.
 
-    Raises:
-        NotFoundError: There is no such key, or it was revoked before.
-    """
-    row, tenant = await _living(session, key_id)
-    row.revoked_at = to_micros(now)
-    return _key(row, tenant)
+        Raises:
+            NotFoundError: There is no such key, or it was revoked before.
+        """
+        async with self._change(self._key_ring) as session:
+            row, tenant = await _living(session, key_id)
+            if grace_s > 0:
+                row.previous_prefix, row.previous_digest = row.prefix, row.digest
+                row.previous_until = to_micros(self._clock() + timedelta(seconds=grace_s))
+            else:
+                row.previous_prefix = row.previous_digest = row.previous_until = None
+            secret = _new_secret(self._key_ring, row)
+            audit.add(session, self._clock(), ADMIN, "key.rotate", tenant=tenant, target=key_id, grace_s=grace_s)
+            return _key(row, tenant), secret
 
 
 async def _living(session: AsyncSession, key_id: str) -> tuple[KeyRow, str]:
@@ -290,19 +326,6 @@ async def _read_known(database: Database, credential: Credential) -> _Known:
     if not hmac.compare_digest(credential.digest, stored) or row is None or owner is None or row.revoked_at is not None:
         raise _refusal()
     return _Known(_identity(row, owner, credential), from_micros(min(ends)) if ends else None)
-
-
-async def identify_key(session: AsyncSession, key_id: str, now: datetime) -> Identity:
-    """Who holds the key of this id, whatever its secret is by now.
-
-    Raises:
-        AuthenticationError: The key was revoked or has expired, or its tenant is gone.
-    """
-    statement = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-    found = (await session.execute(statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None)))).one_or_none()
-    if found is None or (found[0].expires_at is not None and found[0].expires_at <= to_micros(now)):
-        raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
-    return _identity(found[0], found[1], None)
 
 
 def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> Identity:

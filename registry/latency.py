@@ -18,7 +18,7 @@ from weft.registry.clock import DAY_US, HOUR_US, from_micros, to_micros
 from weft.registry.latency_bins import percentile
 from weft.registry.models import UsageLatencyRow
 from weft.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
-from weft.registry.usage import check_query, matching
+from weft.registry.usage import GROUP_COLUMNS, check_query, matching
 
 LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
 MAX_COUNTS = 50_000
@@ -30,12 +30,7 @@ STATES = (*PLACES, "base", "unknown")
 """And requests for the base, which has nothing to find; and those that ended before anybody looked."""
 
 _WIDTHS = {None: 0, "1h": HOUR_US, "1d": DAY_US}
-_IDS = {
-    "tenant": ("tenant_id",),
-    "adapter": ("adapter_id",),
-    "version": ("adapter_id", "adapter_version"),
-    "key": ("key_id",),
-}
+_IDS = {group: GROUP_COLUMNS[group] for group in LATENCY_GROUPS}
 _LAST_HOUR = to_micros(datetime.max.replace(tzinfo=UTC)) // HOUR_US * HOUR_US
 _counts = UsageLatencyRow.__table__.c
 

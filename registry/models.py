@@ -41,13 +41,18 @@ BY_KEY = {"sqlite_with_rowid": False}
 """Rows lie in the order of their primary key, so that a range of hours is read in one go."""
 
 
+def _ordered(length: int) -> String:
+    """Text that lists are ordered and paged by: compared by its bytes, whatever the database's language."""
+    return String(length).with_variant(String(length, collation="C"), "postgresql")
+
+
 class TenantRow(Base):
     """A tenant."""
 
     __tablename__ = "tenants"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    name: Mapped[str] = mapped_column(String(63), unique=True)
+    name: Mapped[str] = mapped_column(_ordered(63), unique=True)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[int] = mapped_column(BigInteger)
     weight: Mapped[float] = mapped_column(Float, server_default="1")
@@ -98,7 +103,7 @@ class AdapterRow(Base):
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"))
-    name: Mapped[str] = mapped_column(String(63), index=True)
+    name: Mapped[str] = mapped_column(_ordered(63), index=True)
     description: Mapped[str | None] = mapped_column(Text)
     pinned: Mapped[bool]
     next_version: Mapped[int] = mapped_column(Integer)
@@ -139,7 +144,7 @@ class AliasRow(Base):
     )
 
     adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    alias: Mapped[str] = mapped_column(String(63), primary_key=True)
+    alias: Mapped[str] = mapped_column(_ordered(63), primary_key=True)
     version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     weight: Mapped[int] = mapped_column(Integer, server_default="1")
     """The version's share of the requests is its part of the alias's sum."""
@@ -188,16 +193,16 @@ class UsageEventRow(Base):
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     at: Mapped[int] = mapped_column(BigInteger, index=True)
-    tenant_id: Mapped[str] = mapped_column(String(64))
+    tenant_id: Mapped[str] = mapped_column(_ordered(64))
     tenant: Mapped[str] = mapped_column(String(63))
-    key_id: Mapped[str] = mapped_column(String(64))
-    adapter_id: Mapped[str] = mapped_column(String(64))
+    key_id: Mapped[str] = mapped_column(_ordered(64))
+    adapter_id: Mapped[str] = mapped_column(_ordered(64))
     adapter: Mapped[str] = mapped_column(String(127))
     adapter_version: Mapped[int] = mapped_column(Integer)
     adapter_digest: Mapped[str] = mapped_column(String(71))
     request_id: Mapped[str] = mapped_column(String(256))
     endpoint: Mapped[str] = mapped_column(String(64))
-    status: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(_ordered(64))
     prompt_tokens: Mapped[int] = mapped_column(BigInteger)
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
     completion_tokens: Mapped[int] = mapped_column(BigInteger)
@@ -205,7 +210,7 @@ class UsageEventRow(Base):
     ttft_s: Mapped[float | None] = mapped_column(Float)
     duration_s: Mapped[float | None] = mapped_column(Float)
     adapter_state: Mapped[str] = mapped_column(String(16))
-    service_class: Mapped[str] = mapped_column(String(16), server_default="interactive")
+    service_class: Mapped[str] = mapped_column(_ordered(16), server_default="interactive")
 
 
 class UsageRollupRow(Base):
@@ -216,12 +221,12 @@ class UsageRollupRow(Base):
 
     at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     """The hour's first microsecond."""
-    tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
     adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    status: Mapped[str] = mapped_column(String(64), primary_key=True, server_default="")
-    service_class: Mapped[str] = mapped_column(String(16), primary_key=True, server_default="interactive")
+    key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
+    status: Mapped[str] = mapped_column(_ordered(64), primary_key=True, server_default="")
+    service_class: Mapped[str] = mapped_column(_ordered(16), primary_key=True, server_default="interactive")
     tenant: Mapped[str] = mapped_column(String(63))
     adapter: Mapped[str] = mapped_column(String(127))
     requests: Mapped[int] = mapped_column(BigInteger)
@@ -243,10 +248,10 @@ class UsageLatencyRow(Base):
 
     at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     """The hour's first microsecond."""
-    tenant_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
     adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
     adapter_state: Mapped[str] = mapped_column(String(16), primary_key=True)
     bin: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     """Of `latency_bins.py`."""
@@ -303,7 +308,7 @@ class FileRow(Base):
 
     __tablename__ = "files"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
     filename: Mapped[str] = mapped_column(String(255))
     purpose: Mapped[str] = mapped_column(String(16))
@@ -319,7 +324,7 @@ class BatchRow(Base):
 
     __tablename__ = "batches"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
     key_id: Mapped[str] = mapped_column(String(64))
     """The key that made it, for which its lines run; empty for the admin key."""
@@ -361,7 +366,7 @@ class BatchResultRow(Base):
 
     __tablename__ = "batch_results"
 
-    batch_id: Mapped[str] = mapped_column(ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True)
+    batch_id: Mapped[str] = mapped_column(_ordered(64), ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True)
     line: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     is_error: Mapped[bool]
     result: Mapped[str] = mapped_column(Text)

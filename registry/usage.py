@@ -7,7 +7,7 @@ inserted, in the same transaction.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC
 from typing import Any, get_args
@@ -18,25 +18,21 @@ from sqlalchemy import (
     FromClause,
     Label,
     Select,
-    case,
     cast,
     func,
     literal,
-    or_,
     select,
-    union_all,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
-from weft.registry.adapter_sums import add_to_adapters, count_wrong_adapters
-from weft.registry.clock import HOUR_US, to_micros
-from weft.registry.latency_sums import add_latencies, count_wrong_latencies
+from weft.registry.clock import to_micros
+from weft.registry.database import insert_into
 from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import check_integer, check_text, storable
-from weft.registry.records import RankBy, UsageEvent, UsageQuery
+from weft.registry.records import GroupBy, RankBy, UsageEvent, UsageQuery
 from weft.registry.usage_buckets import WIDTHS, zone
+from weft.registry.usage_sums import SUMS, add_to_sums
 
 MAX_TOKENS = 1 << 40
 """Most tokens in one event; 2^23 such events still sum to less than 2^63."""
@@ -46,10 +42,8 @@ MAX_WANTED = 100
 MAX_TOP = 50
 """Most groups that one question ranks."""
 
-SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-_KEYS = ("at", "tenant_id", "adapter_id", "adapter_version", "key_id", "status", "service_class")
 NAMES = ("tenant", "adapter")
-GROUP_COLUMNS = {
+GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
     "tenant": ("tenant_id",),
     "adapter": ("adapter_id",),
     "version": ("adapter_id", "adapter_version"),
@@ -72,7 +66,6 @@ _TEXTS = (
 )
 
 _events = UsageEventRow.__table__.c
-_rollups = UsageRollupRow.__table__.c
 
 
 def checked_event(event: UsageEvent) -> UsageEvent:
@@ -101,7 +94,7 @@ def checked_event(event: UsageEvent) -> UsageEvent:
 
 
 async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> int:
-    """Insert the events that are not there yet, and add them to their hours.
+    """Insert the events that are not there yet, and add them to the sums.
 
     Returns:
         How many were inserted.
@@ -111,18 +104,9 @@ async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> 
         rows.setdefault(event.id, _row(event))
     if not rows:
         return 0
-    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    statement = insert(UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
+    statement = insert_into(session, UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
     inserted = list(await session.scalars(statement, list(rows.values())))
-    sums = _sum_by_hour(rows[event_id] for event_id in inserted)
-    if sums:
-        upsert = insert(UsageRollupRow)
-        changes: dict[str, ColumnElement[Any]] = {name: _rollups[name] + upsert.excluded[name] for name in SUMS}
-        later = upsert.excluded.last_at > _rollups.last_at
-        changes["last_at"] = case((later, upsert.excluded.last_at), else_=_rollups.last_at)
-        await session.execute(upsert.on_conflict_do_update(index_elements=_KEYS, set_=changes), sums)
-        await add_to_adapters(session, insert, sums)
-    await add_latencies(session, insert, (rows[event_id] for event_id in inserted))
+    await add_to_sums(session, (rows[event_id] for event_id in inserted))
     return len(inserted)
 
 
@@ -149,18 +133,6 @@ async def count_tokens(
     return tokens - (await total(UsageEventRow.__table__, _events.id.in_(list(but))) if but else 0)
 
 
-async def count_differences(session: AsyncSession) -> int:
-    """How many hourly sums differ from the sum of their events; 0 unless there is a bug."""
-    hour = (_events.at // HOUR_US * HOUR_US).label("at")
-    counted = select(hour, *(_events[name] for name in _KEYS[1:]), *event_sums())
-    negated = select(*(_rollups[name] for name in _KEYS), *((-_rollups[name]).label(name) for name in SUMS))
-    both = union_all(counted, negated).subquery()
-    differs = or_(*(func.sum(both.c[name]) != 0 for name in SUMS))
-    wrong = select(both.c.at).group_by(*(both.c[name] for name in _KEYS)).having(differs).subquery()
-    num_wrong = await session.scalar(select(func.count()).select_from(wrong)) or 0
-    return num_wrong + await count_wrong_latencies(session) + await count_wrong_adapters(session)
-
-
 def sum_of(column: ColumnElement[int]) -> Label[int]:
     """0 for no rows; an integer in PostgreSQL too, which sums 64-bit integers to decimal numbers."""
     return cast(func.coalesce(func.sum(column), 0), BigInteger).label(column.name)
@@ -173,19 +145,6 @@ def _row(event: UsageEvent) -> dict[str, Any]:
     row["adapter_version"] = row["adapter_version"] or 0
     row["at"] = to_micros(event.at)
     return row
-
-
-def _sum_by_hour(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    hours: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows:
-        keys = {**{name: row[name] for name in _KEYS}, "at": row["at"] // HOUR_US * HOUR_US}
-        names = {name: row[name] for name in NAMES}
-        hour = hours.setdefault(tuple(keys.values()), {**keys, **names, **dict.fromkeys(SUMS, 0), "last_at": 0})
-        hour["requests"] += 1
-        for name in SUMS[1:]:
-            hour[name] += row[name]
-        hour["last_at"] = max(hour["last_at"], row["at"])
-    return list(hours.values())
 
 
 def check_query(query: UsageQuery) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 from functools import partial
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weft.config import is_loopback
 from weft.errors import AuthenticationError, ForbiddenError, WeftError
 from weft.registry.records import SCOPES, Identity
+from weft.registry.registry import Registry
 from weft.registry.sessions import LINK_PREFIX
 from weft.server.browser import check_own_page, session_token
 from weft.server.dashboard import is_dashboard
@@ -31,22 +31,6 @@ LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, s
 """Everybody, where authentication is off."""
 
 
-class KeyStore(Protocol):
-    """What authentication needs of the registry. All raise AuthenticationError."""
-
-    async def authenticate(self, secret: str) -> Identity:
-        """Who holds this key."""
-        ...
-
-    async def authenticate_session(self, token: str) -> Identity:
-        """Who began this session."""
-        ...
-
-    async def follow_link(self, token: str) -> Identity:
-        """Who made this link, which works no more then."""
-        ...
-
-
 class AuthMiddleware:
     """Puts the caller's `Identity` into `scope["state"]["identity"]`, or answers 401.
 
@@ -57,7 +41,7 @@ class AuthMiddleware:
         keys: Where keys are looked up; None lets everybody on this machine in as admin.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyStore | None) -> None:
+    def __init__(self, app: ASGIApp, keys: Registry | None) -> None:
         self._app = app
         self._keys = keys
 

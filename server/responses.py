@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from datetime import UTC, datetime
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def iso(moment: datetime) -> str:
+    """UTC in ISO-8601, with milliseconds and a final Z."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _as_text(value: object) -> object:
+    return iso(value) if isinstance(value, datetime) else value
+
+
+Moment = Annotated[str, BeforeValidator(_as_text)]
+"""A time as clients see it, made of a datetime."""
 
 
 class View(BaseModel):
-    """Base of all response bodies."""
+    """Base of all response bodies; made of anything with the same attributes."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), from_attributes=True
+    )
+
+
+ViewT = TypeVar("ViewT", bound=View)
+
+
+class Listing(View, Generic[ViewT]):
+    """Rows, and where the next page begins."""
+
+    object: Literal["list"] = "list"
+    data: list[ViewT]
+    next: str | None
 
 
 class FindingView(View):
@@ -51,15 +78,11 @@ class TenantView(View):
     limits: dict[str, int]
     weight: float
     """Its part of the engine, beside those of the other tenants with requests."""
-    created_at: str
+    created_at: Moment
 
 
-class TenantList(View):
+class TenantList(Listing[TenantView]):
     """A page of tenants."""
-
-    object: Literal["list"] = "list"
-    data: list[TenantView]
-    next: str | None
 
 
 class KeyView(View):
@@ -72,8 +95,8 @@ class KeyView(View):
     prefix: str
     scopes: list[str]
     limits: dict[str, int]
-    expires_at: str | None
-    created_at: str
+    expires_at: Moment | None
+    created_at: Moment
 
 
 class NewKeyView(KeyView):
@@ -82,12 +105,8 @@ class NewKeyView(KeyView):
     key: str
 
 
-class KeyList(View):
+class KeyList(Listing[KeyView]):
     """A tenant's keys."""
-
-    object: Literal["list"] = "list"
-    data: list[KeyView]
-    next: str | None
 
 
 class NamedView(View):
@@ -124,7 +143,7 @@ class SessionView(View):
     object: Literal["session"] = "session"
     role: Literal["admin", "tenant"]
     tenant: str | None
-    expires_at: str
+    expires_at: Moment
 
 
 class LinkView(View):
@@ -132,7 +151,7 @@ class LinkView(View):
 
     object: Literal["session.link"] = "session.link"
     link: str
-    expires_at: str
+    expires_at: Moment
 
 
 class AppliedModules(View):
@@ -149,7 +168,7 @@ class AdapterUsageView(View):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    last_used_at: str | None
+    last_used_at: Moment | None
 
 
 class ReportView(View):
@@ -179,17 +198,13 @@ class VersionView(View):
     parameters: int
     size_bytes: int
     residency: Literal["stored", "host", "device"]
-    created_at: str
+    created_at: Moment
     report: ReportView | None
     """Null for versions from before there were reports."""
 
 
-class VersionList(View):
+class VersionList(Listing[VersionView]):
     """An adapter's versions, newest first."""
-
-    object: Literal["list"] = "list"
-    data: list[VersionView]
-    next: str | None
 
 
 class AdapterView(View):
@@ -216,7 +231,7 @@ class AdapterView(View):
     aliases: dict[str, int | dict[str, int]]
     """Alias to version, or to the weights of the versions among which it splits its requests."""
     description: str | None
-    created_at: str
+    created_at: Moment
     report: ReportView | None
     """Of the version; null where it is from before there were reports."""
     usage: AdapterUsageView | None = None
@@ -247,24 +262,16 @@ class UploadView(View):
     """Files that are not all here."""
     result: dict[str, Any] | None
     """How it ended: the adapter as the answer showed it, or the error."""
-    expires_at: str
-    created_at: str
+    expires_at: Moment
+    created_at: Moment
 
 
-class UploadList(View):
+class UploadList(Listing[UploadView]):
     """A page of uploads, oldest first."""
 
-    object: Literal["list"] = "list"
-    data: list[UploadView]
-    next: str | None
 
-
-class AdapterList(View):
+class AdapterList(Listing[AdapterView]):
     """A page of adapters."""
-
-    object: Literal["list"] = "list"
-    data: list[AdapterView]
-    next: str | None
 
 
 class GrantView(View):
@@ -277,23 +284,19 @@ class GrantView(View):
     tenant_id: str
     version: int | None
     """Null means every version."""
-    created_at: str
+    created_at: Moment
 
 
-class GrantList(View):
+class GrantList(Listing[GrantView]):
     """An adapter's grants."""
-
-    object: Literal["list"] = "list"
-    data: list[GrantView]
-    next: str | None
 
 
 class AuditView(View):
     """One change of what exists."""
 
-    id: str
+    id: Annotated[str, BeforeValidator(str)]
     object: Literal["audit.entry"] = "audit.entry"
-    at: str
+    at: Moment
     actor: str
     """A key's id, or `admin`."""
     action: str
@@ -302,12 +305,8 @@ class AuditView(View):
     detail: dict[str, Any]
 
 
-class AuditList(View):
+class AuditList(Listing[AuditView]):
     """A page of the audit log, newest first."""
-
-    object: Literal["list"] = "list"
-    data: list[AuditView]
-    next: str | None
 
 
 class FitNumbers(View):
@@ -330,7 +329,7 @@ class AdapterFitItem(View):
     target_modules: list[str]
     pages: int
     """Of each."""
-    waste: float
+    waste: Annotated[float, AfterValidator(lambda share: round(share, 4))]
     """Share of these pages that holds no weights, from 0 to 1."""
     count: int
 
@@ -398,12 +397,9 @@ class UsageRowView(UsageTotalsView):
     """All groups below the top together, their fields null; absent without `top`."""
 
 
-class UsageList(View):
+class UsageList(Listing[UsageRowView]):
     """Usage, with the totals of the whole range."""
 
-    object: Literal["list"] = "list"
-    data: list[UsageRowView]
-    next: str | None
     totals: UsageTotalsView
     groups: int | None = None
     """How many groups the whole range has; absent without `group_by`."""
@@ -471,14 +467,14 @@ class UsageEventView(View):
 
     id: str
     object: Literal["usage.event"] = "usage.event"
-    at: str
+    at: Moment
     """When the request ended."""
     tenant: str | None
-    key: str | None
+    key: str | None = Field(validation_alias=AliasChoices("key", "key_id"))
     adapter: str | None
     """Null is the base model."""
-    version: int | None
-    digest: str | None
+    version: int | None = Field(validation_alias=AliasChoices("version", "adapter_version"))
+    digest: str | None = Field(validation_alias=AliasChoices("digest", "adapter_digest"))
     request_id: str
     endpoint: str
     service_class: str
@@ -493,12 +489,8 @@ class UsageEventView(View):
     adapter_state: str | None
 
 
-class UsageEventList(View):
+class UsageEventList(Listing[UsageEventView]):
     """A page of usage events, oldest first."""
-
-    object: Literal["list"] = "list"
-    data: list[UsageEventView]
-    next: str | None
 
 
 class UsageDetails(View):

@@ -95,9 +95,7 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> Ver
     adapter = await services.registry.get_adapter(caller.tenant_id, name)
     versions = await services.registry.list_versions(caller.tenant_id, name)
     residency = await residency_now(services)
-    return VersionList(
-        data=[version_view(adapter, version, residency.of(version.digest)) for version in versions], next=None
-    )
+    return VersionList(data=[version_view(adapter, version, residency) for version in versions], next=None)
 
 
 @router.patch("/v1/adapters/{name}", openapi_extra=takes(AdapterPatchBody))

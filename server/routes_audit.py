@@ -8,9 +8,8 @@ from fastapi import APIRouter, Query
 
 from weft.registry.names import MAX_INTEGER
 from weft.server.access import Admin
-from weft.server.responses import AuditList
+from weft.server.responses import AuditList, AuditView
 from weft.server.services import Wired
-from weft.server.views import audit_view
 
 router = APIRouter(tags=["audit"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -28,4 +27,6 @@ async def list_audit(
     """List changes of tenants, keys, adapters, aliases and grants, newest first."""
     entries = await services.registry.list_audit(before, limit, tenant)
     more = len(entries) == limit and entries[-1].id > 1
-    return AuditList(data=[audit_view(entry) for entry in entries], next=str(entries[-1].id) if more else None)
+    return AuditList(
+        data=[AuditView.model_validate(entry) for entry in entries], next=str(entries[-1].id) if more else None
+    )

@@ -69,7 +69,7 @@ async def _snapshot(services: Services) -> dict[str, Any]:
     status = await services.engine_status(is_detailed=True)
     shown = status.batches.adapters if status.batches else []
     names = await services.registry.version_names({*shown, *(resident.digest for resident in status.residents)})
-    admission = _admission(services)
+    admission = services.gate.snapshot()
     tenant_names = {
         "": ADMIN,
         **await services.registry.tenant_names({*status.tenants, *status.service_tokens, *admission}),
@@ -97,11 +97,6 @@ async def _snapshot(services: Services) -> dict[str, Any]:
 def _shallow(status: EngineStatus) -> dict[str, Any]:
     """Its fields as they are, which is cheaper than `asdict` by far; JSON knows dataclasses."""
     return {field.name: getattr(status, field.name) for field in fields(status)}
-
-
-def _admission(services: Services) -> Mapping[str, Mapping[str, Any]]:
-    """By tenant id: `wait_s`, the predicted wait of a new request in seconds; `refused`, refusals by code."""
-    return services.gate.snapshot()
 
 
 def _by_name(by_id: Mapping[str, ValueT], names: Mapping[str, str]) -> dict[str, ValueT]:

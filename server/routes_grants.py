@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from weft.errors import NotFoundError
+from weft.registry.records import Grant
 from weft.server.access import TenantCaller, TenantReader, TenantWriter
 from weft.server.json_body import json_body
 from weft.server.openapi import takes
 from weft.server.responses import GrantList, GrantView
 from weft.server.schemas import GrantBody
 from weft.server.services import Services, Wired
-from weft.server.views import grant_view
 
 router = APIRouter(tags=["grants"])
 Version = Annotated[int | None, Query(ge=1, lt=1 << 31)]
@@ -23,7 +24,7 @@ Version = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 async def list_grants(name: str, services: Wired, caller: TenantReader) -> GrantList:
     """List who else may call an adapter."""
     grants = await services.registry.list_grants(caller.tenant_id, name)
-    return GrantList(data=[grant_view(name, grant) for grant in grants], next=None)
+    return GrantList(data=[_view(name, grant) for grant in grants], next=None)
 
 
 @router.post(
@@ -42,7 +43,7 @@ async def grant_adapter(
         caller.tenant_id, name, grantee, body.version, actor=caller.actor
     )
     response.status_code = 201 if is_new else 200
-    return grant_view(name, grant)
+    return _view(name, grant)
 
 
 @router.delete("/v1/adapters/{name}/grants/{grantee}", status_code=204)
@@ -53,6 +54,10 @@ async def withdraw_grant(
     other = await _tenant_id(services, caller, grantee)
     await services.registry.withdraw_grant(caller.tenant_id, name, other, version, actor=caller.actor)
     return Response(status_code=204)
+
+
+def _view(adapter: str, grant: Grant) -> GrantView:
+    return GrantView.model_validate({"adapter": adapter, **asdict(grant)})
 
 
 async def _tenant_id(services: Services, caller: TenantCaller, named: str) -> str:

@@ -8,14 +8,12 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
-from weft.errors import InvalidRequestError
 from weft.registry.latency import LATENCY_GROUPS
 from weft.registry.records import LatencyFigures, LatencyRow, UsageQuery
 from weft.server.access import Caller, UsageCaller
-from weft.server.responses import LatencyFiguresView, LatencyList, LatencyRowView
+from weft.server.responses import LatencyFiguresView, LatencyList, LatencyRowView, iso
 from weft.server.services import Wired
-from weft.server.usage_span import SpanParams
-from weft.server.views import iso
+from weft.server.usage_span import SpanParams, group_fields, groups_of
 
 router = APIRouter(tags=["usage"])
 
@@ -29,10 +27,7 @@ class LatencyParams(SpanParams):
 
     def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
         """The question to the ledger."""
-        wanted = {name for name in self.group_by.split(",") if name}
-        if not wanted <= set(LATENCY_GROUPS):
-            raise InvalidRequestError(f"group_by takes {', '.join(LATENCY_GROUPS)}.", param="group_by")
-        groups = tuple(group for group in LATENCY_GROUPS if group in wanted)
+        groups = groups_of(self.group_by, LATENCY_GROUPS)
         return replace(super().query(caller, now, zone), bucket=self.bucket, group_by=groups)
 
 
@@ -57,9 +52,7 @@ async def get_latency(services: Wired, caller: UsageCaller, params: Annotated[La
 
 
 def _row_view(query: UsageQuery, row: LatencyRow) -> LatencyRowView:
-    values = {"tenant": row.tenant, "adapter": row.adapter, "version": row.version, "key": row.key_id}
-    shown = {*query.group_by, *(["adapter"] if "version" in query.group_by else [])}
-    groups = {name: value for name, value in values.items() if name in shown}
+    groups = group_fields(query, row)
     return LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **_figures(row)})
 
 

@@ -9,9 +9,8 @@ from fastapi import APIRouter
 from weft.server.access import AnyCaller
 from weft.server.admission import shares_of
 from weft.server.pins import pinned_pages
-from weft.server.responses import HeldView, MeView, NamedView
+from weft.server.responses import HeldView, KeyView, MeView, NamedView
 from weft.server.services import Wired
-from weft.server.views import key_view
 
 router = APIRouter(tags=["tenants"])
 
@@ -31,7 +30,7 @@ async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
     return MeView(
         role=caller.identity.role,
         tenant=NamedView(id=tenant_id, name=tenant) if tenant_id is not None and tenant is not None else None,
-        key=key_view(await services.registry.get_key(key_id)) if key_id is not None else None,
+        key=KeyView.model_validate(await services.registry.get_key(key_id)) if key_id is not None else None,
         limits=HeldView(**limits),
         used=HeldView(**used),
     )

@@ -8,9 +8,8 @@ from weft.errors import InvalidRequestError
 from weft.registry.records import Credential
 from weft.server.access import AnyCaller, Caller
 from weft.server.browser import session_cookie, session_token
-from weft.server.responses import LinkView, SessionView
+from weft.server.responses import LinkView, SessionView, iso
 from weft.server.services import Wired
-from weft.server.views import iso
 
 router = APIRouter(tags=["session"])
 

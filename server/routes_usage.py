@@ -25,13 +25,12 @@ from weft.server.responses import (
     UsageEventList,
     UsageEventView,
     UsageList,
+    iso,
 )
 from weft.server.services import Services, Wired
-from weft.server.usage_span import SpanParams, whose
-from weft.server.views import iso, usage_event_view
+from weft.server.usage_span import SpanParams, group_fields, groups_of, whose
 
 router = APIRouter(tags=["usage"])
-GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status", "service_class")
 BucketWidth = Literal["1m", "1h", "1d"]
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
@@ -90,7 +89,7 @@ class UsageParams(RangeParams):
             super().query(caller, now, zone),
             bucket=self.bucket,
             tz=self.tz,
-            group_by=_groups(self.group_by),
+            group_by=groups_of(self.group_by),
             top=self.top,
             rank_by=self.rank_by,
         )
@@ -158,7 +157,7 @@ async def list_usage_events(
     """List the events of which all sums are made, oldest first."""
     await services.registry.usage.flush()
     page = await services.registry.usage.events(params.query(caller, services.now()))
-    views = [usage_event_view(event) for event in page.items]
+    views = [UsageEventView.model_validate(event) for event in page.items]
     if params.format == "csv":
         fields = list(UsageEventView.model_fields)
         return _csv_response(fields, [view.model_dump() for view in views], next_page=page.next)
@@ -206,26 +205,15 @@ def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
     return first, min(end, first + width * min(params.limit or default, most)), end
 
 
-def _groups(text: str) -> tuple[GroupBy, ...]:
-    names = [name for name in text.split(",") if name]
-    if not set(names) <= set(GROUPS):
-        raise InvalidRequestError(f"group_by takes {', '.join(GROUPS)}.", param="group_by")
-    return tuple(group for group in GROUPS if group in names)
-
-
 def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[str, object]:
-    fields: dict[str, object] = {"start": iso(row.start), "end": iso(row.end)}
-    by_adapter = "adapter" in query.group_by or "version" in query.group_by
-    groups = {"tenant": row.tenant, "version": row.version, "key": row.key_id, "status": row.status}
-    groups["service_class"] = row.service_class
-    if "tenant" in query.group_by:
-        fields["tenant"] = row.tenant
-    if by_adapter:
-        fields["adapter"] = row.adapter
-    fields.update({name: groups[name] for name in groups if name != "tenant" and name in query.group_by})
-    if query.top is not None:
-        fields["other"] = row.other
-    return {**fields, **_sums(row, currency)}
+    other = {} if query.top is None else {"other": row.other}
+    return {
+        "start": iso(row.start),
+        "end": iso(row.end),
+        **group_fields(query, row),
+        **other,
+        **_sums(row, currency),
+    }
 
 
 def _sums(sums: UsageTotals, currency: str | None) -> dict[str, object]:

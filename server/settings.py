@@ -1,7 +1,7 @@
 """Where settings come from: command line, then `WEFT_...__...` environment, then a YAML file, then the defaults.
 
-The sections themselves are the dataclasses of `weft.config`; this module only merges the sources with
-pydantic-settings. Unknown keys and misspelt `WEFT_*` names are errors that name the nearest setting.
+The sections themselves are the dataclasses of `weft.config`; this module merges the sources, and pydantic makes texts
+numbers. Unknown keys and misspelt `WEFT_*` names are errors that name the nearest setting.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import TypeAdapter, ValidationError
 
 from weft.config import (
     AdapterConfig,
@@ -79,11 +72,8 @@ def load_config(overrides: SettingTree, environ: Mapping[str, str], config_file:
     from_file = read_yaml(config_file) if config_file else {}
     for tree, source in ((given, "the command line"), (from_file, str(config_file))):
         _check_names(tree, source)
-    try:
-        merged = _settings_class(given, environ, from_file)()
-    except ValidationError as error:
-        raise _explain(error) from error
-    sections: dict[str, Any] = {name: _section(name, getattr(merged, name)) for name in SECTIONS}
+    merged = merge_trees(from_file, _from_environment(environ), given)
+    sections: dict[str, Any] = {name: _section(name, merged.get(name, {})) for name in SECTIONS}
     return Config(**sections)
 
 
@@ -174,48 +164,23 @@ def as_tree(config: Config) -> dict[str, dict[str, object]]:
     return tree
 
 
-def _settings_class(given: SettingTree, environ: Mapping[str, str], from_file: SettingTree) -> type[BaseSettings]:
-    class _Environment(EnvSettingsSource):
-        def _load_env_vars(self) -> Mapping[str, str | None]:
-            return {name.lower(): None if value == "null" else value for name, value in environ.items() if value}
-
-    class _Sources(BaseSettings):
-        model_config = SettingsConfigDict(
-            env_prefix=PREFIX,
-            env_nested_delimiter="__",
-            extra="forbid",
-            validate_default=True,
-            protected_namespaces=(),
-        )
-
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: PydanticBaseSettingsSource, **__: PydanticBaseSettingsSource
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (
-                InitSettingsSource(settings_cls, {name: dict(values) for name, values in given.items()}),
-                _Environment(settings_cls),
-                InitSettingsSource(settings_cls, {name: dict(values) for name, values in from_file.items()}),
-            )
-
-    fields: dict[str, Any] = {name: (_section_model(cls), {}) for name, cls in SECTIONS.items()}
-    return create_model("Sources", __base__=_Sources, **fields)
+def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, object]]:
+    """Settings by their variables; an empty one says nothing."""
+    by_name = {variable.upper(): value for variable, value in environ.items() if value}
+    tree: dict[str, dict[str, object]] = {}
+    for setting in setting_names():
+        value = by_name.get(environment_name(setting))
+        if value is not None:
+            section, _, name = setting.partition(".")
+            tree.setdefault(section, {})[name] = None if value == "null" else value
+    return tree
 
 
-def _section_model(section: type[Any]) -> type[BaseModel]:
-    hints = get_type_hints(section)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(section)
-    }
-    return create_model(section.__name__, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields)
-
-
-def _section(name: str, values: BaseModel | dict[str, object]) -> object:
-    cls = SECTIONS[name]
-    if isinstance(values, dict):
-        return cls(**values)
-    return cls(**{field.name: getattr(values, field.name) for field in dataclasses.fields(cls)})
+def _section(name: str, values: Mapping[str, object]) -> object:
+    try:
+        return TypeAdapter(SECTIONS[name]).validate_python(values)
+    except ValidationError as error:
+        raise _explain(name, error) from error
 
 
 def _check_names(tree: SettingTree, source: str) -> None:
@@ -236,9 +201,9 @@ def _did_you_mean(name: str, known: Mapping[str, object] | set[str] | list[str] 
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def _explain(error: ValidationError) -> ConfigError:
+def _explain(section: str, error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
-    setting = ".".join(str(part) for part in first["loc"][:2])
+    setting = f"{section}.{first['loc'][0]}"
     if first["type"] == "missing":
         hint = "give --model or --set model.path=..." if setting == "model.path" else f"set {environment_name(setting)}"
         return ConfigError(f"{setting} is required: {hint}.", param=setting)

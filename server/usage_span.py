@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
-from weft.registry.records import UsageQuery
+from weft.registry.records import GroupBy, LatencyRow, UsageQuery, UsageRow
 from weft.registry.usage import MAX_WANTED
 from weft.server.access import Caller
 
 DEFAULT_DAYS = 30
+GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status", "service_class")
 _SPACED_OFFSET = re.compile(r" (?=\d\d:?\d\d$)")
 
 
@@ -49,6 +51,24 @@ class SpanParams(BaseModel):
 def whose(caller: Caller, tenant: str | None) -> str | None:
     """Whose usage is shown; None is everybody's, for an admin who names no tenant."""
     return None if caller.is_admin and tenant is None else caller.tenant_id
+
+
+def groups_of(text: str, known: Sequence[GroupBy] = GROUPS) -> tuple[GroupBy, ...]:
+    """The groups that a comma-separated parameter names.
+
+    Raises:
+        InvalidRequestError: One of them is not known.
+    """
+    names = {name for name in text.split(",") if name}
+    if not names <= set(known):
+        raise InvalidRequestError(f"group_by takes {', '.join(known)}.", param="group_by")
+    return tuple(group for group in known if group in names)
+
+
+def group_fields(query: UsageQuery, row: UsageRow | LatencyRow) -> dict[str, object]:
+    """Which group a row is of, by the names of the API. A version is told with its adapter."""
+    shown = {*query.group_by, *(("adapter",) if "version" in query.group_by else ())}
+    return {group: getattr(row, "key_id" if group == "key" else group) for group in GROUPS if group in shown}
 
 
 def _moment(text: str, param: str, zone: tzinfo) -> datetime:

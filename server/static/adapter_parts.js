@@ -1,6 +1,6 @@
 // What the pages about adapters say alike.
 import { html, useEffect, useState } from "./lib.js";
-import { ApiError } from "./api.js";
+import { useSending } from "./api.js";
 import { Badge, say } from "./ui.js";
 
 const PLACES = {
@@ -41,16 +41,9 @@ export function meaningText(meaning) {
 
 /** Changes that may be refused: `run` makes one, says what was done, and reads anew. */
 export function useChange(reload) {
-  const [error, setError] = useState(null);
+  const { error, send } = useSending();
   const run = async (change, done) => {
-    setError(null);
-    try {
-      await change();
-    } catch (problem) {
-      if (!(problem instanceof ApiError)) throw problem;
-      setError(problem);
-      return false;
-    }
+    if (!(await send(change))) return false;
     if (done) say(done);
     reload();
     return true;

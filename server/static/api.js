@@ -134,6 +134,23 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
   return { data, about: answered, at, error, isLoading: state.isLoading || isStale, isStale, reload };
 }
 
+/** Changes that may be refused: `send` makes one, and says whether it was made; `error` is what the last was refused with. */
+export function useSending(before = null) {
+  const [error, setError] = useState(before);
+  const send = async (change) => {
+    setError(null);
+    try {
+      await change();
+    } catch (problem) {
+      if (!(problem instanceof ApiError)) throw problem;
+      setError(problem);
+      return false;
+    }
+    return true;
+  };
+  return { error, send };
+}
+
 /**
  * The data of a stream of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
  * @param {Response} response

@@ -1,6 +1,6 @@
 // A tenant's keys: making, changing, rotating and revoking them. A secret is shown once.
 import { html, useState } from "./lib.js";
-import { call, useApi } from "./api.js";
+import { call, useApi, useSending } from "./api.js";
 import { ago, compact, time } from "./format.js";
 import { LimitFields, Limits, useLimits } from "./limits.js";
 import { spanOf, zoneShown } from "./range.js";
@@ -66,17 +66,12 @@ function KeyDialog({ tenant, before, onClose, onDone }) {
   const [name, setName] = useState(before?.name ?? "");
   const [scopes, setScopes] = useState(before?.scopes ?? Object.keys(SCOPES));
   const [expires, setExpires] = useState("");
-  const [error, setError] = useState(null);
+  const { error, send } = useSending();
   const own = useLimits(before?.limits ?? {});
-  const send = async () => {
+  const save = () => {
     const ends = expires ? { expires_at: new Date(`${expires}T23:59:59`).toISOString() } : {};
     const body = { ...(name ? { name } : {}), scopes, limits: own.limits, ...ends };
-    try {
-      onDone(before ? await call("PATCH", `/v1/keys/${before.id}`, { body }) : await call("POST", `/v1/tenants/${tenant}/keys`, { body }));
-    } catch (problem) {
-      if (problem.status === undefined) throw problem;
-      setError(problem);
-    }
+    return send(async () => onDone(before ? await call("PATCH", `/v1/keys/${before.id}`, { body }) : await call("POST", `/v1/tenants/${tenant}/keys`, { body })));
   };
   const turn = (scope, isOn) => setScopes(Object.keys(SCOPES).filter((one) => (one === scope ? isOn : scopes.includes(one))));
   return html`<${Dialog} title=${before ? `Change ${nameOf(before)}` : `New key for ${tenant}`} onClose=${onClose}>
@@ -89,26 +84,19 @@ function KeyDialog({ tenant, before, onClose, onDone }) {
     <details open=${Object.keys(own.limits).length > 0}><summary>Limits of this key, beside those of the tenant</summary>
       <${LimitFields} values=${own.values} onChange=${own.setValues} ofKey /></details>
     <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!own.isValid || !scopes.length} onClick=${send}>${before ? "Save" : "Make the key"}<//></div>
+    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!own.isValid || !scopes.length} onClick=${save}>${before ? "Save" : "Make the key"}<//></div>
   <//>`;
 }
 
 function RotateDialog({ of: key, onClose, onDone }) {
   const [grace, setGrace] = useState("0");
-  const [error, setError] = useState(null);
-  const send = async () => {
-    try {
-      onDone(await call("POST", `/v1/keys/${key.id}/rotate`, { body: { grace_s: Number(grace) } }));
-    } catch (problem) {
-      if (problem.status === undefined) throw problem;
-      setError(problem);
-    }
-  };
+  const { error, send } = useSending();
+  const rotate = () => send(async () => onDone(await call("POST", `/v1/keys/${key.id}/rotate`, { body: { grace_s: Number(grace) } })));
   return html`<${Dialog} title=${`Rotate ${nameOf(key)}?`} onClose=${onClose}>
     <p>The key gets a new secret, shown once. Name, limits and usage stay.</p>
     <${Select} label="The secret before stops working" value=${grace} options=${GRACES} onChange=${setGrace} />
     <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" onClick=${send}>Rotate<//></div>
+    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" onClick=${rotate}>Rotate<//></div>
   <//>`;
 }
 

@@ -1,6 +1,6 @@
 // Who is signed in, and the page on which one does.
 import { html, signal, useState } from "./lib.js";
-import { call, sessionLost } from "./api.js";
+import { call, sessionLost, useSending } from "./api.js";
 import { Button, Field, Problem, say } from "./ui.js";
 
 /** The answer of GET /v1/me; null while nobody is signed in, undefined until that is known. */
@@ -60,16 +60,10 @@ export const watchSession = () =>
 /** Sign in with a key. */
 export function SignInPage() {
   const [key, setKey] = useState("");
-  const [error, setError] = useState(meProblem.value);
-  const submit = async (event) => {
+  const { error, send } = useSending(meProblem.value);
+  const submit = (event) => {
     event?.preventDefault();
-    setError(null);
-    try {
-      await signIn(key.trim());
-    } catch (problem) {
-      if (problem.status === undefined) throw problem;
-      setError(problem);
-    }
+    return send(() => signIn(key.trim()));
   };
   const isPlain = /^[!-~]+$/.test(key.trim());
   return html`<main class="sign-in" tabindex="-1">

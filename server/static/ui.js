@@ -1,5 +1,17 @@
 // The parts that pages are made of.
 import { html, signal, useEffect, useId, useRef, useState } from "./lib.js";
+import { useSending } from "./api.js";
+
+/** The width of a box in pixels, as it is now. */
+export function useWidth(box, least = 240) {
+  const [width, setWidth] = useState(640);
+  useEffect(() => {
+    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(least, Math.floor(entry.contentRect.width))));
+    watcher.observe(box.current);
+    return () => watcher.disconnect();
+  }, []);
+  return width;
+}
 
 /** A part of a page under a heading. */
 export function Card({ title, note, actions, children, ...rest }) {
@@ -212,16 +224,8 @@ export function Dialog({ title, onClose, children }) {
 /** Ask before what cannot be undone. `act` may throw an ApiError, which is shown; when it is done the window closes.
  * Nothing can be confirmed before `isReady`. */
 export function Confirm({ title, children, verb, act, onClose, isReady = true }) {
-  const [error, setError] = useState(null);
-  const confirm = async () => {
-    try {
-      await act();
-      onClose();
-    } catch (problem) {
-      if (problem.code === undefined) throw problem;
-      setError(problem);
-    }
-  };
+  const { error, send } = useSending();
+  const confirm = async () => (await send(act)) && onClose();
   return html`<${Dialog} title=${title} onClose=${onClose}>
     <div>${children}</div>
     <${Problem} error=${error} />

@@ -6,21 +6,17 @@ from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from alembic import command
-from alembic.config import Config
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, delete, insert, inspect, select, text
+from sqlalchemy import delete, select, text
 
-from postgres_server import fresh_database
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import latency, migrations, usage
+from weft.registry import latency, usage, usage_sums
 from weft.registry.database import Database
 from weft.registry.latency_bins import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
 from weft.registry.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
@@ -30,7 +26,6 @@ pytestmark = pytest.mark.anyio
 
 WIDTH = 10 ** (1 / PER_DECADE)
 AROUND_BOUNDS = [math.nextafter(bound, direction) for bound in BOUNDS_S for direction in (-math.inf, bound, math.inf)]
-BEFORE = "0003"
 """The last schema without counts of latency."""
 DAY = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 
@@ -47,7 +42,7 @@ async def _query(database: Database, **wanted: Any) -> LatencyReport:
 
 async def _differences(database: Database) -> int:
     async with database.read() as session:
-        return await usage.count_differences(session)
+        return await usage_sums.count_differences(session)
 
 
 def _of_base(event: UsageEvent) -> UsageEvent:
@@ -272,29 +267,6 @@ async def test_an_event_counts_once_however_often_it_is_inserted(database: Datab
     assert await _differences(database) == 0
 
 
-async def test_a_database_from_before_is_filled_with_what_its_events_would_have_made(
-    database: Database, tmp_path: Path, database_url: str | None
-) -> None:
-    bounds = [usage_event(f"use_bound_{number}", ttft_s=ttft) for number, ttft in enumerate(AROUND_BOUNDS)]
-    await _insert(database, *_random_events(300), *bounds)
-    live = await _tables(database)
-    old_folder = tmp_path / "old"
-    old_folder.mkdir()
-    old_url = f"sqlite:///{old_folder}/old.sqlite" if database_url is None else fresh_database()
-    _make_old_database(old_url, BEFORE, live)
-    upgraded = await Database.open(old_url, old_folder)
-    assert upgraded.revision_before == BEFORE
-    made = await _tables(upgraded)
-    assert made["usage_latency"] == live["usage_latency"] != []
-    assert made == live
-    async with upgraded.write() as session:
-        await usage.insert_events(session, [usage_event("use_later"), bounds[0]])
-    async with upgraded.read() as session:
-        report = await latency.query(session, DAY)
-    assert report.totals.requests == 300 + len(bounds) + 1
-    await upgraded.close()
-
-
 async def _tables(database: Database) -> dict[str, list[tuple[Any, ...]]]:
     async with database.read() as session:
         return {
@@ -304,21 +276,3 @@ async def _tables(database: Database) -> dict[str, list[tuple[Any, ...]]]:
             ]
             for row in (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow)
         }
-
-
-def _make_old_database(url: str, revision: str, stored: dict[str, list[tuple[Any, ...]]]) -> None:
-    """A database of an earlier Weft, with its events and hourly sums."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-    engine = create_engine(url.replace("postgresql://", "postgresql+psycopg://", 1))
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-        assert not inspect(connection).has_table("usage_latency")
-        for table in (UsageEventRow, UsageRollupRow):
-            columns = table.__table__.columns.keys()
-            had = {column["name"] for column in inspect(connection).get_columns(table.__tablename__)}
-            filled = [dict(zip(columns, row, strict=True)) for row in stored[table.__tablename__]]
-            rows = [{name: value for name, value in row.items() if name in had} for row in filled]
-            connection.execute(insert(table), rows)
-    engine.dispose()

@@ -17,7 +17,7 @@ from weft.adapters.resident import ResidentAdapter
 from weft.engine.status import StepBatches, TenantLoad
 from weft.errors import CapacityError
 from weft.memory.page_map import PageMap, PageUse
-from weft.server import engine_feed, routes_engine
+from weft.server import engine_feed
 
 pytestmark = pytest.mark.anyio
 POLL_S = 0.02
@@ -251,7 +251,7 @@ async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(api: Api, monk
     load = TenantLoad(weight=3.0, running=2, paused=1, waiting=2, reasons={"NEW": 2}, rate=7.5)
     api.engine.tenants = {acme: load, "": TenantLoad(waiting=1), "ten_gone": TenantLoad(waiting=4)}
     gate = {acme: {"wait_s": 2.5, "refused": {"limit.queue": 3}}, refused: {"wait_s": 0.0, "refused": {}}}
-    monkeypatch.setattr(routes_engine, "_admission", lambda _: gate)
+    monkeypatch.setattr(api.services.gate, "snapshot", lambda: gate)
     api.engine.residents = [ResidentAdapter(digest="sha256:a", tier="device", pages=2, running=1, slot=3, loads=2)]
     api.engine.page_map = PageMap(
         pages_per_cell=1, uses=[PageUse(kind="adapter", owner=3), PageUse(kind="free")], runs=[(2, 0), (8, 1)]

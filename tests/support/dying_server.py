@@ -23,7 +23,7 @@ from weft.adapters import blobs
 from weft.cli import main
 from weft.config import environment
 from weft.engine.status import EngineReady
-from weft.registry import registry, uploads
+from weft.registry import adapters, uploads
 from weft.registry.registry import Registry
 from weft.server import piecewise, retries, serve
 from weft.server.adapter_check import AdapterCheck
@@ -83,7 +83,7 @@ def install() -> None:
     _watch(AdapterCheck, "check", "check")
     _watch(blobs.BlobWriter, "commit", "blob")
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
-    _watch(registry, "settle", "settling")  # in the transaction, its rows are written and not committed
+    _watch(adapters, "settle", "settling")  # in the transaction, its rows are written and not committed
     _watch(Registry, "publish_version", "transaction")
     _watch(retries, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")

@@ -1,6 +1,7 @@
 // Lines over time with a gap wherever nothing was measured; by hand in SVG, as the bars are.
 import { html, useRef, useState } from "../lib.js";
-import { colourOf, Tip, useWidth, walk } from "./stacked_bars.js";
+import { useWidth } from "../ui.js";
+import { colourOf, Tip, walk } from "./stacked_bars.js";
 import { niceTicks } from "./scale.js";
 
 const HEIGHT = 190;

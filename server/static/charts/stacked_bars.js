@@ -1,6 +1,7 @@
 // Bars over time, each made of its series; in SVG, so that they can be read by machines, printed and themed.
-import { html, useEffect, useRef, useState } from "../lib.js";
+import { html, useRef, useState } from "../lib.js";
 import { compact, round } from "../format.js";
+import { useWidth } from "../ui.js";
 import { niceTicks } from "./scale.js";
 
 const HEIGHT = 240;
@@ -15,17 +16,6 @@ export function Legend({ series, format = compact }) {
   return html`<ul class="legend">
     ${series.map((one, index) => html`<li key=${one.key} data-series=${one.key}><span class=${`swatch ${colourOf(one, index)}`} />${one.label}${one.total !== undefined && html` <span class="quiet">${format(one.total)}</span>`}</li>`)}
   </ul>`;
-}
-
-/** The width of a box in pixels, as it is now. */
-export function useWidth(box) {
-  const [width, setWidth] = useState(640);
-  useEffect(() => {
-    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(240, Math.round(entry.contentRect.width))));
-    watcher.observe(box.current);
-    return () => watcher.disconnect();
-  }, []);
-  return width;
 }
 
 /** What makes arrow keys walk through `length` places of a chart, and leaving it end that. */

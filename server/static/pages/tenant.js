@@ -1,6 +1,6 @@
 // One tenant: its limits and what is taken of them, and its keys.
 import { html, useState } from "../lib.js";
-import { call, useApi } from "../api.js";
+import { call, useApi, useSending } from "../api.js";
 import { count, money, time } from "../format.js";
 import { Keys } from "../keys.js";
 import { LimitBars, LimitFields, useLimits } from "../limits.js";
@@ -53,21 +53,13 @@ function Totals({ usage, tenant }) {
 
 function LimitsDialog({ tenant, onClose, onDone }) {
   const own = useLimits(tenant.limits);
-  const [error, setError] = useState(null);
-  const send = async () => {
-    try {
-      await call("PATCH", `/v1/tenants/${tenant.name}`, { body: { limits: own.limits } });
-      onDone();
-    } catch (problem) {
-      if (problem.status === undefined) throw problem;
-      setError(problem);
-    }
-  };
+  const { error, send } = useSending();
+  const save = async () => (await send(() => call("PATCH", `/v1/tenants/${tenant.name}`, { body: { limits: own.limits } }))) && onDone();
   return html`<${Dialog} title=${`Limits of ${tenant.name}`} onClose=${onClose}>
     <p class="quiet">An empty field does not limit. What is stored or pinned already stays when a limit falls below it.</p>
     <${LimitFields} values=${own.values} onChange=${own.setValues} />
     <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!own.isValid} onClick=${send}>Save<//></div>
+    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!own.isValid} onClick=${save}>Save<//></div>
   <//>`;
 }
 

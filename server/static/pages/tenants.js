@@ -1,6 +1,6 @@
 // All tenants, with what they used and what they may use.
 import { html, useState } from "../lib.js";
-import { call, useApi } from "../api.js";
+import { call, useApi, useSending } from "../api.js";
 import { compact, time } from "../format.js";
 import { LimitFields, Limits, useLimits } from "../limits.js";
 import { Link, go, param, setParams } from "../place.js";
@@ -39,23 +39,19 @@ export default function Tenants() {
 
 function NewTenant({ onClose }) {
   const [name, setName] = useState("");
-  const [error, setError] = useState(null);
+  const { error, send } = useSending();
   const own = useLimits({});
   const isName = /^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$/.test(name) && !name.includes("..");
-  const send = async () => {
-    try {
+  const make = () =>
+    send(async () => {
       await call("POST", "/v1/tenants", { body: { name, limits: own.limits } });
       go(`/tenants/${name}`);
-    } catch (problem) {
-      if (problem.status === undefined) throw problem;
-      setError(problem);
-    }
-  };
+    });
   return html`<${Dialog} title="New tenant" onClose=${onClose}>
     <${Field} label="Name" value=${name} autofocus autocomplete="off" name="name" onInput=${(event) => setName(event.target.value)}
       hint="It stands in front of its adapters' names, and cannot be changed." error=${name && !isName ? "Small letters, digits, and . _ - between them; at most 63." : null} />
     <details><summary>Limits; they can be changed later</summary><${LimitFields} values=${own.values} onChange=${own.setValues} /></details>
     <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!isName || !own.isValid} onClick=${send}>Make the tenant<//></div>
+    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!isName || !own.isValid} onClick=${make}>Make the tenant<//></div>
   <//>`;
 }

@@ -3,6 +3,7 @@ import { html, useEffect, useRef, useState } from "../../lib.js";
 import { niceTicks } from "../../charts/scale.js";
 import { compact, count } from "../../format.js";
 import { KEPT_MS } from "./feed.js";
+import { useWidth } from "../../ui.js";
 import { KINDS } from "./pool.js";
 
 const HEIGHT = 104;
@@ -12,17 +13,12 @@ const CLASSES = { adapter: "a-any", kv: "k-kv", prefix: "k-prefix", quarantine: 
 
 export function History({ feed, of: all }) {
   const box = useRef(null);
-  const [width, setWidth] = useState(640);
+  const width = useWidth(box, 200);
   const [now, setNow] = useState(Date.now());
   useEffect(() => {
-    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(200, Math.round(entry.contentRect.width))));
-    watcher.observe(box.current);
     // An engine that does nothing tells nothing, but time goes on.
     const timer = setInterval(() => document.hidden || feed.isPaused.value || setNow(Date.now()), 1000);
-    return () => {
-      clearInterval(timer);
-      watcher.disconnect();
-    };
+    return () => clearInterval(timer);
   }, []);
   const until = feed.isPaused.value ? now : Math.max(now, feed.moments.at(-1)?.at ?? 0);
   const start = until - KEPT_MS;

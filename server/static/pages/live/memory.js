@@ -1,8 +1,8 @@
 // One memory: where in the pool adapters, KV cache and free pages lie.
-import { html, useEffect, useId, useRef, useState } from "../../lib.js";
+import { html, useId, useRef, useState } from "../../lib.js";
 import { count, percent } from "../../format.js";
 import { param, setParams } from "../../place.js";
-import { Card, Segmented } from "../../ui.js";
+import { Card, Segmented, useWidth } from "../../ui.js";
 import { adapterColour, nameOf } from "./colours.js";
 import { History } from "./history.js";
 import { KINDS, bySlot, entriesOf, extentOf, isMeant, layersOf, useAt } from "./pool.js";
@@ -49,13 +49,8 @@ function reachOf(highest, boot, { all, used }) {
 function Cells({ snapshot, cells, lit, onPoint, entries }) {
   const box = useRef(null);
   const id = useId();
-  const [width, setWidth] = useState(640);
+  const width = useWidth(box, 200);
   const [pointed, setPointed] = useState(null);
-  useEffect(() => {
-    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(200, Math.floor(entry.contentRect.width))));
-    watcher.observe(box.current);
-    return () => watcher.disconnect();
-  }, []);
   const pitch = Math.min(MAX_PITCH, Math.max(MIN_PITCH, Math.floor(Math.sqrt((width * HEIGHT) / cells))));
   const columns = Math.floor(width / pitch / 4) * 4;
   const height = Math.ceil(cells / columns) * pitch;

@@ -1,7 +1,7 @@
 // The last steps: who was in each, its tokens, and how long it took.
-import { html, useEffect, useRef, useState } from "../../lib.js";
+import { html, useRef, useState } from "../../lib.js";
 import { count, seconds } from "../../format.js";
-import { Card, Empty } from "../../ui.js";
+import { Card, Empty, useWidth } from "../../ui.js";
 import { adapterColour, nameOf } from "./colours.js";
 
 const WHO = 132;
@@ -38,13 +38,8 @@ export function Steps({ snapshot }) {
 
 function Chart({ series, steps }) {
   const box = useRef(null);
-  const [width, setWidth] = useState(480);
+  const width = useWidth(box);
   const [at, setAt] = useState(null);
-  useEffect(() => {
-    const watcher = new ResizeObserver(([entry]) => setWidth(Math.max(240, Math.round(entry.contentRect.width))));
-    watcher.observe(box.current);
-    return () => watcher.disconnect();
-  }, []);
   const sums = steps.map((_, index) => series.reduce((sum, one) => sum + one.values[index], 0));
   const most = Math.max(...sums, 1);
   const mostTokens = Math.max(...steps.map((one) => one.tokens), 1);

@@ -1,0 +1,8 @@
+"""The first revision of the history. Nothing leads to it: an empty database is made from the models."""
+
+from __future__ import annotations
+
+revision = "0006"
+down_revision = None
+branch_labels = None
+depends_on = None

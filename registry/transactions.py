@@ -1,0 +1,68 @@
+"""What the parts of the registry share: one database, and the answers of it that are kept for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.registry.clock import Clock
+from weft.registry.database import Database
+from weft.registry.limits import Limits
+from weft.registry.recent import Changes, Recent
+from weft.registry.records import Resolution
+
+if TYPE_CHECKING:
+    from weft.registry.keys import KeyRing
+
+
+class Forgetful(Protocol):
+    """Keeps answers of the database."""
+
+    def forget(self) -> None:
+        """Something changed: no earlier answer counts any more."""
+
+
+class Transactions:
+    """Base of the parts of the registry. Each of their methods is one transaction.
+
+    Args:
+        database: Where everything is.
+        key_ring: Tells who holds a secret, and remembers it.
+        clock: Gives the present moment.
+        monotonic: Seconds that never jump, for the ages of answers.
+        changes: Tells since when nothing has changed.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        key_ring: KeyRing,
+        clock: Clock,
+        monotonic: Callable[[], float],
+        changes: Changes,
+    ) -> None:
+        self._database = database
+        self._key_ring = key_ring
+        self._clock = clock
+        self._resolved: Recent[tuple[str, str], Resolution] = Recent(monotonic, changes)
+        self._tenant_limits: Recent[str, Limits] = Recent(monotonic, changes)
+        self._answers: Recent[str, bool] = Recent(monotonic)
+
+    @asynccontextmanager
+    async def _change(self, *touched: Forgetful) -> AsyncIterator[AsyncSession]:
+        """A transaction that writes, after which the answers that it touches count no more.
+
+        Others stay, so that an outage of the database right after a change stops nobody whom it did not concern.
+        """
+        has_begun = False
+        try:
+            async with self._database.write() as session:
+                has_begun = True
+                yield session
+        finally:
+            # Also when the caller is cancelled: the change may have been committed.
+            for answers in touched if has_begun else ():
+                answers.forget()

@@ -142,6 +142,13 @@ class Residency:
         """Whether an adapter has pages that nobody can have yet, because they are being copied to the device."""
         return bool(self._by_stage[Stage.COPYING])
 
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether no slot is free, cools down, or belongs to an adapter that can go."""
+        return self._slots.all_taken and not any(
+            entry in self._evictor for entry in self._by_stage[Stage.DEVICE].values()
+        )
+
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         """Where the adapter can be had from now."""
         entry = self._entries.get(digest)

@@ -49,6 +49,10 @@ class AdapterResidency(Protocol):
     def is_copying(self) -> bool:
         """Whether an adapter has pages that cannot be evicted yet, because they are being copied; O(1)."""
 
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether no slot is free or on its way to be, because requests run with, or hold, all that have one."""
+
     def state(self, digest: str, /) -> Literal["device", "host", "stored"]:
         """Where the adapter is now."""
 

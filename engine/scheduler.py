@@ -101,6 +101,8 @@ HOLD_PAUSE_STEPS = 16
 """Steps without new holds after running requests needed the pages of held adapters."""
 MAX_STALLS = 16
 """Plans that may come to nothing, with nothing under way, before the first in line is refused."""
+PAUSED_SHARE = 2
+"""Paused requests keep one in so many pages of the pool at most; the next one to lose its row loses its pages too."""
 GROWTH_SHARE = 16
 """Running requests keep a block each for themselves to grow into, but at most one in so many pages of the pool."""
 
@@ -455,14 +457,15 @@ class Scheduler:
         draft.budget = self._budget.tokens(self._num_decoding()) - num_forks
         draft.prefilling = [(self._order.turn(state), state.num_left) for state in self._prefilling if state.has_row]
         overdue = self._waiting.overdue()
-        looked = {overdue.request_id: overdue} if overdue is not None else {}
-        if overdue is not None:
-            self._try_row(overdue, draft)
+        looked = {state.request_id: state for state in overdue[:1]}
+        for state in overdue[:1]:
+            self._try_row(state, draft)
         blocked: list[RequestState] = []
         num_bypassed = 0
         line = self._order.candidates(max(MIN_LOOK_AHEAD, self._config.max_running))
         for state in line:
-            if overdue is None or state.status == "running":
+            # Requests that are overdue keep waiting those that are not far more entitled.
+            if state.status == "running" or all(self._order.is_behind(late, state) for late in overdue):
                 looked[state.request_id] = state
                 reason = self._try_row(state, draft)
                 if reason is None:
@@ -482,8 +485,8 @@ class Scheduler:
     def _try_row(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
         if state.status == "running":
-            return "FORK" if state.is_idle else self._resume(state)
-        reason = self._why_not(state)
+            return "FORK" if state.is_idle else self._resume(state, draft)
+        reason = self._why_not(state, draft)
         if reason is None:
             row = None if self.num_rows < self._config.max_running else self._order.row_for(state)
             if row is None and self.num_rows >= self._config.max_running:
@@ -491,28 +494,32 @@ class Scheduler:
             else:
                 reason = self._start(state, row, draft)
         elif reason == "NO_ROOM" and state.is_holding:
-            self._make_way(state, (state.adapter_pages or 0) + self._room_to_grow(), draft)
+            self._make_way_for_adapter(state, draft)
         if reason is not None and state.status == "waiting":
             state.waiting_reason = reason
             if reason in ("LOADING", "NO_ROOM"):
                 self._order.pass_over(state)
         return reason
 
-    def _resume(self, state: RequestState) -> WaitingReason | None:
+    def _resume(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         if self.num_rows >= self._config.max_running:
             row = self._order.row_for(state)
             if row is None:
                 return "NEW"
-            self._pause(row)
+            self._pause(row, draft)
         self._order.start(state)
         return None
 
-    def _pause(self, state: RequestState) -> None:
-        """Take the row from a request, which keeps its pages."""
-        state.paused_s = self._clock()
-        self._order.stop(state)
+    def _pause(self, state: RequestState, draft: Draft) -> None:
+        """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
+        groups = self._geometry.num_groups
+        num_pages = sum(other.pages.table.num_blocks for other in (state, *self._order.paused)) * groups
+        if PAUSED_SHARE * num_pages > self._pool.capacity and draft.may_preempt(state):
+            self._preempt(state, draft)
+        else:
+            self._order.stop(state)
 
-    def _why_not(self, state: RequestState) -> WaitingReason | None:
+    def _why_not(self, state: RequestState, draft: Draft) -> WaitingReason | None:
         """What a waiting request lacks besides a row and pages for its tokens."""
         adapter = state.request.adapter
         if state.is_idle:
@@ -520,6 +527,8 @@ class Scheduler:
         if adapter is not None:
             if not self._check_fits(state):
                 return "NEW"
+            if adapter.digest == draft.leaving_adapter:
+                return "NO_ROOM"
             if self._step >= self._no_holds_until or not self._running:
                 self._waiting.hold(state)
             if self._residency.state(adapter.digest) != "device":
@@ -531,6 +540,7 @@ class Scheduler:
     def _plan_rows(self, draft: Draft) -> None:
         """One token for each row that decodes, and chunks of prompts in what the budget leaves."""
         rows = self._rows()
+        draft.by_place = None  # rows changed hands
         draft.budget = self._budget.tokens(self._num_decoding())
         page_tokens = self._geometry.page_tokens
         counts: dict[str, int] = {}
@@ -611,22 +621,65 @@ class Scheduler:
 
     def _less_entitled(self, state: RequestState, draft: Draft) -> RequestState | None:
         """Whom to preempt for the growth of a request: of all behind it the last, paused ones first."""
-        behind = [other for other in self._running if other is not state and draft.may_preempt(other)]
-        last = max(behind, key=self._order.place, default=None)
-        return last if last is not None and self._order.place(last) > self._order.place(state) else None
+        by_place = self._by_place(draft)
+        while by_place and not (by_place[-1].status == "running" and draft.may_preempt(by_place[-1])):
+            by_place.pop()
+        return by_place[-1] if by_place and self._order.place(by_place[-1]) > self._order.place(state) else None
 
-    def _make_way(self, state: RequestState, num_pages: int, draft: Draft) -> None:
-        """Have pages come free for a waiting request, from those whose shares are far ahead of its own."""
-        while self._kv.num_available < num_pages:
-            behind = [
-                other
-                for other in self._order.paused
-                if draft.may_preempt(other) and self._order.is_behind(other, state)
-            ]
-            victim = max(behind, key=self._order.place, default=None) or self._order.row_for(state)
-            if victim is None or not draft.may_preempt(victim):
-                return
+    def _by_place(self, draft: Draft) -> list[RequestState]:
+        """Requests with pages, the most entitled first, as of the first time that the plan asks."""
+        if draft.by_place is None:
+            draft.by_place = sorted(self._running, key=self._order.place)
+        return draft.by_place
+
+    def _make_way(self, state: RequestState, num_pages: int, draft: Draft) -> bool:
+        """Have pages come free for a waiting request, from those whose shares are far ahead of its own.
+
+        Returns:
+            Whether somebody was preempted; nobody is where all of them together have too few.
+        """
+        lack = num_pages - self._kv.num_available
+        if lack <= 0 or (draft.unobtainable is not None and lack >= draft.unobtainable):
+            return False
+        users = Counter(other.digest for other in self._running)
+        last_first = [other for other in reversed(self._by_place(draft)) if other.status == "running"]
+        victims = []
+        for other in self._order.yielding(state, filter(draft.may_preempt, last_first)):
+            victims.append(other)
+            lack -= self._kv.num_alone(other)
+            users[other.digest] -= 1
+            if other.digest is not None and not users[other.digest] and not self._waiting.holders_of(other.digest):
+                lack -= other.adapter_pages or 0  # nobody uses its adapter any more
+            if lack <= 0:
+                break
+        if lack > 0:
+            draft.unobtainable = num_pages - self._kv.num_available
+            return False
+        for victim in victims:
             self._preempt(victim, draft)
+        return True
+
+    def _make_way_for_adapter(self, state: RequestState, draft: Draft) -> None:
+        """Have pages, or a slot, come free for the adapter of a waiting request."""
+        num_pages = (state.adapter_pages or 0) + self._room_to_grow()
+        self._make_way(state, num_pages, draft)
+        if draft.has_looked_for_slot or self._kv.num_available < num_pages or self._waiting.is_unread(state):
+            return
+        draft.has_looked_for_slot = True
+        if not self._residency.lacks_slot:
+            return
+        users: dict[str, list[RequestState]] = {}
+        for other in self._running:
+            if other.digest is not None:
+                users.setdefault(other.digest, []).append(other)
+        for digest, running in sorted(users.items(), key=lambda item: len(item[1])):
+            group = [*running, *self._waiting.holders_of(digest)]
+            if all(map(draft.may_preempt, running)) and len(list(self._order.yielding(state, group))) == len(group):
+                for victim in running:
+                    self._preempt(victim, draft)
+                self._waiting.release_holds(digest)
+                draft.leaving_adapter = digest
+                return
 
     def _preempt(self, state: RequestState, draft: Draft | None) -> None:
         """Take the pages from a request; without a draft there is no step that could swap them out."""
@@ -637,9 +690,7 @@ class Scheduler:
         state.restart()
         if how == "recompute":
             state.lose_kv()
-        if state.has_row:
-            self._order.stop(state)
-        self._order.paused.discard(state)
+        self._order.stop(state)
         self._wait(state)
         self.preemptions[how] += 1
 
@@ -691,7 +742,7 @@ class Scheduler:
                 state.lease = None
             return "NO_PAGES"
         if row is not None and row.has_row:  # else it was preempted for its pages
-            self._pause(row)
+            self._pause(row, draft)
         self._waiting.remove(state)
         self._service.stop_waiting(state)
         state.status, state.num_bypasses, state.leader = "running", 0, None
@@ -711,9 +762,8 @@ class Scheduler:
         room = 0 if state.beam is not None and state.output_token_ids else self._room_to_grow()
         if self._kv.start(state, beginning, num_tokens, room, draft):
             return True
-        before = sum(self.preemptions.values())
-        self._make_way(state, self._kv.num_lacking(beginning, num_tokens) + room, draft)
-        if sum(self.preemptions.values()) == before or self._waits_for_leader(state):
+        has_way = self._make_way(state, self._kv.num_lacking(beginning, num_tokens) + room, draft)
+        if not has_way or self._waits_for_leader(state):
             return False
         # What was swapped out is there only in the next step. What was found before may be gone.
         beginning = self._kv.beginning(state)
@@ -769,6 +819,12 @@ class Scheduler:
 
     def _remove(self, state: RequestState) -> None:
         del self._requests[state.request_id]
+        if (
+            state.caused_load
+            and not self._waiting.pass_load_on(state)
+            and self._residency.state(state.digest or "") == "device"
+        ):
+            self._order.charge(self._service.charge_load(state))
         self._order.leave(state)
         if state.status == "waiting":
             self._waiting.remove(state)

@@ -132,9 +132,7 @@ class TenantService:
             context = (start + end) / 2
             units = prompt * (prices.prompt + prices.prompt_context * context)
             units += (count - prompt) * (prices.output + prices.context * context)
-            if state.caused_load:
-                state.caused_load = False
-                units += prices.page_load * (state.adapter_pages or 0)
+            units += self._load_price(state)
             if chunk.adapter is not None:
                 users.setdefault(chunk.adapter.digest, []).append(len(charges))
             charges.append((state, units))
@@ -147,6 +145,17 @@ class TenantService:
         for state, units in charges:
             self._tenants[state.tenant].service += units
         return charges
+
+    def charge_load(self, state: RequestState) -> list[tuple[RequestState, float]]:
+        """The price of the load that a request caused which leaves before it ran."""
+        units = self._load_price(state)
+        self._tenants[state.tenant].service += units
+        return [(state, units)]
+
+    def _load_price(self, state: RequestState) -> float:
+        """Units for the load of its adapter that a request caused; once."""
+        is_due, state.caused_load = state.caused_load, False
+        return self.prices.page_load * (state.adapter_pages or 0) if is_due else 0.0
 
     def note_step(self, units: float, seconds: float, is_full: bool) -> None:
         """A step of so many units is done; `is_full` if requests waited for a place in it."""

@@ -63,13 +63,13 @@ class WaitingQueue:
         if state.num_bypasses >= MAX_BYPASSES:
             self._overdue[state.request_id] = state
 
-    def overdue(self) -> RequestState | None:
-        """The oldest that was overtaken as often as may be: nobody else may be admitted before it.
+    def overdue(self) -> list[RequestState]:
+        """Those that were overtaken as often as may be, the oldest first: nobody behind them may be admitted now.
 
         One whose adapter is yet to be read keeps nobody else waiting: pages would not help it.
         """
         overdue = [state for state in self._overdue.values() if not self.is_unread(state)]
-        return min(overdue, key=lambda state: state.age_key, default=None)
+        return sorted(overdue, key=lambda state: state.age_key)
 
     def is_unread(self, state: RequestState) -> bool:
         """Whether its adapter is still to be read from the store, which pages would not shorten."""
@@ -78,11 +78,28 @@ class WaitingQueue:
     def hold(self, state: RequestState) -> None:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
-            is_coming = any(holder.digest == state.digest for holder in self._holders.values())
-            state.caused_load = not is_coming and self._residency.state(state.request.adapter.digest) != "device"
+            is_coming = any(self.holders_of(state.request.adapter.digest))
+            if not is_coming and self._residency.state(state.request.adapter.digest) != "device":
+                state.caused_load = True
             self._residency.want(state.request.adapter)
             state.is_holding = True
             self._holders[state.request_id] = state
+
+    def holders_of(self, digest: str) -> list[RequestState]:
+        """Requests that hold an adapter."""
+        return [state for state in self._holders.values() if state.digest == digest]
+
+    def release_holds(self, digest: str) -> None:
+        """Drop the holds on one adapter."""
+        for state in self.holders_of(digest):
+            self._unhold(state)
+
+    def pass_load_on(self, state: RequestState) -> bool:
+        """Have another request that holds the same adapter be charged for its load; False where there is none."""
+        heir = next((other for other in self.holders_of(state.digest or "") if other is not state), None)
+        if heir is not None:
+            state.caused_load, heir.caused_load = False, True
+        return heir is not None
 
     def keep_holds(self, looked_at: Collection[str]) -> None:
         """Drop the holds of all other requests, so that their adapters are not in the way."""

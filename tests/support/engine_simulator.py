@@ -272,6 +272,10 @@ class SimulatedResidency:
     def is_copying(self) -> bool:
         return False  # an adapter is there in the tick in which it gets pages
 
+    @property
+    def lacks_slot(self) -> bool:
+        return not self._free_slots and not any(entry in self._evictor for entry in self._entries.values())
+
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         entry = self._entries.get(digest)
         if entry is None or (entry.slot < 0 and entry.loaded_at > self._now):

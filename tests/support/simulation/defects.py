@@ -281,9 +281,9 @@ def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) 
 def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
     pause = Scheduler._pause
 
-    def careless(self: Scheduler, state: RequestState) -> None:
-        pause(self, state)
-        if len(state.pages.table.pages[0]) > len(state.pages.held):
+    def careless(self: Scheduler, state: RequestState, draft: Draft) -> None:
+        pause(self, state, draft)
+        if state.is_paused and len(state.pages.table.pages[0]) > len(state.pages.held):
             self._pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)
 
     patch.setattr(Scheduler, "_pause", careless)

@@ -119,13 +119,6 @@ class Share:
         """Its place with one more row: the smallest gets the next one."""
         return self.counter + self.quantum * (self.rows + 1) / self.weight
 
-    def path(self) -> Iterator[Share]:
-        """Itself and what it is a part of, but for the root."""
-        share = self
-        while share.parent is not None:
-            yield share
-            share = share.parent
-
     def child(self, key: object, weight: float, credit: float, make: Callable[[], Share]) -> Share:
         """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
 
@@ -198,12 +191,13 @@ class Share:
 class Flow(Share):
     """The requests of one adapter, or of the base, of one tenant in one lane."""
 
-    __slots__ = ("_queue", "cursor", "in_step", "lane", "tenant")
+    __slots__ = ("_queue", "cursor", "in_step", "lane", "path", "tenant")
 
     def __init__(self, lane: Share, tenant: Share, key: object, quantum: float, ticket: int) -> None:
         super().__init__(tenant, key, 1.0, quantum, ticket)
         self.lane = lane
         self.tenant = tenant
+        self.path: tuple[Share, Share, Share] = (self, tenant, lane)
         self._queue: list[tuple[SortKey, RequestState]] = []
         self.in_step: dict[str, RequestState] = {}
         self.cursor = 0
@@ -308,7 +302,7 @@ class FairOrder:
         if not isinstance(leaf, Flow):
             raise TypeError("an adapter's share must be a Flow")
         state.share = leaf
-        for share in leaf.path():
+        for share in leaf.path:
             share.num_alive += 1
         self._num_prioritized += state.priority != 0
         self.queue(state)
@@ -321,7 +315,7 @@ class FairOrder:
             self._unqueue(state)
             self._resumed(state)
         self._num_prioritized -= state.priority != 0
-        for share in list(_flow(state).path()):
+        for share in _flow(state).path:
             share.num_alive -= 1
             if not share.num_alive and share.parent is not None:
                 share.parent.retire(share)
@@ -332,7 +326,7 @@ class FairOrder:
         state.queue_key = self._inner.key(state)
         flow.push(state.queue_key, state)
         self.num_queued += 1
-        for share in flow.path():
+        for share in flow.path:
             share.num_queued += 1
             share.touch()
 
@@ -344,7 +338,7 @@ class FairOrder:
         flow.in_step[state.request_id] = state
         state.has_row = True
         self._forget_rows()
-        for share in flow.path():
+        for share in flow.path:
             share.rows += 1
             share.touch()
             if share.parent is not None:
@@ -421,7 +415,7 @@ class FairOrder:
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""
         node = self._root
-        for child in reversed(list(_flow(state).path())):
+        for child in reversed(_flow(state).path):
             row = self._row_among(node, child, state)
             if row is not None or not child.rows:
                 return row
@@ -583,7 +577,7 @@ class FairOrder:
                 self._close(node)
                 continue
             self._looked.add(state.request_id)
-            for share in node.path():
+            for share in _flow(state).path:
                 share.promised += 1
                 self._touched.add(share)
             return state
@@ -598,7 +592,7 @@ class FairOrder:
         self.num_queued -= 1
         was_promised = state.request_id in self._looked
         self._looked.discard(state.request_id)
-        for share in flow.path():
+        for share in flow.path:
             share.num_queued -= 1
             share.promised -= was_promised
             share.touch()
@@ -608,7 +602,7 @@ class FairOrder:
         del flow.in_step[state.request_id]
         state.has_row = False
         self._forget_rows()
-        for share in flow.path():
+        for share in flow.path:
             share.rows -= 1
             share.touch()
             if not share.rows and share.parent is not None:

@@ -24,6 +24,8 @@ class WaitingQueue:
         self._states: dict[str, RequestState] = {}
         self._holders: dict[str, RequestState] = {}
         """Those with a hold."""
+        self._num_holders: Counter[str] = Counter()
+        """By adapter; only those that have some."""
         self._overdue: dict[str, RequestState] = {}
         """Those that were overtaken as often as may be."""
         self.has_changed = False
@@ -78,15 +80,18 @@ class WaitingQueue:
     def hold(self, state: RequestState) -> None:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
-            is_coming = any(self.holders_of(state.request.adapter.digest))
-            if not is_coming and self._residency.state(state.request.adapter.digest) != "device":
+            adapter = state.request.adapter
+            if not self._num_holders[adapter.digest] and self._residency.state(adapter.digest) != "device":
                 state.caused_load = True
-            self._residency.want(state.request.adapter)
+            self._residency.want(adapter)
             state.is_holding = True
             self._holders[state.request_id] = state
+            self._num_holders[adapter.digest] += 1
 
     def holders_of(self, digest: str) -> list[RequestState]:
         """Requests that hold an adapter."""
+        if not self._num_holders[digest]:
+            return []
         return [state for state in self._holders.values() if state.digest == digest]
 
     def release_holds(self, digest: str) -> None:
@@ -126,8 +131,7 @@ class WaitingQueue:
         dropped = [state for state in self._holders.values() if state.digest != keep]
         self._residency.drop_holds(keep)
         for state in dropped:
-            state.is_holding = False
-            del self._holders[state.request_id]
+            self._forget_hold(state)
         return bool(dropped)
 
     def num_loading(self) -> int:
@@ -140,6 +144,13 @@ class WaitingQueue:
 
     def _unhold(self, state: RequestState) -> None:
         if state.is_holding and state.digest is not None:
-            state.is_holding = False
-            del self._holders[state.request_id]
+            self._forget_hold(state)
             self._residency.unwant(state.digest)
+
+    def _forget_hold(self, state: RequestState) -> None:
+        state.is_holding = False
+        del self._holders[state.request_id]
+        if state.digest is not None:
+            self._num_holders[state.digest] -= 1
+            if not self._num_holders[state.digest]:
+                del self._num_holders[state.digest]

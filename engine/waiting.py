@@ -30,6 +30,8 @@ class WaitingQueue:
         """Those that were overtaken as often as may be."""
         self.has_changed = False
         """Whether a request came; the reader resets it."""
+        self.no_holds_until = 0
+        """The step up to which nobody gets a new hold, because running requests needed the pages of held adapters."""
         self.by_tenant: Counter[str] = Counter()
         """How many wait, by tenant; only tenants that have some."""
 

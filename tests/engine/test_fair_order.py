@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 
 from engine_simulator import GEOMETRY, Simulator, adapter, request
-from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_IDLE_SHARES, FairOrder
+from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, FairOrder
 from weft.engine.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
 from weft.engine.request import FlowKey
 from weft.engine.request_pages import RequestPages
 from weft.engine.request_state import RequestState
+from weft.engine.shares import MAX_IDLE_SHARES
 from weft.memory.block_table import BlockTable
 
 QUANTUM = 10.0

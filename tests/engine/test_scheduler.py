@@ -145,8 +145,8 @@ def crowded_by(tenant: str) -> Simulator:
     simulator.pump()
     simulator.core.submit(request("big", prompt=180, max_tokens=2, flow=FlowKey(tenant=tenant)))
     simulator.pump()
-    simulator.scheduler._requests["big"].num_bypasses = MAX_BYPASSES - 1
-    simulator.scheduler._waiting.bypass(simulator.scheduler._requests["big"])
+    simulator.scheduler.table.requests["big"].num_bypasses = MAX_BYPASSES - 1
+    simulator.scheduler.table.waiting.bypass(simulator.scheduler.table.requests["big"])
     return simulator
 
 
@@ -175,7 +175,7 @@ def test_nobody_is_preempted_where_all_who_would_give_way_have_too_few_pages() -
     simulator.core.submit(request("fits", prompt=60, max_tokens=2, flow=FlowKey(tenant="new")))
     simulator.core.submit(request("big", prompt=140, max_tokens=2, flow=FlowKey(tenant="newer")))
     simulator.pump()
-    waiting = {state.request_id for state in simulator.scheduler._waiting}
+    waiting = {state.request_id for state in simulator.scheduler.table.waiting}
     assert "big" in waiting
     assert "fits" not in waiting
     assert simulator.num_preemptions <= 2
@@ -241,7 +241,7 @@ def test_paused_requests_keep_at_most_half_of_the_pages() -> None:
     most = 0
     while simulator.core.has_work():
         simulator.pump()
-        paused = simulator.scheduler._order.paused
+        paused = simulator.scheduler.table.order.paused
         most = max(most, sum(state.pages.table.num_blocks for state in paused))
     assert 0 < most <= 32
     assert simulator.num_preemptions > 0

@@ -96,7 +96,7 @@ class Chunks:
         if lease is None:
             return True
         try:
-            self._table.residency.check_slot(lease.slot, lease.generation, lease.digest)
+            self._table.residency.check_slot(*lease)
         except StaleSlotError:
             logger.exception("request %s lost its adapter slot", state.request_id)
             self._finish(state.request_id, "error", INTERNAL)

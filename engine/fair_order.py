@@ -164,17 +164,11 @@ class FairOrder:
         self._forget_rows()
         by_share: dict[Share, float] = {}
         for state, units in charges:
-            flow = _flow(state)
-            by_share[flow] = by_share.get(flow, 0.0) + units
+            for share in _flow(state).path:
+                by_share[share] = by_share.get(share, 0.0) + units
             self._inner.charge(state, units)
-        while by_share:  # adapters, then tenants, then lanes
-            by_parent: dict[Share, float] = {}
-            for share, units in by_share.items():
-                parent = share.parent
-                if parent is not None:
-                    share.charge(units)
-                    by_parent[parent] = by_parent.get(parent, 0.0) + units
-            by_share = by_parent
+        for share, units in by_share.items():
+            share.charge(units)
 
     def counter(self, lane: int, tenant: str) -> float:
         """A tenant's counter in a lane; 0 without requests."""
@@ -276,10 +270,9 @@ class FairOrder:
         ours = _flow(state)
         given: Counter[Share] = Counter()
         for other in others:
-            flow = _flow(other)
-            share, mine = _apart(flow, ours)
-            rows = share.rows - given[share] if other.has_row else share.rows + 1
-            place = share.counter + share.quantum * rows / share.weight
+            share, mine = _apart(_flow(other), ours)
+            rows = share.rows - given[share]
+            place = share.counter + share.quantum * (rows + (not other.has_row)) / share.weight
             is_behind = share is not mine and self._is_ahead(share, place, mine, rows)
             if is_behind or (other.has_row and self._is_later(other, state)):
                 given[share] += other.has_row

@@ -37,6 +37,8 @@ QUANTUM_TOKENS = 32
 """Output tokens of one request that make a quantum."""
 INTERACTIVE_WEIGHT, BATCH_WEIGHT = 0.95, 0.05
 """Lane 0 and each lane above it: a batch gets a twentieth of the service while interactive requests take the rest."""
+MAX_STOPPED_PER_ROW = 2
+"""Requests of one adapter take rows from each other only until so many for each row wait to have theirs back."""
 MIN_PAUSED = 4
 """Requests may be paused in turns for each other up to as many as a step has rows, or this where it has few."""
 
@@ -247,7 +249,7 @@ class FairOrder:
     def _row_within(self, flow: Flow, state: RequestState) -> RequestState | None:
         """The row that makes way for another request of the same adapter.
 
-        Requests that come anew take rows from no more than half of those that a step has.
+        Requests that come anew take no row while `MAX_STOPPED_PER_ROW` for each row wait to have theirs back.
         """
         if flow in self._settled:
             return None
@@ -255,7 +257,7 @@ class FairOrder:
         if row is None or not self._inner.yields(row, state):
             self._settled[flow] = None  # whoever is queued behind this one takes none either
             return None
-        is_crowded = 2 * len(self._stopped) >= max(self._num_rows, MIN_PAUSED)
+        is_crowded = len(self._stopped) >= MAX_STOPPED_PER_ROW * self._num_rows
         if is_crowded and state.request_id not in self._stopped and row.priority <= state.priority:
             return None
         return row

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine_simulator import GEOMETRY, Simulator, adapter, request
-from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, FairOrder
+from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_STOPPED_PER_ROW, FairOrder
 from weft.engine.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
 from weft.engine.request import FlowKey
 from weft.engine.request_pages import RequestPages
@@ -441,17 +441,18 @@ def low_and_running(crowd: Crowd, count: int) -> list[RequestState]:
     return rows
 
 
-def test_short_requests_take_no_more_than_half_of_the_rows_from_long_ones() -> None:
-    crowd = Crowd(num_rows=8, inner=Mlfq())
-    rows = low_and_running(crowd, 8)
-    for _ in range(4):
+def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have_theirs_back() -> None:
+    crowd = Crowd(num_rows=4, inner=Mlfq())
+    rows = low_and_running(crowd, 4)
+    for _ in range(4 * MAX_STOPPED_PER_ROW):
         newcomer = crowd.arrive("t")
         row = crowd.order.row_for(newcomer)
         assert row is not None
         crowd.order.stop(row)
         crowd.start(newcomer)
+        crowd.order.charge([(newcomer, 64.0)])
     assert crowd.order.row_for(crowd.arrive("t")) is None
-    assert len(crowd.order.paused) == 4
+    assert len(crowd.order.paused) == 4 * MAX_STOPPED_PER_ROW
     crowd.order.tick(MAX_PAUSE_S)
     back = next(crowd.order.candidates(1))
     assert back in rows

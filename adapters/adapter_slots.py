@@ -36,6 +36,11 @@ class AdapterSlots:
         """Slots that can be taken now."""
         return len(self._free)
 
+    @property
+    def all_taken(self) -> bool:
+        """Whether there is none that can be taken now, or as soon as a step is complete."""
+        return not self._free and not self._cooling
+
     def take(self, digest: str) -> int | None:
         """Take a slot for an adapter, or None."""
         if not self._free:

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.adapter_slots import SlotLease as SlotLease
@@ -29,7 +29,7 @@ from weft.adapters.residency_entry import Entry, Stage
 from weft.adapters.residency_neighbours import ImageLoader, PageWriter, SlotTables
 from weft.adapters.residency_pins import Pins
 from weft.adapters.residency_view import check_entries, check_sums, residents
-from weft.adapters.resident import ResidentAdapter
+from weft.adapters.resident import LoadFailure, ResidentAdapter
 from weft.errors import EngineError, PageAccountingError, WeftError
 from weft.memory.eviction import Evictable, Evictor
 from weft.memory.page_costs import PageCosts
@@ -49,13 +49,6 @@ MAX_KNOWN = 1 << 16
 """Adapters whose size and use is remembered after they left memory."""
 
 _COMING = (Stage.QUEUED, Stage.LOADING, Stage.PLACING, Stage.COPYING)
-
-
-class LoadFailure(NamedTuple):
-    """An adapter that could not be loaded, told once."""
-
-    digest: str
-    error: WeftError
 
 
 class Residency:
@@ -141,6 +134,13 @@ class Residency:
     def is_copying(self) -> bool:
         """Whether an adapter has pages that nobody can have yet, because they are being copied to the device."""
         return bool(self._by_stage[Stage.COPYING])
+
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether no slot is free, cools down, or belongs to an adapter that can go."""
+        return self._slots.all_taken and not any(
+            entry in self._evictor for entry in self._by_stage[Stage.DEVICE].values()
+        )
 
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         """Where the adapter can be had from now."""

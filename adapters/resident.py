@@ -1,9 +1,11 @@
-"""What residency tells about an adapter that is in memory. No torch."""
+"""What residency tells about an adapter that is in memory, or could not be loaded. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from weft.errors import WeftError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +31,10 @@ class ResidentAdapter:
     """How often it came to the device, as long as it is remembered."""
     load_p95_s: float | None = None
     """Of the last 32 of these loads, 95 % took at most so many seconds, from the first hold on; null before one."""
+
+
+class LoadFailure(NamedTuple):
+    """An adapter that could not be loaded, told once."""
+
+    digest: str
+    error: WeftError

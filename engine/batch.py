@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weft.adapters.adapter_slots import SlotLease
 from weft.engine.model.decoder import StepRows
 from weft.engine.model.linear import padded_rows
-from weft.engine.plan import Chunk, SlotRef, StepPlan
+from weft.engine.plan import Chunk, StepPlan
 from weft.errors import EngineError, PageAccountingError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_slots import KvSlots
@@ -33,7 +34,7 @@ class Batch:
     rows: StepRows
     row_slots: list[int]
     """Adapter slot of each row, ascending; -1 is the base model."""
-    adapters: dict[int, SlotRef]
+    adapters: dict[int, SlotLease]
     """The adapters of the step by slot."""
     first_rows: list[int]
     """First row of each chunk, in the order of the plan."""
@@ -142,8 +143,8 @@ def _row_slots(chunks: Sequence[Chunk], lengths: list[int], num_rows: int) -> li
     return slots + slots[-1:] * (num_rows - len(slots))
 
 
-def _adapters(chunks: Sequence[Chunk]) -> dict[int, SlotRef]:
-    adapters: dict[int, SlotRef] = {}
+def _adapters(chunks: Sequence[Chunk]) -> dict[int, SlotLease]:
+    adapters: dict[int, SlotLease] = {}
     for chunk in chunks:
         if chunk.adapter is not None:
             known = adapters.setdefault(chunk.adapter.slot, chunk.adapter)

@@ -26,6 +26,14 @@ class Draft:
     copies: list[PageCopy] = field(default_factory=list)
     promised: int = 0
     """Pages that requests which sit this step out get when what is swapped out in it is on the host."""
+    by_place: list[RequestState] | None = None
+    """Requests with pages, the most entitled first; None until somebody asks for others' pages."""
+    unobtainable: int | None = None
+    """The fewest pages that could not be had from others in this plan."""
+    has_looked_for_slot: bool = False
+    """Whether the plan has looked for an adapter slot that others give up."""
+    leaving_adapter: str | None = None
+    """The adapter whose requests give its slot up: nobody may start with it, or hold it, in this plan."""
 
     def may_preempt(self, state: RequestState) -> bool:
         """Whether a request with pages may lose them in this step: not what the step itself is to fill."""

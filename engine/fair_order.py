@@ -22,214 +22,41 @@ step, plus what one step may cost. Knows nothing of pages or adapters; the calle
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator
+import math
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
 from operator import attrgetter
 from typing import Literal
 
-from weft.engine.inner_order import InnerOrder, SortKey
+from weft.engine.inner_order import InnerOrder
 from weft.engine.request_state import RequestState
+from weft.engine.shares import Flow, Share
 from weft.errors import EngineError
 
 QUANTUM_TOKENS = 32
 """Output tokens of one request that make a quantum."""
 INTERACTIVE_WEIGHT, BATCH_WEIGHT = 0.95, 0.05
 """Lane 0 and each lane above it: a batch gets a twentieth of the service while interactive requests take the rest."""
+MAX_STOPPED_PER_ROW = 2
+"""Requests of one adapter take rows from each other only until so many for each row wait to have theirs back."""
 MIN_PAUSED = 4
 """Requests may be paused in turns for each other up to as many as a step has rows, or this where it has few."""
-MAX_IDLE_SHARES = 4096
-"""More idle shares than this are remembered only while their counters are ahead of everybody who is active."""
 
 
-class Share:
-    """A lane, a tenant in it, or an adapter of that tenant: what it was given, and what it has in the step.
+class _Rows:
+    """What the children of a share have in the step."""
 
-    Args:
-        parent: What it is a part of; None for the root.
-        key: Its name in the parent.
-        weight: Its part of the parent's service, in proportion to its siblings' weights.
-        quantum: Units of service; see the module.
-        ticket: Counts up; breaks ties.
-    """
+    __slots__ = ("_most", "shares")
 
-    __slots__ = (
-        "_ceiling",
-        "_idle",
-        "_ready",
-        "_stamp",
-        "children",
-        "counter",
-        "is_closed",
-        "key",
-        "num_alive",
-        "num_queued",
-        "parent",
-        "promised",
-        "quantum",
-        "rows",
-        "stepping",
-        "ticket",
-        "weight",
-    )
+    def __init__(self, node: Share) -> None:
+        self.shares = sorted(node.stepping.values(), key=attrgetter("now"), reverse=True)
+        """Children with rows, the one that makes way first at the beginning."""
+        self._most = max(((share.rows - 1) / share.weight for share in self.shares), default=0.0)
 
-    def __init__(self, parent: Share | None, key: object, weight: float, quantum: float, ticket: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.weight = weight
-        self.quantum = quantum
-        self.ticket = ticket
-        self.counter = 0.0
-        """Units of service over weight."""
-        self.rows = 0
-        """Requests of it in the step."""
-        self.promised = 0
-        """Requests of it that were looked at in this plan and have no row."""
-        self.num_alive = 0
-        """Requests of it, waiting or running."""
-        self.num_queued = 0
-        """Requests of it without a row."""
-        self.is_closed = False
-        """Whether this plan looks at no more requests of it."""
-        self.children: dict[object, Share] = {}
-        self.stepping: dict[object, Share] = {}
-        """Children with rows."""
-        self._idle: dict[object, Share] = {}
-        self._ceiling = 0.0
-        """The largest counter that a child ever had."""
-        self._ready: list[tuple[int, float, int, int, Share]] = []
-        """A heap of the children that have queued requests: priority, place, ticket, stamp. Only entries with the
-        child's stamp count."""
-        self._stamp = 0
-
-    @property
-    def priority(self) -> int:
-        """Of the next request, where that orders shares: the smallest goes first."""
-        return 0
-
-    @property
-    def now(self) -> float:
-        """Its place with the rows that it has: the largest makes way first."""
-        return self.counter + self.quantum * self.rows / self.weight
-
-    @property
-    def after(self) -> float:
-        """Its place with one more row: the smallest gets the next one."""
-        return self.counter + self.quantum * (self.rows + 1) / self.weight
-
-    def path(self) -> Iterator[Share]:
-        """Itself and what it is a part of, but for the root."""
-        share = self
-        while share.parent is not None:
-            yield share
-            share = share.parent
-
-    def child(self, key: object, weight: float, credit: float, make: Callable[[], Share]) -> Share:
-        """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
-
-        One that had all it wanted so far keeps at most `credit` units of what it left to others.
-        """
-        child = self.children.get(key)
-        if child is None:
-            child = self._idle.pop(key, None) or make()
-            child.counter = max(child.counter, self.now_served())
-            self.children[key] = child
-        elif not child.num_queued:
-            child.counter = max(child.counter, self.now_served() - credit / weight)
-        child.weight = weight
-        return child
-
-    def retire(self, child: Share) -> None:
-        """A child has no requests any more. Its counter is remembered as long as it could matter."""
-        del self.children[child.key]
-        self._idle[child.key] = child
-        if not self.children and self.parent is not None:
-            # The next child is lifted to the largest counter, which is at least that of each of these.
-            self._idle.clear()
-            self._ready.clear()
-        elif len(self._idle) > MAX_IDLE_SHARES:
-            least = self.now_served()
-            self._idle = {key: idle for key, idle in self._idle.items() if idle.counter > least}
-            for key in list(self._idle)[: len(self._idle) - MAX_IDLE_SHARES // 2]:
-                del self._idle[key]
-
-    def charge(self, units: float) -> None:
-        """Count service."""
-        self.counter += units / self.weight
-        if self.parent is not None:
-            self.parent._ceiling = max(self.parent._ceiling, self.counter)
-
-    def now_served(self) -> float:
-        """The least counter of all children that have rows and want more, or the largest of all where none does."""
-        counters = (child.counter for child in self.stepping.values() if child.num_queued)
-        return min(counters, default=self._ceiling)
-
-    def touch(self) -> None:
-        """Its place, or whether it has queued requests, has changed."""
-        self._stamp += 1
-        if self.parent is not None and self.num_queued and not self.is_closed:
-            ready = self.parent._ready
-            place = self.counter + self.quantum * (self.rows + self.promised + 1) / self.weight
-            heapq.heappush(ready, (self.priority, place, self.ticket, self._stamp, self))
-            if len(ready) > 4 * len(self.parent.children) + 64:
-                ready[:] = [entry for entry in ready if entry[4]._stamp == entry[3]]
-                heapq.heapify(ready)
-
-    def first(self) -> Share | None:
-        """The child whose request is next."""
-        while self._ready:
-            *_, stamp, child = self._ready[0]
-            if child._stamp == stamp and child.num_queued and not child.is_closed:
-                return child
-            heapq.heappop(self._ready)
-        return None
-
-
-class Flow(Share):
-    """The requests of one adapter, or of the base, of one tenant in one lane."""
-
-    __slots__ = ("_queue", "cursor", "in_step")
-
-    def __init__(self, parent: Share, key: object, quantum: float, ticket: int) -> None:
-        super().__init__(parent, key, 1.0, quantum, ticket)
-        self._queue: list[tuple[SortKey, RequestState]] = []
-        self.in_step: dict[str, RequestState] = {}
-        self.cursor = 0
-        """How many of the queue this plan has looked at."""
-
-    @property
-    def priority(self) -> int:
-        """Of the next request: a tenant's own priorities go before the shares of its adapters."""
-        return self._queue[self.cursor][1].priority if self.cursor < len(self._queue) else 0
-
-    def queued(self) -> list[RequestState]:
-        """Requests without a row, first to be served first."""
-        return [state for _, state in self._queue]
-
-    def push(self, key: SortKey, state: RequestState) -> None:
-        """Queue a request."""
-        index = bisect_left(self._queue, key, key=_sort_key)
-        self._queue.insert(index, (key, state))
-        if index < self.cursor:
-            self.cursor += 1  # it lost its row in this plan, and waits for the next
-
-    def pop(self, state: RequestState) -> None:
-        """Take a request out of the queue."""
-        index = bisect_left(self._queue, state.queue_key, key=_sort_key)
-        del self._queue[index]
-        if index < self.cursor:
-            self.cursor -= 1
-
-    def look(self) -> RequestState | None:
-        """The next request that this plan has not looked at."""
-        if self.cursor >= len(self._queue):
-            return None
-        self.cursor += 1
-        return self._queue[self.cursor - 1][1]
-
-
-def _sort_key(entry: tuple[SortKey, RequestState]) -> SortKey:
-    return entry[0]
+    def may_give(self, share: Share, near: float, far: float) -> bool:
+        """Whether one may be ahead of `share`, which is if it stands at `far`, or at `near` with more rows."""
+        farthest = self.shares[0].now if self.shares else 0.0
+        return farthest >= far or (farthest >= near and self._most >= (share.rows + 1) / share.weight)
 
 
 class FairOrder:
@@ -247,15 +74,21 @@ class FairOrder:
         self._max_paused = max(num_rows, MIN_PAUSED)
         self.paused: set[RequestState] = set()
         """Requests with pages and without a row."""
+        self._stopped: dict[str, RequestState] = {}
+        """Requests that had a row and want it back: paused, or preempted since."""
+        self._now_s = 0.0
         self._is_fair = policy == "fair"
         self._inner = inner
         self._quantum = quantum
         self._root = Share(None, None, 1.0, quantum, 0)
         self._tickets = 0
-        self._touched: list[Share] = []
+        self._touched: set[Share] = set()
         self._looked: set[str] = set()
-        self._settled: set[Share] = set()
-        """Shares whose children agree, as far as this plan knows, on who has rows."""
+        self._rows_by_share: dict[Share, _Rows] = {}
+        """What is known of the rows of a share's children, as long as no row has changed hands."""
+        self._settled: dict[Share, RequestState | None] = {}
+        """The row of a tenant that has the worst priority; None for an adapter none of whose rows makes way. As long
+        as no row has changed hands."""
         self._num_prioritized = 0
         """Requests with a priority of their own."""
         self.num_queued = 0
@@ -270,11 +103,11 @@ class FairOrder:
         tenant_key, weight = (flow.tenant, flow.weight) if self._is_fair else ("", 1.0)
         tenant = lane.child(tenant_key, weight, credit, lambda: self._share(lane, tenant_key))
         adapter = state.digest if self._is_fair else None
-        leaf = tenant.child(adapter, 1.0, credit, lambda: Flow(tenant, adapter, self._quantum, self._ticket()))
+        leaf = tenant.child(adapter, 1.0, credit, lambda: Flow(lane, tenant, adapter, self._quantum, self._ticket()))
         if not isinstance(leaf, Flow):
             raise TypeError("an adapter's share must be a Flow")
         state.share = leaf
-        for share in leaf.path():
+        for share in leaf.path:
             share.num_alive += 1
         self._num_prioritized += state.priority != 0
         self.queue(state)
@@ -285,9 +118,9 @@ class FairOrder:
             self._drop_row(state)
         else:
             self._unqueue(state)
-            self.paused.discard(state)
+            self._resumed(state)
         self._num_prioritized -= state.priority != 0
-        for share in list(_flow(state).path()):
+        for share in _flow(state).path:
             share.num_alive -= 1
             if not share.num_alive and share.parent is not None:
                 share.parent.retire(share)
@@ -298,49 +131,46 @@ class FairOrder:
         state.queue_key = self._inner.key(state)
         flow.push(state.queue_key, state)
         self.num_queued += 1
-        for share in flow.path():
+        for share in flow.path:
             share.num_queued += 1
             share.touch()
 
     def start(self, state: RequestState) -> None:
         """Give a queued request a row."""
         self._unqueue(state)
-        self.paused.discard(state)
+        self._resumed(state)
         flow = _flow(state)
         flow.in_step[state.request_id] = state
         state.has_row = True
-        self._settled.clear()
-        for share in flow.path():
+        self._forget_rows()
+        for share in flow.path:
             share.rows += 1
             share.touch()
             if share.parent is not None:
                 share.parent.stepping[share.key] = share
 
     def stop(self, state: RequestState) -> None:
-        """Take the row from a request, which is queued again: paused if it keeps its pages."""
-        self._drop_row(state)
-        self.queue(state)
+        """A request loses its row, and is queued again, paused if it keeps its pages; or a paused one loses those."""
+        if state.has_row:
+            self._drop_row(state)
+            self.queue(state)
+            state.paused_s = self._now_s
+            self._stopped[state.request_id] = state
         if state.is_paused:
             self.paused.add(state)
+        else:
+            self.paused.discard(state)
 
     def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
         """Count the service of a step, in units, for lanes, tenants and adapters."""
-        self._settled.clear()
-        by_flow: dict[Flow, float] = {}
+        self._forget_rows()
+        by_share: dict[Share, float] = {}
         for state, units in charges:
-            flow = _flow(state)
-            by_flow[flow] = by_flow.get(flow, 0.0) + units
+            for share in _flow(state).path:
+                by_share[share] = by_share.get(share, 0.0) + units
             self._inner.charge(state, units)
-        queued: set[Share] = set()
-        for flow, units in by_flow.items():
-            share: Share = flow
-            while share.parent is not None:
-                share.charge(units)
-                if share.num_queued:
-                    queued.add(share)
-                share = share.parent
-        for share in queued:
-            share.touch()
+        for share, units in by_share.items():
+            share.charge(units)
 
     def counter(self, lane: int, tenant: str) -> float:
         """A tenant's counter in a lane; 0 without requests."""
@@ -354,7 +184,7 @@ class FairOrder:
         What is ahead in this order counts as served, so that tenants take turns. `pass_over` skips those of the same
         adapter. Must be run to its end, or closed.
         """
-        self._settled.clear()  # of a request that was looked at out of turn
+        self._forget_rows()  # of a request that was looked at out of turn
         try:
             for _ in range(limit):
                 state = self._next()
@@ -369,7 +199,6 @@ class FairOrder:
                 share.touch()
             self._touched.clear()
             self._looked.clear()
-            self._settled.clear()
 
     def pass_over(self, state: RequestState) -> None:
         """Have `candidates` skip what else is queued with the adapter of this one, which is not on the device.
@@ -381,75 +210,97 @@ class FairOrder:
         self._close(flow)
         if flow.parent is not None:
             flow.parent.promised *= 2
-            flow.parent.touch()
 
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""
         node = self._root
-        for child in reversed(list(_flow(state).path())):
+        for child in reversed(_flow(state).path):
             row = self._row_among(node, child, state)
             if row is not None or not child.rows:
                 return row
             node = child
-        return self._by_priority(_flow(state), state)
+        return self._row_within(_flow(state), state)
 
     def _row_among(self, node: Share, child: Share, state: RequestState) -> RequestState | None:
         """The row that a sibling of `child` gives up for it."""
         if self._num_prioritized and isinstance(child, Flow) and (row := self._by_priority(node, state)) is not None:
             return row
-        if node in self._settled or not node.stepping:
+        rows = self._rows_by_share.get(node)
+        if rows is None:
+            rows = self._rows_by_share[node] = _Rows(node)
+        if not rows.may_give(child, child.after + self._slack(child), self._far(child)):
             return None
-        least = child.after + self._slack(child)
-        if max(other.now for other in node.stepping.values()) >= least:
-            for other in sorted(node.stepping.values(), key=attrgetter("now"), reverse=True):
-                if other is child or other.now < least:
-                    break
-                if not self._may_rotate(child, other):
-                    continue
-                row = self._last_row(other)
-                if row is not None and row.priority >= state.priority * isinstance(child, Flow):
-                    return row
-        self._settled.add(node)  # whoever comes later in this plan is behind
+        for other in rows.shares:
+            if other is child or not self._is_ahead(other, other.now, child):
+                continue
+            row = self._last_row(other)
+            if row is not None and row.priority >= state.priority * isinstance(child, Flow):
+                return row
         return None
 
     def _by_priority(self, node: Share, state: RequestState) -> RequestState | None:
-        """The row of a tenant, or of one adapter of it, that makes way because the tenant ordered its own requests."""
-        if isinstance(node, Flow):
-            if node in self._settled:
-                return None
-            row = max(self._free_rows(node), key=self._inner.key, default=None)
-            if row is not None and self._inner.yields(row, state):
-                return row
-            self._settled.add(node)
-            return None
-        rows = [row for flow in node.stepping.values() if isinstance(flow, Flow) for row in self._free_rows(flow)]
-        row = max(rows, key=attrgetter("priority", "arrival_index"), default=None)
+        """The row of a tenant that makes way because the tenant ordered its own requests."""
+        if node not in self._settled:
+            rows = [row for flow in node.stepping.values() if isinstance(flow, Flow) for row in self._free_rows(flow)]
+            self._settled[node] = max(rows, key=attrgetter("priority", "arrival_index"), default=None)
+        row = self._settled[node]
         return row if row is not None and row.priority > state.priority else None
 
+    def _row_within(self, flow: Flow, state: RequestState) -> RequestState | None:
+        """The row that makes way for another request of the same adapter.
+
+        Requests that come anew take no row while `MAX_STOPPED_PER_ROW` for each row wait to have theirs back.
+        """
+        if flow in self._settled:
+            return None
+        row = max(self._free_rows(flow), key=self._inner.key, default=None)
+        if row is None or not self._inner.yields(row, state):
+            self._settled[flow] = None  # whoever is queued behind this one takes none either
+            return None
+        is_crowded = len(self._stopped) >= MAX_STOPPED_PER_ROW * self._num_rows
+        if is_crowded and state.request_id not in self._stopped and row.priority <= state.priority:
+            return None
+        return row
+
     def is_behind(self, other: RequestState, state: RequestState) -> bool:
-        """Whether `other`, which has no row, comes so far behind `state` that it gives its pages up for it."""
-        theirs, ours = list(_flow(other).path()), list(_flow(state).path())
-        for share, mine in zip(reversed(theirs), reversed(ours), strict=True):
-            if share is not mine:
-                return mine.after + self._slack(mine) <= share.after and self._may_rotate(mine, share)
-        return False
+        """Whether `other` comes so far behind `state` that it gives its pages up for it."""
+        share, mine = _apart(_flow(other), _flow(state))
+        return share is not mine and self._is_ahead(share, share.now if other.has_row else share.after, mine)
+
+    def yielding(self, state: RequestState, others: Iterable[RequestState]) -> Iterator[RequestState]:
+        """Those of `others` that give their pages up for `state`, each as if those before it had done so already."""
+        ours = _flow(state)
+        given: Counter[Share] = Counter()
+        for other in others:
+            share, mine = _apart(_flow(other), ours)
+            rows = share.rows - given[share]
+            place = share.counter + share.quantum * (rows + (not other.has_row)) / share.weight
+            is_behind = share is not mine and self._is_ahead(share, place, mine, rows)
+            if is_behind or (other.has_row and self._is_later(other, state)):
+                given[share] += other.has_row
+                yield other
+
+    def _is_later(self, row: RequestState, state: RequestState) -> bool:
+        """Whether their tenant's own order has `row` make way for `state`."""
+        flow, ours = _flow(row), _flow(state)
+        if flow is ours:
+            return self._inner.yields(row, state)
+        return flow.parent is ours.parent and row.priority > state.priority
 
     def place(self, state: RequestState) -> tuple[float, ...]:
         """Sorts requests of the step and others alike: the smallest is the most entitled to pages."""
-        return (
-            not state.has_row,
-            state.request.flow.lane,
-            *(share.counter for share in reversed(list(_flow(state).path())[:-1])),
-            state.arrival_index,
-        )
+        flow = _flow(state)
+        return (not state.has_row, state.request.flow.lane, flow.tenant.counter, flow.counter, state.arrival_index)
 
     def turn(self, state: RequestState) -> tuple[float, ...]:
         """Sorts requests with rows, or about to have one, by who is next for tokens: a lane's weight counts here."""
-        return (*(share.counter for share in reversed(list(_flow(state).path()))), state.arrival_index)
+        flow = _flow(state)
+        return (flow.lane.counter, flow.tenant.counter, flow.counter, state.arrival_index)
 
     def tick(self, now_s: float) -> None:
-        """Let time change the inner order of requests that sit out steps."""
-        for state in [state for state in self.paused if self._inner.is_due(state, now_s)]:
+        """Let time change the inner order of requests that had a row and lost it. Comes before each plan."""
+        self._now_s = now_s
+        for state in [state for state in self._stopped.values() if self._inner.is_due(state, now_s)]:
             self._unqueue(state)
             self._inner.renew(state)
             self.queue(state)
@@ -484,16 +335,23 @@ class FairOrder:
         """How far apart the places of `share` and another must be for a row to change hands."""
         return self._quantum / share.weight
 
-    def _may_rotate(self, share: Share, other: Share) -> bool:
-        """Whether a row may go from `other` to `share`, whose places are a quantum apart.
+    def _far(self, share: Share) -> float:
+        """The place from which on another share of as many rows gives one to `share`.
 
-        One that has more rows for its weight gives them up at once. Between equals rows only take turns, and the more
-        requests are paused the longer a turn is.
+        The more requests are paused the farther that is: between equals rows only take turns.
         """
-        if (other.rows - 1) / other.weight >= (share.rows + 1) / share.weight:
-            return True
         free = 1 - len(self.paused) / self._max_paused
-        return free > 0 and other.now - share.after >= self._slack(share) / free
+        return share.after + self._slack(share) / free if free > 0 else math.inf
+
+    def _is_ahead(self, other: Share, place: float, share: Share, rows: int | None = None) -> bool:
+        """Whether `other`, which stands at `place` and has `rows` rows, gives a row or pages to `share`.
+
+        One that has more rows for its weight does so as soon as a quantum is between them.
+        """
+        if place < share.after + self._slack(share):
+            return False
+        rows = other.rows if rows is None else rows
+        return place >= self._far(share) or (rows - 1) / other.weight >= (share.rows + 1) / share.weight
 
     def _share(self, parent: Share, key: object) -> Share:
         return Share(parent, key, 1.0, self._quantum, self._ticket())
@@ -517,16 +375,14 @@ class FairOrder:
                 self._close(node)
                 continue
             self._looked.add(state.request_id)
-            for share in node.path():
+            for share in _flow(state).path:
                 share.promised += 1
-                share.touch()
-                self._touched.append(share)
+                self._touched.add(share)
             return state
 
     def _close(self, share: Share) -> None:
         share.is_closed = True
-        share.touch()
-        self._touched.append(share)
+        self._touched.add(share)
 
     def _unqueue(self, state: RequestState) -> None:
         flow = _flow(state)
@@ -534,7 +390,7 @@ class FairOrder:
         self.num_queued -= 1
         was_promised = state.request_id in self._looked
         self._looked.discard(state.request_id)
-        for share in flow.path():
+        for share in flow.path:
             share.num_queued -= 1
             share.promised -= was_promised
             share.touch()
@@ -543,12 +399,20 @@ class FairOrder:
         flow = _flow(state)
         del flow.in_step[state.request_id]
         state.has_row = False
-        self._settled.clear()
-        for share in flow.path():
+        self._forget_rows()
+        for share in flow.path:
             share.rows -= 1
             share.touch()
             if not share.rows and share.parent is not None:
                 del share.parent.stepping[share.key]
+
+    def _resumed(self, state: RequestState) -> None:
+        self.paused.discard(state)
+        self._stopped.pop(state.request_id, None)
+
+    def _forget_rows(self) -> None:
+        self._rows_by_share.clear()
+        self._settled.clear()
 
     def _last_row(self, share: Share) -> RequestState | None:
         """The request of a share that makes way first."""
@@ -563,6 +427,15 @@ class FairOrder:
     @staticmethod
     def _free_rows(flow: Flow) -> list[RequestState]:
         return [row for row in flow.in_step.values() if not row.is_protected]
+
+
+def _apart(flow: Flow, other: Flow) -> tuple[Share, Share]:
+    """The shares of one parent that the two are in, or are; twice the same only for the same two."""
+    share: Share = flow
+    sibling: Share = other
+    while share.parent is not sibling.parent and share.parent is not None and sibling.parent is not None:
+        share, sibling = share.parent, sibling.parent
+    return share, sibling
 
 
 def _flow(state: RequestState) -> Flow:

@@ -26,8 +26,8 @@ class InnerOrder(Protocol):
     def charge(self, state: RequestState, units: float) -> None:
         """Take note of units computed for a request that is in the step."""
 
-    def is_due(self, paused: RequestState, now_s: float) -> bool:
-        """Whether the key of a paused request changes now: it is taken out of the queue, renewed and put back."""
+    def is_due(self, stopped: RequestState, now_s: float) -> bool:
+        """Whether the key of a request that lost its row changes now: it is taken out of the queue and put back."""
 
     def renew(self, state: RequestState) -> None:
         """Change what the key of a request that is due is made of."""
@@ -47,7 +47,7 @@ class Fifo:
     def charge(self, state: RequestState, units: float) -> None:
         """Nothing to count."""
 
-    def is_due(self, paused: RequestState, now_s: float) -> bool:  # noqa: ARG002 - of the protocol
+    def is_due(self, stopped: RequestState, now_s: float) -> bool:  # noqa: ARG002 - of the protocol
         """Keys never change."""
         return False
 
@@ -55,27 +55,41 @@ class Fifo:
         """Never called."""
 
 
+MAX_OVERTAKING_S = 60.0
+"""A request goes before all that arrive so many seconds after it, however short or urgent they are."""
+OVERTAKING_S_PER_TOKEN = 0.1
+"""A request may be overtaken by shorter ones that arrive within so many seconds for each token more that it has."""
+
+
 class ShortestPredicted(Fifo):
-    """The fewest predicted output tokens first (the idea of S3, arXiv:2306.06000, used for order)."""
+    """The fewest predicted output tokens first (the idea of S3, arXiv:2306.06000, used for order).
+
+    Waiting counts like being shorter, so that a long request is not overtaken without end.
+    """
 
     def key(self, state: RequestState) -> SortKey:
-        """Priority, started or not, predicted tokens, arrival."""
-        return (state.priority, not state.has_started, state.predicted_tokens, state.arrival_index)
+        """Priority, started or not, arrival in seconds plus a time for each predicted token, arrival."""
+        grace_s = min(OVERTAKING_S_PER_TOKEN * state.predicted_tokens, MAX_OVERTAKING_S)
+        return (state.priority, not state.has_started, state.arrived_s + grace_s, state.arrival_index)
 
 
 class LeastSlack(Fifo):
-    """The least time left until the deadline of the first token, after the time that the prompt takes."""
+    """The least time left until the deadline of the first token, after the time that the prompt takes.
+
+    No deadline counts as one after `MAX_OVERTAKING_S`, as does a later one.
+    """
 
     def key(self, state: RequestState) -> SortKey:
-        """Priority, started or not, the last moment to start, arrival. Requests without a deadline go last."""
-        return (state.priority, not state.has_started, state.start_by_s, state.arrival_index)
+        """Priority, started or not, the last moment to start, arrival."""
+        start_by_s = min(state.start_by_s, state.arrived_s + MAX_OVERTAKING_S)
+        return (state.priority, not state.has_started, start_by_s, state.arrival_index)
 
 
 FIRST_QUANTUM = 32.0
 """Units that a request may use at the first level; each further level has twice as much."""
 NUM_LEVELS = 12
 MAX_PAUSE_S = 0.4
-"""A paused request goes to the front after so many seconds, which leaves time to find it a place within 0.5 s."""
+"""A request without its row goes to the front after so many seconds, which leaves time to give it one within 0.5 s."""
 RETURN_QUANTUM = 16.0
 """Units that a request may use after it came to the front because of its pause."""
 AT_THE_FRONT = -1
@@ -107,9 +121,9 @@ class Mlfq(Fifo):
         elif level != AT_THE_FRONT and state.level_units >= FIRST_QUANTUM * 2**level:
             state.level, state.level_units = min(level + 1, NUM_LEVELS - 1), 0.0
 
-    def is_due(self, paused: RequestState, now_s: float) -> bool:
-        """Whether it has been paused for long."""
-        return paused.level != AT_THE_FRONT and now_s - paused.paused_s >= MAX_PAUSE_S
+    def is_due(self, stopped: RequestState, now_s: float) -> bool:
+        """Whether it has been without a row for long, with its pages or without."""
+        return stopped.level != AT_THE_FRONT and now_s - stopped.paused_s >= MAX_PAUSE_S
 
     def renew(self, state: RequestState) -> None:
         """Go to the front."""

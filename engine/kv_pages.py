@@ -187,6 +187,12 @@ class KvPages:
         count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
         return count + sum(block.num_pages for block in blocks if block.refs == 0)
 
+    def num_alone(self, state: RequestState) -> int:
+        """Pages of a running request that nobody else has: those that its preemption makes available."""
+        pages = state.pages
+        own = (pages.table.num_blocks - len(pages.held)) * self._geometry.num_groups
+        return own + sum(block.num_pages for block in pages.held if block.refs == 1)
+
     def note_lookup(self, num_queried: int, num_found: int) -> None:
         """Count the prompt tokens of a request that starts for the first time."""
         if self._prefixes is not None:

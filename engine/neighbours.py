@@ -5,38 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from weft.adapters.adapter_slots import SlotLease
 from weft.adapters.ref import AdapterRef
+from weft.adapters.resident import LoadFailure
 from weft.engine.plan import ChunkResult, StepPlan
 from weft.engine.status import ResidentAdapter
-from weft.errors import WeftError
-
-
-class SlotLease(Protocol):
-    """A running reference to an adapter on the device."""
-
-    @property
-    def slot(self) -> int:
-        """Row of the adapter tables."""
-
-    @property
-    def generation(self) -> int:
-        """Reuse count of the slot when the lease was taken."""
-
-    @property
-    def digest(self) -> str:
-        """Whose weights the slot held then."""
-
-
-class LoadFailure(Protocol):
-    """An adapter that could not be loaded."""
-
-    @property
-    def digest(self) -> str:
-        """Which adapter."""
-
-    @property
-    def error(self) -> WeftError:
-        """Why."""
 
 
 class AdapterResidency(Protocol):
@@ -48,6 +21,10 @@ class AdapterResidency(Protocol):
     @property
     def is_copying(self) -> bool:
         """Whether an adapter has pages that cannot be evicted yet, because they are being copied; O(1)."""
+
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether no slot is free or on its way to be, because requests run with, or hold, all that have one."""
 
     def state(self, digest: str, /) -> Literal["device", "host", "stored"]:
         """Where the adapter is now."""

@@ -7,18 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weft.adapters.adapter_slots import SlotLease
 from weft.engine.request import TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotRef:
-    """An adapter slot as of one generation."""
-
-    slot: int
-    """Row of the adapter tables, >= 0."""
-    generation: int
-    digest: str
 
 
 @dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and a step makes one a row
@@ -47,7 +38,7 @@ class Chunk:
     """Position of the first token; all before it are in the KV cache."""
     block_table: list[list[int]]
     """[num_groups][num_blocks]: pages that hold positions 0 to start + len(token_ids) - 1."""
-    adapter: SlotRef | None = None
+    adapter: SlotLease | None = None
     """None is the base model."""
     sample: SampleSpec | None = None
     """None when the prompt goes on after this chunk, or no token is wanted."""

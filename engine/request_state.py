@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from weft.adapters.adapter_slots import SlotLease
 from weft.engine.fit import kv_tokens
-from weft.engine.neighbours import SlotLease
-from weft.engine.plan import Chunk, SampleSpec, SlotRef
+from weft.engine.plan import Chunk, SampleSpec
 from weft.engine.request import AdapterState, GenerationRequest, TokenLogprobs
 from weft.engine.request_pages import RequestPages
 from weft.memory.block_table import BlockTable
@@ -69,8 +69,6 @@ class RequestState:
     beam: Beam | None = None
     """None for all but beam searches."""
     lease: SlotLease | None = None
-    slot_ref: SlotRef | None = None
-    """The lease, as plans tell it."""
     is_holding: bool = False
     """Whether it holds its adapter while it waits."""
     num_charged: int = 0
@@ -191,19 +189,11 @@ class RequestState:
             token_ids=self.tokens(start, end),
             start=start,
             block_table=[pages[:num_blocks] for pages in self.pages.table.pages],
-            adapter=self._slot_ref(),
+            adapter=self.lease,
             sample=self._sample_spec() if end == self.num_tokens else None,
             prompt_targets=self._prompt_targets(start, end),
             num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
         )
-
-    def _slot_ref(self) -> SlotRef | None:
-        lease, ref = self.lease, self.slot_ref
-        if lease is None:
-            return None
-        if ref is None or (ref.slot, ref.generation) != (lease.slot, lease.generation):
-            ref = self.slot_ref = SlotRef(slot=lease.slot, generation=lease.generation, digest=lease.digest)
-        return ref
 
     def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
         """A waiting request that goes on from here with another token."""

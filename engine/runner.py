@@ -73,8 +73,8 @@ class ModelRunner:
             if plan.chunks
             else None
         )
-        for slot, adapter in batch.adapters.items() if batch is not None else ():
-            self._check_slot(slot, adapter.generation, adapter.digest)
+        for adapter in batch.adapters.values() if batch is not None else ():
+            self._check_slot(*adapter)
         moved = self._mover.carry_out(plan)
         try:
             return self._compute(plan, batch) if batch is not None else []

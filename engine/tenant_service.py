@@ -19,29 +19,27 @@ MAX_KNOWN_TENANTS = 4096
 """More tenants than this are remembered only while they have requests."""
 RATE_HALF_LIFE_S = 1.0
 """What was computed so long ago counts half for a rate."""
+MAX_RATE_SPAN_S = 2.0
+"""A time without figures counts as this long, so that rates are right soon after it."""
 
 
 class Rate:
     """Units per second of late: what was noted, decaying by half every `RATE_HALF_LIFE_S` seconds."""
 
-    __slots__ = ("_last_s", "_seconds", "_units")
+    __slots__ = ("_seconds", "_units")
 
     def __init__(self) -> None:
         self._units = 0.0
         self._seconds = 0.0
-        self._last_s: float | None = None
 
     def note(self, units: float, seconds: float) -> None:
         """Count units that took so many seconds."""
-        kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
+        self.note_decayed(units, seconds, 0.5 ** (seconds / RATE_HALF_LIFE_S))
+
+    def note_decayed(self, units: float, seconds: float, kept: float) -> None:
+        """The same with the part that what was noted before still counts, for many that note at the same time."""
         self._units = self._units * kept + units
         self._seconds = self._seconds * kept + seconds
-
-    def note_until(self, units: float, now_s: float) -> None:
-        """Count units since the last call."""
-        if self._last_s is not None:
-            self.note(units, max(now_s - self._last_s, 0.0))
-        self._last_s = now_s
 
     @property
     def per_s(self) -> float:
@@ -55,7 +53,8 @@ class _Tenant:
     num_requests: int = 0
     queued: float = 0.0
     service: float = 0.0
-    told_service: float = 0.0
+    told_service: float | None = None
+    """What was told last; None before the first time."""
     tokens: int = 0
     rate: Rate = field(default_factory=Rate)
 
@@ -76,6 +75,8 @@ class TenantService:
         self._tenants: dict[str, _Tenant] = {}
         self._ends_s: deque[float] = deque(maxlen=NUM_KEPT_ENDS)
         self._rate, self._full_rate = Rate(), Rate()
+        self._told_s = 0.0
+        """When loads were told last."""
 
     def arrive(self, state: RequestState) -> None:
         """A request comes to the engine."""
@@ -132,9 +133,7 @@ class TenantService:
             context = (start + end) / 2
             units = prompt * (prices.prompt + prices.prompt_context * context)
             units += (count - prompt) * (prices.output + prices.context * context)
-            if state.caused_load:
-                state.caused_load = False
-                units += prices.page_load * (state.adapter_pages or 0)
+            units += self._load_price(state)
             if chunk.adapter is not None:
                 users.setdefault(chunk.adapter.digest, []).append(len(charges))
             charges.append((state, units))
@@ -147,6 +146,17 @@ class TenantService:
         for state, units in charges:
             self._tenants[state.tenant].service += units
         return charges
+
+    def charge_load(self, state: RequestState) -> list[tuple[RequestState, float]]:
+        """The price of the load that a request caused which leaves before it ran."""
+        units = self._load_price(state)
+        self._tenants[state.tenant].service += units
+        return [(state, units)]
+
+    def _load_price(self, state: RequestState) -> float:
+        """Units for the load of its adapter that a request caused; once."""
+        is_due, state.caused_load = state.caused_load, False
+        return self.prices.page_load * (state.adapter_pages or 0) if is_due else 0.0
 
     def note_step(self, units: float, seconds: float, is_full: bool) -> None:
         """A step of so many units is done; `is_full` if requests waited for a place in it."""
@@ -174,27 +184,31 @@ class TenantService:
         self, running: Iterable[RequestState], waiting: Mapping[str, int], reasons: Mapping[str, dict[str, int]]
     ) -> dict[str, TenantLoad]:
         """What each tenant with requests has here, and its rate since the last call."""
-        now_s = self._clock()
         counts: dict[str, list[float]] = {}
         for state in running:
             count = counts.setdefault(state.tenant, [0, 0, 0.0])
             count[0] += 1
             count[1] += not state.has_row
             count[2] += self.units_left(state)
+        seconds = min(self._clock() - self._told_s, MAX_RATE_SPAN_S)
+        kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
+        self._told_s = self._clock()
         found = {}
         for name, tenant in self._tenants.items():
-            tenant.rate.note_until(tenant.service - tenant.told_service, now_s)
+            if tenant.told_service is not None:
+                tenant.rate.note_decayed(tenant.service - tenant.told_service, seconds, kept)
             tenant.told_service = tenant.service
             if tenant.num_requests:
                 num_running, num_paused, units = counts.get(name, (0, 0, 0.0))
+                queued = max(tenant.queued, 0.0)
                 found[name] = TenantLoad(
                     weight=tenant.weight,
                     running=int(num_running),
                     paused=int(num_paused),
                     waiting=waiting.get(name, 0),
                     reasons=reasons.get(name, {}),
-                    queued=max(tenant.queued, 0.0),
-                    backlog=max(tenant.queued, 0.0) + units,
+                    queued=queued,
+                    backlog=queued + units,
                     rate=tenant.rate.per_s,
                     service=tenant.service,
                 )

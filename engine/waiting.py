@@ -24,10 +24,14 @@ class WaitingQueue:
         self._states: dict[str, RequestState] = {}
         self._holders: dict[str, RequestState] = {}
         """Those with a hold."""
+        self._num_holders: Counter[str] = Counter()
+        """By adapter; only those that have some."""
         self._overdue: dict[str, RequestState] = {}
         """Those that were overtaken as often as may be."""
         self.has_changed = False
         """Whether a request came; the reader resets it."""
+        self.no_holds_until = 0
+        """The step up to which nobody gets a new hold, because running requests needed the pages of held adapters."""
         self.by_tenant: Counter[str] = Counter()
         """How many wait, by tenant; only tenants that have some."""
 
@@ -63,13 +67,13 @@ class WaitingQueue:
         if state.num_bypasses >= MAX_BYPASSES:
             self._overdue[state.request_id] = state
 
-    def overdue(self) -> RequestState | None:
-        """The oldest that was overtaken as often as may be: nobody else may be admitted before it.
+    def overdue(self) -> list[RequestState]:
+        """Those that were overtaken as often as may be, the oldest first: nobody behind them may be admitted now.
 
         One whose adapter is yet to be read keeps nobody else waiting: pages would not help it.
         """
         overdue = [state for state in self._overdue.values() if not self.is_unread(state)]
-        return min(overdue, key=lambda state: state.age_key, default=None)
+        return sorted(overdue, key=lambda state: state.age_key)
 
     def is_unread(self, state: RequestState) -> bool:
         """Whether its adapter is still to be read from the store, which pages would not shorten."""
@@ -78,11 +82,31 @@ class WaitingQueue:
     def hold(self, state: RequestState) -> None:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
-            is_coming = any(holder.digest == state.digest for holder in self._holders.values())
-            state.caused_load = not is_coming and self._residency.state(state.request.adapter.digest) != "device"
-            self._residency.want(state.request.adapter)
+            adapter = state.request.adapter
+            if not self._num_holders[adapter.digest] and self._residency.state(adapter.digest) != "device":
+                state.caused_load = True
+            self._residency.want(adapter)
             state.is_holding = True
             self._holders[state.request_id] = state
+            self._num_holders[adapter.digest] += 1
+
+    def holders_of(self, digest: str) -> list[RequestState]:
+        """Requests that hold an adapter."""
+        if not self._num_holders[digest]:
+            return []
+        return [state for state in self._holders.values() if state.digest == digest]
+
+    def release_holds(self, digest: str) -> None:
+        """Drop the holds on one adapter."""
+        for state in self.holders_of(digest):
+            self._unhold(state)
+
+    def pass_load_on(self, state: RequestState) -> bool:
+        """Have another request that holds the same adapter be charged for its load; False where there is none."""
+        heir = next((other for other in self.holders_of(state.digest or "") if other is not state), None)
+        if heir is not None:
+            state.caused_load, heir.caused_load = False, True
+        return heir is not None
 
     def keep_holds(self, looked_at: Collection[str]) -> None:
         """Drop the holds of all other requests, so that their adapters are not in the way."""
@@ -109,8 +133,7 @@ class WaitingQueue:
         dropped = [state for state in self._holders.values() if state.digest != keep]
         self._residency.drop_holds(keep)
         for state in dropped:
-            state.is_holding = False
-            del self._holders[state.request_id]
+            self._forget_hold(state)
         return bool(dropped)
 
     def num_loading(self) -> int:
@@ -123,6 +146,13 @@ class WaitingQueue:
 
     def _unhold(self, state: RequestState) -> None:
         if state.is_holding and state.digest is not None:
-            state.is_holding = False
-            del self._holders[state.request_id]
+            self._forget_hold(state)
             self._residency.unwant(state.digest)
+
+    def _forget_hold(self, state: RequestState) -> None:
+        state.is_holding = False
+        del self._holders[state.request_id]
+        if state.digest is not None:
+            self._num_holders[state.digest] -= 1
+            if not self._num_holders[state.digest]:
+                del self._num_holders[state.digest]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.adapters.adapter_slots import SlotLease
 from weft.engine.batch import Batch, build_batch
 from weft.engine.model.linear import padded_rows
-from weft.engine.plan import Chunk, SlotRef, StepPlan
+from weft.engine.plan import Chunk, StepPlan
 from weft.errors import EngineError, PageAccountingError
 from weft.memory.geometry import PageGeometry
 
@@ -22,11 +23,11 @@ GEOMETRY = PageGeometry(
     head_dim=8,
     dtype_bytes=4,
 )
-RED = SlotRef(slot=0, generation=3, digest="red")
-BLUE = SlotRef(slot=2, generation=1, digest="blue")
+RED = SlotLease(slot=0, generation=3, digest="red")
+BLUE = SlotLease(slot=2, generation=1, digest="blue")
 
 
-def chunk(tokens: list[int], start: int, tables: list[list[int]], adapter: SlotRef | None = None) -> Chunk:
+def chunk(tokens: list[int], start: int, tables: list[list[int]], adapter: SlotLease | None = None) -> Chunk:
     return Chunk(request_id="r", token_ids=tokens, start=start, block_table=tables, adapter=adapter)
 
 
@@ -106,7 +107,7 @@ def test_block_tables_that_cannot_be_meant_are_refused(tables: list[list[int]]) 
 
 
 def test_two_owners_of_one_adapter_slot_are_refused() -> None:
-    reused = SlotRef(slot=0, generation=4, digest="green")
+    reused = SlotLease(slot=0, generation=4, digest="green")
 
     with pytest.raises(EngineError, match="two owners"):
         build(chunk([1], 0, [[1], [2]], RED), chunk([1], 0, [[3], [4]], reused))

@@ -204,7 +204,7 @@ def test_a_prompt_that_beams_share_counts_once_in_what_fits() -> None:
 def test_an_id_in_use_is_refused_while_any_beam_lives() -> None:
     simulator = Simulator()
     simulator.core.submit(beam_request("x2"))
-    while "x2" in simulator.scheduler._requests:  # until the first beam is given up for others
+    while "x2" in simulator.scheduler.table.requests:  # until the first beam is given up for others
         simulator.pump()
     assert simulator.core.has_work()
     with pytest.raises(InvalidRequestError):

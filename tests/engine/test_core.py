@@ -85,7 +85,7 @@ def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: 
     simulator.core.submit(request("one", prompt=4, max_tokens=8))
     simulator.pump()
     with monkeypatch.context() as broken:
-        broken.setattr(simulator.scheduler, "_plan_rows", lambda _: 1 / 0)
+        broken.setattr(simulator.scheduler._chunks, "plan", lambda _: 1 / 0)
         simulator.pump()
     assert simulator.last("one").finish_reason == "error"
     assert simulator.pool.num_quarantined == 0

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 
 from engine_simulator import GEOMETRY, Simulator, adapter, request
-from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_IDLE_SHARES, FairOrder
-from weft.engine.inner_order import Fifo
+from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_STOPPED_PER_ROW, FairOrder
+from weft.engine.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
 from weft.engine.request import FlowKey
 from weft.engine.request_pages import RequestPages
 from weft.engine.request_state import RequestState
+from weft.engine.shares import MAX_IDLE_SHARES
 from weft.memory.block_table import BlockTable
 
 QUANTUM = 10.0
@@ -16,8 +17,8 @@ QUANTUM = 10.0
 class Crowd:
     """An order and the requests in it, numbered by arrival."""
 
-    def __init__(self, policy: str = "fair", num_rows: int = 64) -> None:
-        self.order = FairOrder(policy, Fifo(), QUANTUM, num_rows)  # type: ignore[arg-type]
+    def __init__(self, policy: str = "fair", num_rows: int = 64, inner: InnerOrder | None = None) -> None:
+        self.order = FairOrder(policy, inner or Fifo(), QUANTUM, num_rows)  # type: ignore[arg-type]
         self._arrivals = 0
 
     def arrive(
@@ -402,3 +403,74 @@ def test_a_request_that_loses_its_row_while_others_are_looked_at_shows_none_of_t
         if state.arrival_index == 2:
             crowd.order.stop(row)
     assert seen == [2, 3]
+
+
+def test_a_heavier_tenant_takes_a_row_though_a_lighter_one_before_it_may_not() -> None:
+    crowd = Crowd()
+    (row,) = crowd.run("runs")
+    light, heavy = crowd.arrive("light"), crowd.arrive("heavy", weight=4.0)
+    crowd.order.charge([(row, 16.0), (light, 10.0), (heavy, 4 * 19.5)])
+    taken = {state.tenant: crowd.order.row_for(state) for state in crowd.order.candidates(10)}
+    assert list(taken.items()) == [("light", None), ("heavy", row)]
+
+
+def test_a_tenant_without_rows_takes_one_though_another_before_it_has_too_many() -> None:
+    crowd = Crowd(num_rows=4)
+    many, few, *paused = crowd.run("many", "few", "many", "many", "many", "many")
+    for state in paused:
+        crowd.order.stop(state)  # as many are paused as there are rows: only who has more rows gives one up
+    crowd.run("many", "many")
+    new = crowd.arrive("new")
+    crowd.order.charge([(many, 0.0), (few, 300.0), (new, 10.0)])
+    assert crowd.order.row_for(paused[0]) is None
+    assert crowd.order.row_for(new) is not None
+
+
+def test_who_gives_pages_up_is_counted_as_if_those_before_had_done_so() -> None:
+    crowd = Crowd()
+    flood = crowd.run(*"aaaa")
+    newcomer = crowd.arrive("b")
+    assert list(crowd.order.yielding(newcomer, reversed(flood))) == [flood[3], flood[2], flood[1]]
+    assert list(crowd.order.yielding(flood[0], [newcomer])) == []
+
+
+def low_and_running(crowd: Crowd, count: int) -> list[RequestState]:
+    """Requests in the step that have used up the quantum of their first level."""
+    rows = crowd.run(*["t"] * count)
+    crowd.order.charge([(row, 64.0) for row in rows])
+    return rows
+
+
+def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have_theirs_back() -> None:
+    crowd = Crowd(num_rows=4, inner=Mlfq())
+    rows = low_and_running(crowd, 4)
+    for _ in range(4 * MAX_STOPPED_PER_ROW):
+        newcomer = crowd.arrive("t")
+        row = crowd.order.row_for(newcomer)
+        assert row is not None
+        crowd.order.stop(row)
+        crowd.start(newcomer)
+        crowd.order.charge([(newcomer, 64.0)])
+    assert crowd.order.row_for(crowd.arrive("t")) is None
+    assert len(crowd.order.paused) == 4 * MAX_STOPPED_PER_ROW
+    crowd.order.tick(MAX_PAUSE_S)
+    back = next(crowd.order.candidates(1))
+    assert back in rows
+    assert crowd.order.row_for(back) is not None, "one that waited long enough takes a row whatever is paused"
+
+
+def test_a_request_that_lost_its_pages_while_it_was_paused_comes_to_the_front_all_the_same() -> None:
+    crowd = Crowd(num_rows=8, inner=Mlfq())
+    row, other = low_and_running(crowd, 2)
+    crowd.order.tick(0.0)
+    crowd.order.stop(row)
+    row.status = "waiting"
+    crowd.order.stop(row)
+    assert not crowd.order.paused
+    newcomer = crowd.arrive("t")
+    crowd.order.tick(MAX_PAUSE_S / 2)
+    assert crowd.line() == [newcomer.arrival_index, row.arrival_index]
+    crowd.order.tick(MAX_PAUSE_S)
+    assert row.level == AT_THE_FRONT
+    assert crowd.line() == [row.arrival_index, newcomer.arrival_index]
+    assert crowd.order.row_for(row) is other

@@ -14,7 +14,8 @@ from fairness.engine import EngineSettings, VirtualEngine
 from fairness.goals import GOALS, Goal
 from fairness.service import ServiceLog, UnitPrices, jain_index, max_min_shares
 from fairness.workloads import Client, fixed, many_adapters
-from weft.engine.plan import Chunk, SlotRef, StepPlan
+from weft.adapters.adapter_slots import SlotLease
+from weft.engine.plan import Chunk, StepPlan
 
 
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: goal.name)
@@ -32,7 +33,7 @@ def test_first_come_first_served_misses_what_fairness_reaches() -> None:
 
 def test_service_is_counted_once_and_by_the_prices() -> None:
     log = ServiceLog(UnitPrices(), {"d": 32})
-    adapter = SlotRef(slot=0, generation=0, digest="d")
+    adapter = SlotLease(slot=0, generation=0, digest="d")
     owners = {"x": ("a", 4), "y": ("b", 600)}
 
     def note(ended_s: float, *chunks: tuple[str, int, int]) -> None:

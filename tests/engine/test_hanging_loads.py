@@ -74,7 +74,7 @@ def test_a_request_that_was_overtaken_often_enough_waits_for_the_store_like_othe
     simulator.residency.load_for_ever()
     simulator.scheduler.submit(engine_simulator.request("unread", ref=engine_simulator.adapter("a")))
     simulator.pump()
-    simulator.scheduler._requests["unread"].num_bypasses = MAX_BYPASSES
+    simulator.scheduler.table.requests["unread"].num_bypasses = MAX_BYPASSES
     simulator.scheduler.submit(engine_simulator.request("base"))
     for _ in range(20):
         simulator.pump()

@@ -66,10 +66,12 @@ def test_without_a_prefix_cache_a_recomputed_request_computes_all_of_it_again() 
 def test_what_is_cheaper_decides(copy_s: float, how: str) -> None:
     """At 0.5 s a page is as dear to copy twice as the tokens in it are to compute."""
     simulator, requests = pressed(has_prefixes=False)
-    new = simulator.scheduler._requests["new"]
+    new = simulator.scheduler.table.requests["new"]
     while not simulator.num_preemptions:
         num_tokens = max(new.num_computed, 1)
-        simulator.scheduler._kv._costs = PageCosts(copy_s=copy_s, load_s=1.0, token_s=-(-num_tokens // 4) / num_tokens)
+        simulator.scheduler.table.kv._costs = PageCosts(
+            copy_s=copy_s, load_s=1.0, token_s=-(-num_tokens // 4) / num_tokens
+        )
         simulator.pump()
     assert simulator.scheduler.preemptions[how] == 1
     finish(simulator, requests)
@@ -160,7 +162,7 @@ def test_a_plan_that_fails_loses_no_host_page_and_leaves_no_page_in_quarantine(m
     while simulator.core.num_steps < step_of_preemption() - 1:
         simulator.pump()
     with monkeypatch.context() as broken:
-        broken.setattr(simulator.scheduler, "_room_to_grow", lambda: 1 / 0)
+        broken.setattr(simulator.scheduler._preemption, "room_to_grow", lambda: 1 / 0)
         simulator.pump()
     assert simulator.scheduler.preemptions["swap"] == 1
     assert simulator.last("old").finish_reason == "error"
@@ -181,7 +183,7 @@ def sharing_a_beginning() -> tuple[Simulator, list[GenerationRequest]]:
 def test_cached_blocks_that_others_share_are_not_swapped() -> None:
     simulator, requests = sharing_a_beginning()
     until_preempted(simulator)
-    num_blocks = -(-simulator.scheduler._requests["new"].num_computed // 4)
+    num_blocks = -(-simulator.scheduler.table.requests["new"].num_computed // 4)
     assert len(simulator.runner.plans[-1].swap_out) == num_blocks - 4
     finish(simulator, requests)
     assert simulator.scheduler.preemptions == {"swap": 1, "recompute": 0}
@@ -191,7 +193,7 @@ def test_cached_blocks_that_others_share_are_not_swapped() -> None:
 def test_a_swapped_request_whose_shared_beginning_is_gone_is_computed_anew() -> None:
     simulator, requests = sharing_a_beginning()
     until_preempted(simulator)
-    assert simulator.scheduler._requests["new"].pages.swapped is not None
+    assert simulator.scheduler.table.requests["new"].pages.swapped is not None
     simulator.core.abort("old")
     assert simulator.evictor.make_room(simulator.pool.capacity)  # all cached blocks go
     finish(simulator, requests[1:])
@@ -204,7 +206,7 @@ def test_prompt_logprobs_survive_a_swap_in_the_middle_of_the_prompt() -> None:
     for each in requests:
         simulator.core.submit(each)
     until_preempted(simulator)
-    state = simulator.scheduler._requests["new"]
+    state = simulator.scheduler.table.requests["new"]
     assert 0 < state.num_computed < 46
     finish(simulator, requests)
     (logprobs,) = [o.prompt_logprobs for o in simulator.outputs["new"] if o.prompt_logprobs is not None]
@@ -217,7 +219,7 @@ def test_no_request_is_preempted_twice_without_a_page_of_progress(costs: PageCos
     requests = [request(f"r{index}", prompt=3, max_tokens=40, ref=adapter("a")) for index in range(8)]
     for each in requests:
         simulator.core.submit(each)
-    states = dict(simulator.scheduler._requests)
+    states = dict(simulator.scheduler.table.requests)
     seen: dict[str, tuple[int, int]] = {}
     while simulator.core.has_work():
         simulator.pump()
@@ -235,7 +237,7 @@ def test_no_request_is_preempted_twice_without_a_page_of_progress(costs: PageCos
 def test_a_waiting_request_holds_no_device_page() -> None:
     simulator, requests = pressed()
     until_preempted(simulator)
-    for state in simulator.scheduler._waiting:
+    for state in simulator.scheduler.table.waiting:
         assert not state.pages.held
         assert state.pages.table.num_blocks == 0
         assert state.lease is None

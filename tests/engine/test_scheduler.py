@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_simulator import RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
+from weft.engine.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.waiting import MAX_BYPASSES
 from weft.errors import (
@@ -134,6 +135,117 @@ def test_a_blocked_request_is_overtaken_in_a_bounded_number_of_steps() -> None:
         overtaken += simulator.scheduler.num_waiting < waiting - 1
         assert simulator.now_s < 100
     assert 0 < overtaken <= MAX_BYPASSES
+
+
+def crowded_by(tenant: str) -> Simulator:
+    """A request that runs with a third of the pages, and one that was overtaken as often as may be and needs more."""
+    simulator = Simulator(num_pages=64, step_tokens=256)
+    simulator.core.submit(request("runs", prompt=80, max_tokens=60, flow=FlowKey(tenant=tenant)))
+    simulator.pump()
+    simulator.pump()
+    simulator.core.submit(request("big", prompt=180, max_tokens=2, flow=FlowKey(tenant=tenant)))
+    simulator.pump()
+    simulator.scheduler.table.requests["big"].num_bypasses = MAX_BYPASSES - 1
+    simulator.scheduler.table.waiting.bypass(simulator.scheduler.table.requests["big"])
+    return simulator
+
+
+def test_a_request_that_was_overtaken_often_enough_keeps_waiting_only_those_behind_it() -> None:
+    simulator = crowded_by("flood")
+    simulator.core.submit(request("behind", prompt=4, max_tokens=2, flow=FlowKey(tenant="flood")))
+    simulator.core.submit(request("ahead", prompt=4, max_tokens=2, flow=FlowKey(tenant="new")))
+    for _ in range(4):
+        simulator.pump()
+    assert simulator.last("ahead").finish_reason == "length"
+    assert "behind" not in simulator.outputs
+    simulator.run()
+    big, behind = list(simulator.outputs).index("big"), list(simulator.outputs).index("behind")
+    assert big < behind
+    assert simulator.tokens("big") == expected_tokens(request("big", 180), 2)
+
+
+def test_nobody_is_preempted_where_all_who_would_give_way_have_too_few_pages() -> None:
+    simulator = Simulator(num_pages=64, step_tokens=256)
+    simulator.core.submit(request("peer", prompt=120, max_tokens=30, flow=FlowKey(tenant="peer")))
+    for index in range(3):
+        simulator.core.submit(request(f"f{index}", prompt=16, max_tokens=30, flow=FlowKey(tenant="flood")))
+    for _ in range(6):
+        simulator.pump()
+    assert simulator.scheduler.num_rows == 4
+    simulator.core.submit(request("fits", prompt=60, max_tokens=2, flow=FlowKey(tenant="new")))
+    simulator.core.submit(request("big", prompt=140, max_tokens=2, flow=FlowKey(tenant="newer")))
+    simulator.pump()
+    waiting = {state.request_id for state in simulator.scheduler.table.waiting}
+    assert "big" in waiting
+    assert "fits" not in waiting
+    assert simulator.num_preemptions <= 2
+    simulator.run()
+    assert simulator.tokens("big") == expected_tokens(request("big", 140), 2)
+
+
+def test_an_adapter_without_a_slot_gets_that_of_a_share_far_ahead() -> None:
+    simulator = Simulator(num_pages=400, slots=2, adapter_pages=1, step_tokens=64, max_model_len=1000)
+    flood = [
+        request(f"f{i}", prompt=4, max_tokens=400, ref=adapter("ab"[i % 2]), flow=FlowKey(tenant="flood"))
+        for i in range(6)
+    ]
+    for each in flood:
+        simulator.core.submit(each)
+    for _ in range(20):
+        simulator.pump()
+    small = request("small", prompt=4, max_tokens=4, ref=adapter("c"), flow=FlowKey(tenant="new"))
+    simulator.core.submit(small)
+    for _ in range(30):
+        simulator.pump()
+    assert simulator.last("small").finish_reason == "length"
+    simulator.run()
+    assert simulator.tokens("small") == expected_tokens(small, 4)
+    assert all(simulator.tokens(each.request_id) == expected_tokens(each, 400) for each in flood)
+
+
+def test_a_load_whose_first_waiter_leaves_is_charged_to_the_next() -> None:
+    def service(*, with_first: bool) -> tuple[float, float]:
+        simulator = Simulator(num_pages=100, adapter_pages=20, step_tokens=64, max_running=2, has_prefixes=False)
+        if with_first:
+            simulator.core.submit(request("first", ref=adapter("x"), flow=FlowKey(tenant="first")))
+        simulator.core.submit(request("next", ref=adapter("x"), flow=FlowKey(tenant="next")))
+        simulator.pump()
+        simulator.core.abort("first")
+        simulator.run()
+        return simulator.scheduler.service("first"), simulator.scheduler.service("next")
+
+    assert service(with_first=True) == service(with_first=False)
+
+
+def test_a_load_whose_only_waiter_leaves_when_it_is_done_is_charged_to_that_one() -> None:
+    simulator = Simulator(num_pages=100, adapter_pages=20, max_running=1)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=40, flow=FlowKey(tenant="runs")))
+    simulator.core.submit(request("leaves", ref=adapter("x"), flow=FlowKey(tenant="leaves")))
+    while simulator.pool.counts()["adapter"] == 0:
+        simulator.pump()
+        assert simulator.now_s < 30
+    simulator.core.abort("leaves")
+    assert simulator.scheduler.service("leaves") == 20 * Prices().page_load
+    simulator.run()
+
+
+def test_paused_requests_keep_at_most_half_of_the_pages() -> None:
+    simulator = Simulator(num_pages=64, max_running=2, step_tokens=128)
+    requests = [
+        request(f"{tenant}{i}", prompt=50, max_tokens=60, flow=FlowKey(tenant=tenant))
+        for tenant in "abcd"
+        for i in range(2)
+    ]
+    for each in requests:
+        simulator.core.submit(each)
+    most = 0
+    while simulator.core.has_work():
+        simulator.pump()
+        paused = simulator.scheduler.table.order.paused
+        most = max(most, sum(state.pages.table.num_blocks for state in paused))
+    assert 0 < most <= 32
+    assert simulator.num_preemptions > 0
+    assert all(simulator.tokens(each.request_id) == expected_tokens(each, 60) for each in requests)
 
 
 def test_preempted_requests_end_with_the_same_tokens() -> None:

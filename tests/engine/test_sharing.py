@@ -9,8 +9,8 @@ import pytest
 
 from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 from weft.engine import kv_pages
+from weft.engine.preemption import GROWTH_SHARE
 from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.scheduler import GROWTH_SHARE
 from weft.memory.token_chain import TokenChain
 
 PROMPT = list(range(100, 114))
@@ -367,7 +367,7 @@ def test_forks_go_on_when_their_leader_is_preempted(costs: object) -> None:
     requests = [old, *forks(2, [100 + i for i in range(30)], max_tokens=4)]
     for each in requests:
         simulator.core.submit(each)
-    leader = simulator.scheduler._requests["lead"]
+    leader = simulator.scheduler.table.requests["lead"]
     while not leader.num_preemptions:
         simulator.pump()
     simulator.pump()

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.adapters.adapter_slots import SlotLease
 from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.adapters.resident import LoadFailure
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
 from weft.engine.fit import ModelLimits
@@ -19,7 +21,7 @@ from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduler import Scheduler
 from weft.engine.status import ResidentAdapter
-from weft.errors import AdapterUnavailableError, EngineError, StaleSlotError, WeftError
+from weft.errors import AdapterUnavailableError, EngineError, StaleSlotError
 from weft.memory.eviction import Evictor, UseCount, eviction_policy
 from weft.memory.geometry import PageGeometry
 from weft.memory.host_slab import HostSlab
@@ -192,19 +194,6 @@ class SimulatedRunner:
         )
 
 
-@dataclass(frozen=True)
-class Lease:
-    slot: int
-    generation: int
-    digest: str
-
-
-@dataclass(frozen=True)
-class Failure:
-    digest: str
-    error: WeftError
-
-
 @dataclass(eq=False)
 class _Entry:
     """An adapter, as the evictor sees it."""
@@ -272,6 +261,10 @@ class SimulatedResidency:
     def is_copying(self) -> bool:
         return False  # an adapter is there in the tick in which it gets pages
 
+    @property
+    def lacks_slot(self) -> bool:
+        return not self._free_slots and not any(entry in self._evictor for entry in self._entries.values())
+
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         entry = self._entries.get(digest)
         if entry is None or (entry.slot < 0 and entry.loaded_at > self._now):
@@ -303,14 +296,14 @@ class SimulatedResidency:
         """Remember the order; every load takes as long, so nothing follows from it."""
         self.expected = list(digests)
 
-    def acquire(self, digest: str) -> Lease | None:
+    def acquire(self, digest: str) -> SlotLease | None:
         entry = self._entries.get(digest)
         if entry is None or entry.slot < 0:
             return None
         entry.running += 1
         self._evictor.used(entry)
         self._settle(entry)
-        return Lease(entry.slot, self._generations[entry.slot], digest)
+        return SlotLease(entry.slot, self._generations[entry.slot], digest)
 
     def release(self, digest: str, last_step: int = 0) -> None:
         entry = self._entries[digest]
@@ -342,7 +335,7 @@ class SimulatedResidency:
             if entry.slot >= 0 or (entry.loaded_at > self._now and entry.holds)
         ]
 
-    def tick(self, step: int) -> list[Failure]:
+    def tick(self, step: int) -> list[LoadFailure]:
         self._now += 1
         self._pool.complete(step)
         failures = []
@@ -352,7 +345,7 @@ class SimulatedResidency:
             elif entry.slot < 0 and entry.loaded_at <= self._now:
                 if digest in self.broken:
                     del self._entries[digest]
-                    failures.append(Failure(digest, AdapterUnavailableError("The weights are gone.")))
+                    failures.append(LoadFailure(digest, AdapterUnavailableError("The weights are gone.")))
                 else:
                     self._place(entry)
         return failures

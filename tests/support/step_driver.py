@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from adapters_factory import tensor_bytes
+from weft.adapters.adapter_slots import SlotLease
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.layout import plan_layout
 from weft.adapters.packing import Packing
@@ -18,7 +19,7 @@ from weft.engine.batch import build_batch
 from weft.engine.model.decoder import KvViews
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.model.weights import load_decoder
-from weft.engine.plan import Chunk, ChunkResult, SampleSpec, SlotRef, StepPlan
+from weft.engine.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from weft.engine.runner import ModelRunner
 from weft.engine.sampler import Sampler
 from weft.engine.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ class DrivenRequest:
     request_id: str
     token_ids: list[int]
     table: BlockTable
-    adapter: SlotRef | None
+    adapter: SlotLease | None
     params: SamplingParams
     num_prompt: int
     num_computed: int = 0
@@ -77,7 +78,7 @@ class StepDriver:
         self.tables = AdapterTables(slots, self.base, max_rank, self.geometry, CPU)
         self.lora = PagedLora(self.arena, self.tables, self.base)
         self.max_rank = max_rank
-        self.slots: list[SlotRef] = []
+        self.slots: list[SlotLease] = []
         self.arena.poison(range(1, num_pages))
         self.runner = ModelRunner(
             decoder=self.decoder,
@@ -92,10 +93,10 @@ class StepDriver:
 
     def check_slot(self, slot: int, generation: int, digest: str) -> None:
         """As the residency does it."""
-        if self.slots[slot] != SlotRef(slot=slot, generation=generation, digest=digest):
+        if self.slots[slot] != SlotLease(slot=slot, generation=generation, digest=digest):
             raise StaleSlotError(f"slot {slot} is now {self.slots[slot]}")
 
-    def load_adapter(self, folder: Path) -> SlotRef:
+    def load_adapter(self, folder: Path) -> SlotLease:
         """Read a PEFT checkpoint and put it into the pages and the next slot."""
         checkpoint = read_checkpoint(
             (folder / "adapter_config.json").read_bytes(),
@@ -109,13 +110,13 @@ class StepDriver:
         Packing(checkpoint, layout, self.base, self.geometry).pack(weights, list(images), self.arena.dtype)
         pages = self._pages(layout.num_pages, "adapter")
         self.arena.bytes[pages] = images
-        slot = SlotRef(slot=len(self.slots), generation=1, digest=str(folder))
+        slot = SlotLease(slot=len(self.slots), generation=1, digest=str(folder))
         self.tables.write(slot.slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
         self.slots.append(slot)
         return slot
 
     def request(
-        self, token_ids: Sequence[int], adapter: SlotRef | None = None, params: SamplingParams = GREEDY
+        self, token_ids: Sequence[int], adapter: SlotLease | None = None, params: SamplingParams = GREEDY
     ) -> DrivenRequest:
         """A new sequence that begins with `token_ids`."""
         self._num_requests += 1
@@ -174,7 +175,7 @@ class StepDriver:
             for first, chunk in zip(batch.first_rows, plan.chunks, strict=True)
         ]
 
-    def logits_alone(self, token_ids: Sequence[int], adapter: SlotRef | None = None) -> torch.Tensor:
+    def logits_alone(self, token_ids: Sequence[int], adapter: SlotLease | None = None) -> torch.Tensor:
         """Scores [len(token_ids), vocab_size] of one sequence in one chunk."""
         return self.logits([self.request(token_ids, adapter)])[0]
 

@@ -13,11 +13,14 @@ from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.residency_entry import Stage
 from weft.engine import kv_pages, prefix_seed
 from weft.engine.draft import Draft
-from weft.engine.fair_order import FairOrder, Share
+from weft.engine.fair_order import FairOrder
 from weft.engine.kv_pages import Beginning, KvPages
 from weft.engine.plan import StepPlan
+from weft.engine.preemption import Preemption
 from weft.engine.request_state import RequestState
+from weft.engine.request_table import RequestTable
 from weft.engine.scheduler import Scheduler
+from weft.engine.shares import Share
 from weft.memory import token_chain
 from weft.memory.eviction import Evictor
 from weft.memory.pool import NO_OWNER, PageKind, PagePool
@@ -34,10 +37,10 @@ def publish_before_the_step_is_complete(patch: pytest.MonkeyPatch) -> None:
     def early(self: Scheduler) -> StepPlan | None:
         planned = plan(self)
         for chunk in planned.chunks if planned is not None else []:
-            state = self._requests[chunk.request_id]
+            state = self.table.requests[chunk.request_id]
             before = state.num_computed
             state.num_computed = chunk.start + len(chunk.token_ids)
-            self._kv.publish(state)
+            self.table.kv.publish(state)
             state.num_computed = before
         return planned
 
@@ -169,15 +172,15 @@ def keep_the_host_pages_of_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_lease_of_the_preempted(patch: pytest.MonkeyPatch) -> None:
-    release = Scheduler._release_lease
+    release = RequestTable.release_lease
 
-    def forgetful(self: Scheduler, state: RequestState) -> None:
-        if state.request_id in self._requests and state in self._running:
+    def forgetful(self: RequestTable, state: RequestState) -> None:
+        if state.request_id in self.requests and state in self.running:
             state.lease = None
         else:
             release(self, state)
 
-    patch.setattr(Scheduler, "_release_lease", forgetful)
+    patch.setattr(RequestTable, "release_lease", forgetful)
 
 
 def preempt_whoever_is_newest(patch: pytest.MonkeyPatch) -> None:
@@ -266,7 +269,7 @@ def forget_a_token_on_preemption(patch: pytest.MonkeyPatch) -> None:
 
 
 def believe_in_a_swap_that_failed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_lose_swapped", lambda *_: None)
+    patch.setattr(RequestTable, "lose_swapped", lambda *_: None)
 
 
 def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) -> None:
@@ -279,18 +282,18 @@ def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) 
 
 
 def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
-    pause = Scheduler._pause
+    pause = Preemption.pause
 
-    def careless(self: Scheduler, state: RequestState) -> None:
-        pause(self, state)
-        if len(state.pages.table.pages[0]) > len(state.pages.held):
-            self._pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)
+    def careless(self: Preemption, state: RequestState, draft: Draft) -> None:
+        pause(self, state, draft)
+        if state.is_paused and len(state.pages.table.pages[0]) > len(state.pages.held):
+            self._kv._pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)
 
-    patch.setattr(Scheduler, "_pause", careless)
+    patch.setattr(Preemption, "pause", careless)
 
 
 def compute_for_the_paused(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_rows", lambda self: list(self._running))
+    patch.setattr(RequestTable, "rows", lambda self: list(self.running))
 
 
 def forget_the_counters_of_the_idle(patch: pytest.MonkeyPatch) -> None:
@@ -312,8 +315,8 @@ def charge_a_counter_backwards(patch: pytest.MonkeyPatch) -> None:
 
 
 def give_out_more_rows_than_there_are(patch: pytest.MonkeyPatch) -> None:
-    num_rows = Scheduler.num_rows
-    patch.setattr(Scheduler, "num_rows", property(lambda self: max(num_rows.fget(self) - 1, 0)))  # type: ignore[attr-defined]
+    num_rows = RequestTable.num_rows
+    patch.setattr(RequestTable, "num_rows", property(lambda self: max(num_rows.fget(self) - 1, 0)))  # type: ignore[attr-defined]
 
 
 DEFECTS: tuple[Plant, ...] = tuple(

@@ -259,9 +259,9 @@ class Simulation:
     def _describe(self) -> str:
         waiting = [
             f"{state.request_id}:{state.waiting_reason}{'+hold' * state.is_holding}"
-            for state in self.scheduler._waiting
+            for state in self.scheduler.table.waiting
         ]
-        running = [f"{state.request_id}@{state.num_computed}" for state in self.scheduler._running]
+        running = [f"{state.request_id}@{state.num_computed}" for state in self.scheduler.table.running]
         residents = [
             f"{resident.digest[7:11]}:{resident.tier}:{resident.pages}p,{resident.running}r,{resident.holds}h"
             for resident in self.residency.residents()
@@ -284,7 +284,7 @@ class Simulation:
                 self.lives[action.request_id].is_aborted = True
             self.core.abort(action.request_id)
         elif action.verb == "abort_paused":
-            self._abort_one(sorted(state.request_id for state in self.scheduler._order.paused))
+            self._abort_one(sorted(state.request_id for state in self.scheduler.table.order.paused))
         elif action.verb == "freeze":
             self.clock.freeze(True)
         elif action.verb == "thaw":
@@ -401,8 +401,8 @@ class Simulation:
         self._check_progress()
         self.fair_checks.look(self.scenario.tenants)
         residents = {resident.digest: resident for resident in self.residency.residents()}
-        running = Counter(state.lease.digest for state in self.scheduler._running if state.lease is not None)
-        holding = Counter(state.digest for state in self.scheduler._waiting if state.is_holding)
+        running = Counter(state.lease.digest for state in self.scheduler.table.running if state.lease is not None)
+        holding = Counter(state.digest for state in self.scheduler.table.waiting if state.is_holding)
         failed = {
             failure.digest for failure in self.residency._failures
         }  # told in the next tick, which ends those who wait
@@ -413,8 +413,10 @@ class Simulation:
             entry = self.residency._entries.get(digest)
             if digest not in failed and holding[digest] != (entry.holds if entry is not None else 0):
                 self.failures.append(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
-        if self.scheduler._requests.keys() != self._open:
-            self.failures.append(f"known to scheduler or client alone: {self.scheduler._requests.keys() ^ self._open}")
+        if self.scheduler.table.requests.keys() != self._open:
+            self.failures.append(
+                f"known to scheduler or client alone: {self.scheduler.table.requests.keys() ^ self._open}"
+            )
         self._check_status()
 
     def _check_status(self) -> None:
@@ -422,16 +424,16 @@ class Simulation:
         status = self.core.status(is_detailed=True)
         if sum(status.pages.values()) != self.pool.capacity:
             self.failures.append(f"the status has pages {status.pages}")
-        if status.base_running != sum(state.digest is None for state in self.scheduler._running):
+        if status.base_running != sum(state.digest is None for state in self.scheduler.table.running):
             self.failures.append(f"the status has {status.base_running} running requests of the base")
         waiting = {tenant: load.waiting for tenant, load in status.tenants.items() if load.waiting}
-        if waiting != Counter(state.tenant for state in self.scheduler._waiting):
+        if waiting != Counter(state.tenant for state in self.scheduler.table.waiting):
             self.failures.append(f"the status has waiting requests {waiting}")
         slots = {resident.digest: resident.slot for resident in status.residents}
         owned = {
             page: ("prefix", slots.get(block.group or "", -1)) for block in self._published for page in block.pages
         }
-        for state in self.scheduler._running:
+        for state in self.scheduler.table.running:
             owned |= dict.fromkeys(state.pages.own_pages(), ("kv", slots.get(state.digest or "", -1)))
         for entry in self.residency._entries.values():
             owned |= dict.fromkeys(entry.pages, ("adapter", entry.slot))
@@ -449,7 +451,7 @@ class Simulation:
 
         What only waits is dropped first, for which the engine may take its time while something else is under way.
         """
-        if self.scheduler._running:
+        if self.scheduler.table.running:
             since_s = self._idle_since.get(RUNNING, self.time.now_s)
             self._idle_since = {RUNNING: since_s}
             if self.time.now_s - since_s > MAX_PAUSED_S:
@@ -459,7 +461,7 @@ class Simulation:
         waiting = sum(entry.num_pages for entry in entries if entry.stage is Stage.DEVICE and entry.holds)
         available = self.evictor.num_available + waiting - self.pool.capacity // 8
         able: dict[str, float] = {}
-        for state in self.scheduler._waiting:
+        for state in self.scheduler.table.waiting:
             size = 0 if state.digest is None else self.scenario.adapters[state.digest]
             count = self.geometry.pages(max(state.num_tokens, state.progress_mark)) + size
             is_read = state.digest is None or self.residency.state(state.digest) != "stored"
@@ -475,7 +477,7 @@ class Simulation:
         blocks = list(self.prefixes._blocks.values()) if self.prefixes is not None else []
         entries = list(self.residency._entries.values())
         owned: dict[PageState, list[int]] = {
-            "kv": [page for state in self.scheduler._running for page in state.pages.own_pages()],
+            "kv": [page for state in self.scheduler.table.running for page in state.pages.own_pages()],
             "prefix": [page for block in blocks for page in block.pages],
             "adapter": [page for entry in entries for page in entry.pages],
         }
@@ -497,7 +499,7 @@ class Simulation:
 
     def _check_progress(self) -> None:
         """No request is preempted twice without a page of progress in between."""
-        for state in self.scheduler._waiting:
+        for state in self.scheduler.table.waiting:
             mark, num_preemptions = self._progress.get(state.request_id, (0, 0))
             if state.num_preemptions > num_preemptions:
                 made = state.progress_mark - mark

@@ -51,7 +51,7 @@ class FairChecks:
         """At a plan, before it is carried out: its requests have rows, and it is no larger than a step may be."""
         self._ran = {chunk.request_id for chunk in plan.chunks}
         for chunk in plan.chunks:
-            state = self._scheduler._requests.get(chunk.request_id)
+            state = self._scheduler.table.requests.get(chunk.request_id)
             if state is None or state.status != "running" or not state.has_row:
                 self._fail(f"{chunk.request_id} is in the step without a row: {state}")
         if len(self._ran) != len(plan.chunks) or len(plan.chunks) > self._max_rows:
@@ -65,18 +65,18 @@ class FairChecks:
     def _check_places(self) -> None:
         """Every request is in exactly one of waiting, paused and in the step."""
         scheduler = self._scheduler
-        running = scheduler._running
-        waiting = [state.request_id for state in scheduler._waiting]
-        paused = [state.request_id for state in scheduler._order.paused]
+        running = scheduler.table.running
+        waiting = [state.request_id for state in scheduler.table.waiting]
+        paused = [state.request_id for state in scheduler.table.order.paused]
         rows = [state.request_id for state in running if state.has_row]
-        if sorted(waiting + paused + rows) != sorted(scheduler._requests):
+        if sorted(waiting + paused + rows) != sorted(scheduler.table.requests):
             self._fail(f"waiting {waiting}, paused {paused}, in the step {rows}: not each request once")
         if {state.request_id for state in running if not state.has_row} != set(paused):
             self._fail(f"paused are {paused}, without a row are others")
         if len(rows) > self._max_rows or len(rows) != scheduler.num_rows:
             self._fail(f"{rows} have rows, of {self._max_rows}; told are {scheduler.num_rows}")
         before, self._bypasses = self._bypasses, {}
-        for state in scheduler._waiting:
+        for state in scheduler.table.waiting:
             was = before.get(state.request_id, 0)
             if state.num_bypasses > was >= MAX_BYPASSES and state.num_bypasses < was + MAX_BYPASSES:
                 self._fail(f"{state.request_id} was overtaken in {state.num_bypasses} steps")  # a stall adds the limit
@@ -85,7 +85,7 @@ class FairChecks:
     def _check_paused(self) -> None:
         """A request that was paused and sat the step out has what it had, or gave all of it up."""
         before, self._paused = self._paused, {}
-        for state in self._scheduler._order.paused:
+        for state in self._scheduler.table.order.paused:
             standing = ([list(pages) for pages in state.pages.table.pages], state.num_computed, state.num_preemptions)
             self._paused[state.request_id] = standing
             held = before.get(state.request_id)
@@ -116,7 +116,7 @@ def _counters(scheduler: Scheduler) -> list[tuple[tuple[object, ...], float]]:
     A parent that comes anew, after it had nothing left to remember, is another one: its tickets tell.
     """
     found: list[tuple[tuple[object, ...], float]] = []
-    left = [scheduler._order._root]
+    left = [scheduler.table.order._root]
     while left:
         share = left.pop()
         found += [((share.ticket, key), child.counter) for key, child in share.children.items()]

@@ -10,7 +10,8 @@ from simulation.adapters import PlannedError, SimulatedTables
 from simulation.pages import DevicePages, Fail, HostPage, Keys, Weights
 from simulation.truth import Truth, next_token
 from simulation.virtual_time import VirtualTime
-from weft.engine.plan import Chunk, ChunkResult, SlotRef, StepPlan
+from weft.adapters.adapter_slots import SlotLease
+from weft.engine.plan import Chunk, ChunkResult, StepPlan
 from weft.engine.request import TokenLogprobs
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool
@@ -215,7 +216,7 @@ class SimulatedRunner:
         offset = (end - 1) % page_tokens
         return content.cells[offset] if isinstance(content, Keys) and offset < len(content.cells) else -1
 
-    def _read_adapter(self, request_id: str, adapter: SlotRef) -> None:
+    def _read_adapter(self, request_id: str, adapter: SlotLease) -> None:
         row = self._tables.rows.get(adapter.slot, [])
         found = [self._pages[page] for page in row]
         if not found or found != [Weights(adapter.digest, index) for index in range(len(found))]:

@@ -274,7 +274,8 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         match message:
             case Outputs(outputs=outputs):
-                for output in outputs:
+                # First tokens first: each output waits for the event loop behind those that were passed on before it.
+                for output in sorted(outputs, key=lambda output: output.queue_s is None):
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put_nowait(output)

@@ -109,13 +109,14 @@ class _Tenant:
 class Admission:
     """A request that was let in. Whoever gets one ends it, whatever happens in between."""
 
-    __slots__ = ("_ask", "_gate", "_is_loaded", "_num_waiting", "_raw_s", "_units")
+    __slots__ = ("_ask", "_gate", "_has_row", "_is_loaded", "_num_waiting", "_raw_s", "_units")
 
-    def __init__(self, gate: Gate, ask: Ask, units: float, raw_s: float, *, is_loaded: bool) -> None:
+    def __init__(self, gate: Gate, ask: Ask, units: float, raw_s: float, *, has_row: bool, is_loaded: bool) -> None:
         self._gate = gate
         self._ask = ask
         self._units = units
         self._raw_s = raw_s
+        self._has_row = has_row
         self._is_loaded = is_loaded
         self._num_waiting = ask.num_choices
 
@@ -123,7 +124,7 @@ class Admission:
         """One of the choices has its first output, after so many seconds in the engine."""
         if self._num_waiting > 0:
             if self._num_waiting == self._ask.num_choices and queue_s is not None:
-                self._gate._learn(self._ask, self._raw_s, queue_s, is_loaded=self._is_loaded)
+                self._gate._learn(self._ask, self._raw_s, queue_s, has_row=self._has_row, is_loaded=self._is_loaded)
             self._gate._leave_queue(self._ask, 1, self._units / self._ask.num_choices)
             self._num_waiting -= 1
 
@@ -205,7 +206,8 @@ class Gate:
         tenant.slots.expire(now_s)
         turn = tenant.slots.turn(ask.key, now_s)
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else -1] * self._max_wait_s
-        is_late = wait_s > limit_s and not self._has_rows(tenant)
+        has_row = self._has_rows(tenant)
+        is_late = wait_s > limit_s and not has_row
         is_crowded = is_late or tenant.waiting >= FREE_FACTOR * (self._max_waiting - self._waiting)
         if tenant.waiting and (is_crowded or wait_s > _deadline_s(ask)):
             after_s = _after_s(ask, wait_s, WAIT_SHARES[0] * self._max_wait_s)
@@ -224,7 +226,7 @@ class Gate:
         of_adapter[1] += units
         self._waiting += ask.num_choices
         self._live_units += units
-        return Admission(self, ask, units, raw_s, is_loaded=is_loaded)
+        return Admission(self, ask, units, raw_s, has_row=has_row, is_loaded=is_loaded)
 
     def snapshot(self) -> dict[str, TenantState]:
         """What the gate knows of the tenants that have requests waiting or were refused lately, by id."""
@@ -348,7 +350,7 @@ class Gate:
             if self._num_answers == MIN_ANSWERS:
                 self._num_untaught = 2 * self._waiting
 
-    def _learn(self, ask: Ask, raw_s: float, queue_s: float, *, is_loaded: bool) -> None:
+    def _learn(self, ask: Ask, raw_s: float, queue_s: float, *, has_row: bool, is_loaded: bool) -> None:
         """Compare a prediction with what became of it."""
         if ask.adapter is not None:
             self._loaded.pop(ask.adapter, None)
@@ -356,7 +358,8 @@ class Gate:
             if len(self._loaded) > MAX_ADAPTERS:
                 del self._loaded[next(iter(self._loaded))]
         if not is_loaded:
-            self._load_s += (max(0.0, queue_s - self.factor * raw_s) - self._load_s) / 8
+            if has_row:  # else it waited for more than its adapter
+                self._load_s += (max(0.0, queue_s - self.factor * raw_s) - self._load_s) / 8
         elif self._num_untaught is None or self._num_untaught > 0:
             self._num_untaught = self._num_untaught and self._num_untaught - 1
         elif raw_s > LEARN_SHARE * self._max_wait_s:

@@ -79,6 +79,17 @@ def test_a_tenant_whose_requests_all_have_rows_is_let_in_whatever_the_rate_seems
         setting.gate.admit(ASK)  # its share is four rows now
 
 
+def test_a_wait_for_a_row_is_not_taken_for_the_time_that_an_adapter_takes_to_load() -> None:
+    setting = Setting()
+    setting.load = EngineLoad(boot_id="b", seq=1, rate=UNITS, rows=2)
+    flood = [setting.gate.admit(replace(ASK, adapter="a")) for _ in range(6)]
+    for number, one in enumerate(flood):
+        one.started(0.1 if number < 2 else 60.0)
+        one.end()
+    setting.fill()
+    setting.gate.admit(replace(ASK, adapter="new"))  # it waits for its load only, which takes 0.1 s
+
+
 def test_a_tenant_gets_its_weight_or_what_others_leave() -> None:
     setting = Setting()
     light, heavy = replace(ASK, tenant="light"), replace(ASK, tenant="heavy", weight=3.0)
@@ -194,6 +205,7 @@ def test_the_engines_own_refusals_get_a_time_and_are_counted() -> None:
 
 def test_an_adapter_not_seen_before_is_expected_to_take_its_load() -> None:
     setting = Setting()
+    setting.load = EngineLoad(boot_id="b", seq=1, rate=UNITS, rows=1)
     cold = replace(ASK, adapter="sha256:cold")
     setting.gate._num_untaught, setting.gate._load_s = 0, 0.0
     one = setting.gate.admit(cold)

@@ -18,7 +18,7 @@ from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
 
 class PagedAttention(Protocol):
-    """`weft.kernels.attention_reference.paged_attention` states what it computes."""
+    """`weft.kernels.attention_cpu.paged_attention` states what it computes."""
 
     def __call__(
         self,
@@ -64,7 +64,7 @@ Logprobs = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations of one kind of device. What each computes stands in `<op>_reference.py`."""
+    """The operations of one kind of device. What each computes stands in `<op>_cpu.py`."""
 
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
@@ -159,30 +159,4 @@ def triton_kernels() -> Kernels:
         sgmv=sgmv_triton.sgmv,
         sample=sampling_triton.sample,
         logprobs=sampling_triton.logprobs,
-    )
-
-
-@functools.cache
-def reference_kernels() -> Kernels:
-    """The oracles, for tests on any device."""
-    from weft.kernels import (
-        attention_reference,
-        kv_write_reference,
-        norm_reference,
-        rope_reference,
-        sampling_reference,
-        sgmv_reference,
-        silu_and_mul_reference,
-    )
-
-    return Kernels(
-        rms_norm=norm_reference.rms_norm,
-        fused_add_rms_norm=norm_reference.fused_add_rms_norm,
-        rope=rope_reference.rope,
-        silu_and_mul=silu_and_mul_reference.silu_and_mul,
-        kv_write=kv_write_reference.kv_write,
-        paged_attention=attention_reference.paged_attention,
-        sgmv=sgmv_reference.sgmv,
-        sample=sampling_reference.sample,
-        logprobs=sampling_reference.logprobs,
     )

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from weft.kernels.checks import expect_that
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.kv_write_reference import check_operands
+from weft.kernels.kv_write_cpu import check_operands
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def kv_write(
 ) -> None:
     """Store the keys and values of a step's tokens in their pages.
 
-    Semantics and arguments: `weft.kernels.kv_write_reference.kv_write`.
+    Semantics and arguments: `weft.kernels.kv_write_cpu.kv_write`.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.

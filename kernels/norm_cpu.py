@@ -10,9 +10,18 @@ from weft.kernels.checks import expect
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scale every vector of the last dimension to unit root mean square, then by `weight`.
+    """Scale every vector of the last dimension to unit root mean square, then by `weight` (arXiv:1910.07467).
 
-    Semantics and arguments: `weft.kernels.norm_reference.rms_norm`.
+    Semantics:
+        y[..., n] = x[..., n] / sqrt(mean(x[..., :] ** 2) + eps) * weight[n]
+
+    Args:
+        x: [..., N].
+        weight: [N], dtype of x.
+        eps: Added to the mean square.
+
+    Returns:
+        Like x, rounded once.
 
     Raises:
         ValueError: `weight` does not fit the last dimension of `x`.
@@ -35,7 +44,12 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the residual stream, then normalise.
 
-    Semantics and arguments: `weft.kernels.norm_reference.fused_add_rms_norm`. Neither input is changed.
+    Semantics:
+        new_residual = x + residual                      # rounded to the dtype of x
+        normed = rms_norm(new_residual, weight, eps)
+
+    Returns:
+        (normed, new_residual), both like x. Neither input is changed.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.

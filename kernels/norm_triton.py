@@ -43,7 +43,7 @@ def rms_norm_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale every vector of the last dimension to unit root mean square, then by `weight`.
 
-    Semantics: `weft.kernels.norm_reference.rms_norm`.
+    Semantics: `weft.kernels.norm_cpu.rms_norm`.
 
     Args:
         x: [T, N] or [T, H, N]; rows and heads may be strided (a slice of a fused projection), vectors may not.
@@ -69,7 +69,7 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the residual stream, then normalise, in one pass.
 
-    Semantics: `weft.kernels.norm_reference.fused_add_rms_norm`. Neither input is changed.
+    Semantics: `weft.kernels.norm_cpu.fused_add_rms_norm`. Neither input is changed.
 
     Raises:
         ValueError: A shape, dtype or stride does not fit.

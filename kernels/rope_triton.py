@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.checks import expect_that
-from weft.kernels.rope_reference import check_operands
+from weft.kernels.rope_cpu import check_operands
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _rotate(pointers, live_head, live_i, c, s, HALF: tl.constexpr):
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate queries and keys by their positions, in place.
 
-    Semantics and arguments: `weft.kernels.rope_reference.rope`.
+    Semantics and arguments: `weft.kernels.rope_cpu.rope`.
 
     Raises:
         ValueError: A shape, dtype or stride does not fit.

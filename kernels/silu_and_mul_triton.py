@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.silu_and_mul_reference import check_operands
+from weft.kernels.silu_and_mul_cpu import check_operands
 
 BLOCK = 1024
 
@@ -25,7 +25,7 @@ def silu_and_mul_kernel(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Multiply each element by its gate.
 
-    Semantics and arguments: `weft.kernels.silu_and_mul_reference.silu_and_mul`.
+    Semantics and arguments: `weft.kernels.silu_and_mul_cpu.silu_and_mul`.
 
     Raises:
         ValueError: The shape or stride does not fit.

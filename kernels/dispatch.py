@@ -118,14 +118,14 @@ def native_kernels() -> Kernels:
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without a compiler and for dtypes that the C++ ones do not know."""
-    from weft.kernels import attention_cpu, kv_write_cpu, norm_cpu, rope_cpu, sampling_cpu, sgmv_cpu, silu_and_mul_cpu
+    from weft.kernels import attention_cpu, rows_cpu, sampling_cpu, sgmv_cpu
 
     return Kernels(
-        rms_norm=norm_cpu.rms_norm,
-        fused_add_rms_norm=norm_cpu.fused_add_rms_norm,
-        rope=rope_cpu.rope,
-        silu_and_mul=silu_and_mul_cpu.silu_and_mul,
-        kv_write=kv_write_cpu.kv_write,
+        rms_norm=rows_cpu.rms_norm,
+        fused_add_rms_norm=rows_cpu.fused_add_rms_norm,
+        rope=rows_cpu.rope,
+        silu_and_mul=rows_cpu.silu_and_mul,
+        kv_write=rows_cpu.kv_write,
         paged_attention=attention_cpu.paged_attention,
         sgmv=sgmv_cpu.sgmv,
         sample=sampling_cpu.sample,
@@ -139,22 +139,14 @@ def triton_kernels() -> Kernels:
 
     On CPU tensors they run only where TRITON_INTERPRET=1 was set before Triton was first imported.
     """
-    from weft.kernels import (
-        attention_triton,
-        kv_write_triton,
-        norm_triton,
-        rope_triton,
-        sampling_triton,
-        sgmv_triton,
-        silu_and_mul_triton,
-    )
+    from weft.kernels import attention_triton, rows_triton, sampling_triton, sgmv_triton
 
     return Kernels(
-        rms_norm=norm_triton.rms_norm,
-        fused_add_rms_norm=norm_triton.fused_add_rms_norm,
-        rope=rope_triton.rope,
-        silu_and_mul=silu_and_mul_triton.silu_and_mul,
-        kv_write=kv_write_triton.kv_write,
+        rms_norm=rows_triton.rms_norm,
+        fused_add_rms_norm=rows_triton.fused_add_rms_norm,
+        rope=rows_triton.rope,
+        silu_and_mul=rows_triton.silu_and_mul,
+        kv_write=rows_triton.kv_write,
         paged_attention=attention_triton.paged_attention,
         sgmv=sgmv_triton.sgmv,
         sample=sampling_triton.sample,

@@ -9,7 +9,7 @@ from oracles import reference_kernels
 from silu_rows import extreme_gates
 from weft.kernels import rows_native
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rope_cpu import both_halves
+from weft.kernels.rows_cpu import both_halves
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "native_build")
 REFERENCE = reference_kernels()

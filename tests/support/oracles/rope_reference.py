@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.rope_cpu import check_operands
+from weft.kernels.rows_cpu import check_rope
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """`weft.kernels.rope_cpu.rope` states what it computes."""
-    check_operands(q, k, cos, sin)
+    """`weft.kernels.rows_cpu.rope` states what it computes."""
+    check_rope(q, k, cos, sin)
     cos, sin = cos.double()[:, None], sin.double()[:, None]
     for x in (q, k):
         wide = x.double()

@@ -37,9 +37,8 @@ from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text
 from weft.registry.prices import PART, PriceTable, cost_sums
 from weft.registry.records import UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage import GROUP_COLUMNS, MAX_ROWS, NAMES, check_query, event_sums, matching, sum_of
+from weft.registry.usage import GROUP_COLUMNS, MAX_ROWS, NAMES, SUMS, check_query, event_sums, matching, sum_of
 from weft.registry.usage_buckets import Buckets, zone
-from weft.registry.usage_sums import SUMS
 
 _COSTS = ("cost_parts", "cost_units")
 _FIGURES = (*SUMS, *_COSTS)

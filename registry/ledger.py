@@ -28,7 +28,6 @@ from weft.registry.database import Database, turn
 from weft.registry.journal import Journal, JournalFiles, read_lines
 from weft.registry.prices import PriceTable
 from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
-from weft.registry.usage_events import list_events
 
 MOVE_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 1.0
@@ -222,7 +221,7 @@ class UsageLedger:
             InvalidRequestError: Range, limit or cursor make no sense.
         """
         async with self._database.read() as session:
-            return await list_events(session, query)
+            return await usage_query.list_events(session, query)
 
     async def latency(self, query: UsageQuery) -> LatencyReport:
         """Times to the first token and where adapters were, as the database has them, for whole hours.

@@ -17,7 +17,7 @@ from weft.registry.clock import to_micros
 from weft.registry.database import Database
 from weft.registry.prices import UNITS, Price, PriceTable, in_currency
 from weft.registry.records import Bucket, GroupBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage_events import list_events
+from weft.registry.usage_query import list_events
 
 pytestmark = pytest.mark.anyio
 

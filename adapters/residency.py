@@ -21,12 +21,10 @@ from typing import Literal
 from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.adapter_slots import SlotLease as SlotLease
 from weft.adapters.host_images import HostImage, HostImages
-from weft.adapters.known_adapters import KnownAdapters
 from weft.adapters.load_queue import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
-from weft.adapters.load_times import LoadTimes
 from weft.adapters.loading import AdapterLoader
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency_entry import Entry, Stage
+from weft.adapters.residency_entry import Entry, KnownAdapters, LoadTimes, Stage
 from weft.adapters.residency_pins import Pins
 from weft.adapters.residency_view import check_entries, check_sums, residents
 from weft.adapters.resident import LoadFailure, ResidentAdapter

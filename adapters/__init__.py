@@ -1,1 +1,1 @@
-"""A LoRA from bytes to device: checkpoint, packing, residency, segments. Knows no scheduling, HTTP or SQL."""
+"""A LoRA from bytes to device: checkpoint, packing, residency, a step's work. Knows no scheduling, HTTP or SQL."""

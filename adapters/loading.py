@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs import CORRUPT
+from weft.adapters.blob_store import BlobStore
+from weft.adapters.blobs import CORRUPT, BlobReader
 from weft.adapters.checkpoint import Checkpoint, check_weights
 from weft.adapters.host_images import HostImage, HostImages
 from weft.adapters.layout import LoraLayout, plan_layout
@@ -24,27 +24,6 @@ from weft.memory.geometry import PageGeometry
 MAX_PLANS = 32
 """Headers that are remembered with what follows from them, at most 1 MiB each. Adapters of one training pipeline share
 header and config, so most loads need not check names and shapes again."""
-
-
-class BlobReader(Protocol):
-    """A blob that is read once, from its beginning."""
-
-    @property
-    def size(self) -> int:
-        """Bytes in all."""
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        """Fill `buffer` with the bytes that follow."""
-
-    def verify(self) -> None:
-        """Read the rest; raises AdapterUnavailableError unless everything has the blob's digest."""
-
-
-class Blobs(Protocol):
-    """Where weights come from."""
-
-    def open(self, sha256: str, pause: Callable[[], None], /) -> AbstractContextManager[BlobReader]:
-        """Open a blob; raises AdapterUnavailableError when it is missing. `pause` is called between pieces."""
 
 
 class _LoadPlan(NamedTuple):
@@ -71,7 +50,7 @@ class AdapterLoader:
 
     def __init__(  # noqa: PLR0913 - one more than usual, each of its own kind
         self,
-        blobs: Blobs,
+        blobs: BlobStore,
         images: HostImages,
         base: BaseShape,
         geometry: PageGeometry,

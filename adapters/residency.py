@@ -21,16 +21,16 @@ from typing import Literal
 from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.adapter_slots import SlotLease as SlotLease
 from weft.adapters.host_images import HostImage, HostImages
-from weft.adapters.known_adapters import KnownAdapters
 from weft.adapters.load_queue import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
-from weft.adapters.load_times import LoadTimes
+from weft.adapters.loading import AdapterLoader
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency_entry import Entry, Stage
-from weft.adapters.residency_neighbours import ImageLoader, PageWriter, SlotTables
+from weft.adapters.residency_entry import Entry, KnownAdapters, LoadTimes, Stage
 from weft.adapters.residency_pins import Pins
 from weft.adapters.residency_view import check_entries, check_sums, residents
 from weft.adapters.resident import LoadFailure, ResidentAdapter
+from weft.adapters.tables import AdapterTables
 from weft.errors import EngineError, PageAccountingError, WeftError
+from weft.memory.copies import PageCopier
 from weft.memory.eviction import Evictable, Evictor
 from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
@@ -71,11 +71,11 @@ class Residency:
 
     def __init__(  # noqa: PLR0913 - it joins all parts of the adapters' memory
         self,
-        loader: ImageLoader,
-        copier: PageWriter,
+        loader: AdapterLoader,
+        copier: PageCopier,
         pool: PagePool,
         images: HostImages,
-        tables: SlotTables,
+        tables: AdapterTables,
         evictor: Evictor,
         costs: PageCosts,
         *,

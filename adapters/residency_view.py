@@ -7,9 +7,8 @@ from typing import Literal
 
 from weft.adapters.adapter_slots import AdapterSlots
 from weft.adapters.host_images import HostImages
-from weft.adapters.known_adapters import KnownAdapters
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency_entry import Entry, Stage
+from weft.adapters.residency_entry import Entry, KnownAdapters, Stage
 from weft.adapters.residency_pins import Pins
 from weft.adapters.resident import ResidentAdapter
 from weft.errors import PageAccountingError

@@ -26,7 +26,6 @@ from weft.adapters.tables import AdapterTables
 from weft.config import Config
 from weft.engine.core import EngineCore
 from weft.engine.costs import measure_costs, measure_prices
-from weft.engine.eos import read_eos_token_ids
 from weft.engine.fit import ModelLimits
 from weft.engine.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
 from weft.engine.model.decoder import Decoder
@@ -39,6 +38,7 @@ from weft.engine.runner import ModelRunner
 from weft.engine.sampler import Sampler
 from weft.engine.scheduler import Scheduler
 from weft.engine.status import EngineReady, MemoryPlan
+from weft.engine.tokenizer import read_eos_token_ids
 from weft.kernels.dispatch import kernels_for
 from weft.memory.arena import Arena
 from weft.memory.copies import PageCopier

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 
 from weft.adapters.ref import AdapterRef
-from weft.engine.neighbours import CoreResidency, StepRunner
+from weft.adapters.residency import Residency
 from weft.engine.plan import StepPlan
 from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.runner import ModelRunner
 from weft.engine.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus
 from weft.engine.step_history import StepHistory
@@ -51,8 +52,8 @@ class EngineCore:
     def __init__(  # noqa: PLR0913 - it joins the parts
         self,
         scheduler: Scheduler,
-        runner: StepRunner,
-        residency: CoreResidency,
+        runner: ModelRunner,
+        residency: Residency,
         pool: PagePool,
         *,
         evictor: Evictor,

@@ -50,17 +50,10 @@ class Lengths:
 
     def p50(self, tenant: str, adapter: str | None, cap: int) -> int:
         """Median length in tokens, from 1 to `cap`; `UNSEEN_TOKENS` where nothing is known."""
-        return self._quantile(tenant, adapter, 0.5, cap, UNSEEN_TOKENS)
-
-    def p90(self, tenant: str, adapter: str | None, cap: int) -> int:
-        """Length in tokens that nine of ten answers do not exceed, from 1 to `cap`; `cap` where nothing is known."""
-        return self._quantile(tenant, adapter, 0.9, cap, cap)
-
-    def _quantile(self, tenant: str, adapter: str | None, share: float, cap: int, unseen: int) -> int:
         candidates = (self._histograms.get((tenant, adapter)), self._histograms.get((tenant,)), self._all)
         known = (one for one in candidates if one is not None and one.num_observations >= MIN_OBSERVATIONS)
         histogram = next(known, None)
-        tokens = unseen if histogram is None else histogram.quantile(share)
+        tokens = UNSEEN_TOKENS if histogram is None else histogram.median()
         return max(1, min(tokens, cap))
 
 
@@ -88,9 +81,9 @@ class _Histogram:
         self._bins[min(int(2 * math.log2(max(1, tokens))), NUM_BINS - 1)] += self._weight
         self._total += self._weight
 
-    def quantile(self, share: float) -> int:
-        """Tokens that `share` of the answers do not exceed, interpolated within a bin on the logarithmic scale."""
-        left = share * self._total
+    def median(self) -> int:
+        """Tokens that half of the answers do not exceed, interpolated within a bin on the logarithmic scale."""
+        left = self._total / 2
         for index, count in enumerate(self._bins):
             if count and left <= count:
                 return round(2 ** ((index + left / count) / 2))

@@ -1,4 +1,4 @@
-"""What scheduler and core need of their neighbours, as protocols: the real parts fit, and a simulator's do too."""
+"""What the scheduler needs of the residency, as a protocol: the real one fits, and a simulated one does too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 from weft.adapters.adapter_slots import SlotLease
 from weft.adapters.ref import AdapterRef
-from weft.adapters.resident import LoadFailure
-from weft.engine.plan import ChunkResult, StepPlan
 from weft.engine.status import ResidentAdapter
 
 
@@ -58,44 +56,3 @@ class AdapterResidency(Protocol):
 
     def residents(self) -> Sequence[ResidentAdapter]:
         """Adapters on the device, in the host slab, or on their way."""
-
-
-class CoreResidency(AdapterResidency, Protocol):
-    """What the core needs on top: it drives the loads and reports them."""
-
-    @property
-    def loads(self) -> dict[str, int]:
-        """Loads since start, by `from>to:result`."""
-
-    @property
-    def load_seconds(self) -> float:
-        """Sum over all loads."""
-
-    @property
-    def load_p95_s(self) -> dict[str, float]:
-        """Seconds that 95 % of the last loads took at most, by `from>to`."""
-
-    def tick(self, step: int, /) -> Sequence[LoadFailure]:
-        """Finish loads and start copies; `step` is the last completed step."""
-
-    def pin(self, ref: AdapterRef, pinned: bool, /) -> None:
-        """Set whether the adapter stays on the device, and is brought there."""
-
-    def forget(self, digest: str, /) -> None:
-        """Let go of a deleted adapter as soon as nobody uses it."""
-
-    def check(self, num_swap_pages: int = 0, /) -> None:
-        """Raise where the accounts do not add up; so many host pages hold the KV cache of preempted requests."""
-
-    def close(self) -> None:
-        """End the loading threads."""
-
-
-class StepRunner(Protocol):
-    """Carries out a plan; `weft.engine.runner.ModelRunner` is the real one."""
-
-    def execute(self, plan: StepPlan, /) -> list[ChunkResult]:
-        """Run the step; one result per chunk, in the plan's order."""
-
-    def close(self) -> None:
-        """Give the device memory back."""

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from weft.engine.eos import read_eos_token_ids
 from weft.errors import ConfigError, InvalidRequestError
 
 
@@ -152,3 +152,24 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_LETTER = _byte_level_alphabet()
+
+
+def read_eos_token_ids(folder: Path) -> frozenset[int]:
+    """The end-of-sequence tokens that generation config, model config and tokenizer config name; there may be none."""
+    token_ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        named = _read(folder / name).get("eos_token_id")
+        token_ids.update(named if isinstance(named, list) else [] if named is None else [named])
+    eos = _read(folder / "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    for token in _read(folder / "tokenizer.json").get("added_tokens", []):
+        if text is not None and token.get("content") == text:
+            token_ids.add(token["id"])
+    return frozenset(token_ids)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels import attention_reference, kv_write_reference, rope_reference
+from weft.kernels import attention_cpu, rows_cpu
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_slots import KvSlots
@@ -104,9 +104,9 @@ def check_operands(
     expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-    rope_reference.check_operands(q, k, cos, sin)
-    kv_write_reference.check_operands(k, v, k_pages, v_pages, slot_mapping)
-    attention_reference.check_operands(q, k_pages, v_pages, batch, sliding_window)
+    rows_cpu.check_rope(q, k, cos, sin)
+    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping)
+    attention_cpu.check_operands(q, k_pages, v_pages, batch, sliding_window)
 
 
 def check_norms(norms: HeadNorms | None, qkv: torch.Tensor, head_dim: int) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from weft.kernels.attention_batch import AttentionBatch, PromptChunk
-from weft.kernels.attention_reference import check_operands
-from weft.kernels.checks import expect_that
+from weft.kernels.checks import expect, expect_that
 
 BUCKET_WASTE_TOKENS = 512
 """Padding that costs about as much as computing one more bucket."""
@@ -84,10 +83,30 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a step's query rows over keys and values in pages.
+    """Causal attention of a step's query rows over keys and values in pages (PagedAttention, arXiv:2309.06180).
 
-    Semantics and arguments: `weft.kernels.attention_reference.paged_attention`. Page, head and token strides must be
-    multiples of the head dimension, and the same for keys and values.
+    Semantics:
+        for request r, query row i of its n, at position p = context_lens[r] - n + i, head h of KV group g:
+            keys = positions max(0, p - sliding_window + 1) to p of request r, through its block table
+            scores = scale * q[row, h] @ k[keys, g].T
+            if softcap: scores = softcap * tanh(scores / softcap)
+            out[row, h] = softmax(scores) @ v[keys, g]
+
+    Args:
+        q: [T, Hq, D]; Hq is a multiple of Hkv, head h reads KV head h // (Hq / Hkv).
+        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride. This
+            step's keys must have been written. What lies beyond a request's context is never read into a result.
+        v_pages: The same for values.
+        batch: Which rows attend to what.
+        scale: Factor of the scores.
+        sliding_window: How many positions a row sees, itself included; None for all.
+        softcap: Bound of the scores; None for none.
+
+    Returns:
+        [T, Hq, D], dtype of q. Rows of no request, and of requests without context, are zero.
+
+    In this implementation page, head and token strides must be multiples of the head dimension, and the same for keys
+    and values.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -318,3 +337,24 @@ def _arena_rows(
     rows = pages * page_step + positions % batch.page_tokens * token_step
     of_heads: np.ndarray = rows[:, None] + (np.arange(heads) * head_step)[:, None]
     return of_heads
+
+
+def check_operands(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    sliding_window: int | None,
+) -> None:
+    """Check what a call to `paged_attention` was given.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    expect("q", q, (None, None, k_pages.shape[-1]), None, batch.block_table.device)
+    expect("k_pages", k_pages, (None, None, batch.page_tokens, None), q.dtype, q.device)
+    expect("v_pages", v_pages, k_pages.shape, q.dtype, q.device)
+    expect_that("q", q.shape[0] >= batch.num_rows, f"at least {batch.num_rows} rows", q.shape[0])
+    expect_that("q", q.shape[1] % k_pages.shape[1] == 0, f"a multiple of {k_pages.shape[1]} heads", q.shape[1])
+    expect_that("k_pages", k_pages.stride(3) == 1 == v_pages.stride(3), "consecutive elements", k_pages.stride())
+    expect_that("sliding_window", sliding_window is None or sliding_window > 0, "a positive number", sliding_window)

@@ -11,7 +11,7 @@ import torch
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.attention_reference import check_operands
+from weft.kernels.attention_cpu import check_operands
 from weft.kernels.checks import expect_that
 from weft.kernels.kv_slots import KvSlots
 from weft.kernels.native_library import native_function
@@ -31,7 +31,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
-    Semantics and arguments: `weft.kernels.attention_reference.paged_attention`. Keys and values must have the same
+    Semantics and arguments: `weft.kernels.attention_cpu.paged_attention`. Keys and values must have the same
     strides. As long as values are finite, a row comes out bitwise the same whatever else is in the batch and however
     its prompt was cut.
 

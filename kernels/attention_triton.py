@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.attention_reference import check_operands
+from weft.kernels.attention_cpu import check_operands
 from weft.kernels.checks import expect_that
 
 SPLIT_TOKENS = 256
@@ -283,7 +283,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
-    Semantics and arguments: `weft.kernels.attention_reference.paged_attention`. The grid depends on the numbers of
+    Semantics and arguments: `weft.kernels.attention_cpu.paged_attention`. The grid depends on the numbers of
     items and tiles and on `batch.max_item_len`, not on the lengths themselves.
 
     Raises:

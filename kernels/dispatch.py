@@ -18,7 +18,7 @@ from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
 
 class PagedAttention(Protocol):
-    """`weft.kernels.attention_reference.paged_attention` states what it computes."""
+    """`weft.kernels.attention_cpu.paged_attention` states what it computes."""
 
     def __call__(
         self,
@@ -64,7 +64,7 @@ Logprobs = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations of one kind of device. What each computes stands in `<op>_reference.py`."""
+    """The operations of one kind of device. What each computes stands in `<op>_cpu.py`."""
 
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
@@ -118,14 +118,14 @@ def native_kernels() -> Kernels:
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without a compiler and for dtypes that the C++ ones do not know."""
-    from weft.kernels import attention_cpu, kv_write_cpu, norm_cpu, rope_cpu, sampling_cpu, sgmv_cpu, silu_and_mul_cpu
+    from weft.kernels import attention_cpu, rows_cpu, sampling_cpu, sgmv_cpu
 
     return Kernels(
-        rms_norm=norm_cpu.rms_norm,
-        fused_add_rms_norm=norm_cpu.fused_add_rms_norm,
-        rope=rope_cpu.rope,
-        silu_and_mul=silu_and_mul_cpu.silu_and_mul,
-        kv_write=kv_write_cpu.kv_write,
+        rms_norm=rows_cpu.rms_norm,
+        fused_add_rms_norm=rows_cpu.fused_add_rms_norm,
+        rope=rows_cpu.rope,
+        silu_and_mul=rows_cpu.silu_and_mul,
+        kv_write=rows_cpu.kv_write,
         paged_attention=attention_cpu.paged_attention,
         sgmv=sgmv_cpu.sgmv,
         sample=sampling_cpu.sample,
@@ -139,50 +139,16 @@ def triton_kernels() -> Kernels:
 
     On CPU tensors they run only where TRITON_INTERPRET=1 was set before Triton was first imported.
     """
-    from weft.kernels import (
-        attention_triton,
-        kv_write_triton,
-        norm_triton,
-        rope_triton,
-        sampling_triton,
-        sgmv_triton,
-        silu_and_mul_triton,
-    )
+    from weft.kernels import attention_triton, rows_triton, sampling_triton, sgmv_triton
 
     return Kernels(
-        rms_norm=norm_triton.rms_norm,
-        fused_add_rms_norm=norm_triton.fused_add_rms_norm,
-        rope=rope_triton.rope,
-        silu_and_mul=silu_and_mul_triton.silu_and_mul,
-        kv_write=kv_write_triton.kv_write,
+        rms_norm=rows_triton.rms_norm,
+        fused_add_rms_norm=rows_triton.fused_add_rms_norm,
+        rope=rows_triton.rope,
+        silu_and_mul=rows_triton.silu_and_mul,
+        kv_write=rows_triton.kv_write,
         paged_attention=attention_triton.paged_attention,
         sgmv=sgmv_triton.sgmv,
         sample=sampling_triton.sample,
         logprobs=sampling_triton.logprobs,
-    )
-
-
-@functools.cache
-def reference_kernels() -> Kernels:
-    """The oracles, for tests on any device."""
-    from weft.kernels import (
-        attention_reference,
-        kv_write_reference,
-        norm_reference,
-        rope_reference,
-        sampling_reference,
-        sgmv_reference,
-        silu_and_mul_reference,
-    )
-
-    return Kernels(
-        rms_norm=norm_reference.rms_norm,
-        fused_add_rms_norm=norm_reference.fused_add_rms_norm,
-        rope=rope_reference.rope,
-        silu_and_mul=silu_and_mul_reference.silu_and_mul,
-        kv_write=kv_write_reference.kv_write,
-        paged_attention=attention_reference.paged_attention,
-        sgmv=sgmv_reference.sgmv,
-        sample=sampling_reference.sample,
-        logprobs=sampling_reference.logprobs,
     )

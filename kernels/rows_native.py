@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels import kv_write_reference, rope_reference, silu_and_mul_reference
+from weft.kernels import rows_cpu
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_slots import KvSlots
 from weft.kernels.native_library import native_function
@@ -13,7 +13,7 @@ from weft.kernels.native_library import native_function
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale every vector of the last dimension to unit root mean square, then by `weight`.
 
-    Semantics and arguments: `weft.kernels.norm_reference.rms_norm`; x has two or three dimensions.
+    Semantics and arguments: `weft.kernels.rows_cpu.rms_norm`; x has two or three dimensions.
 
     Raises:
         ValueError: `weight` does not fit the last dimension of `x`, or that is not contiguous.
@@ -34,7 +34,7 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the residual stream, then normalise.
 
-    Semantics and arguments: `weft.kernels.norm_reference.fused_add_rms_norm`. Neither input is changed.
+    Semantics and arguments: `weft.kernels.rows_cpu.fused_add_rms_norm`. Neither input is changed.
 
     Raises:
         ValueError: A shape, dtype or device does not fit, or a tensor is not contiguous.
@@ -60,12 +60,12 @@ def _expect_weight(weight: torch.Tensor, size: int, x: torch.Tensor) -> None:
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate queries and keys by their positions, in place.
 
-    Semantics and arguments: `weft.kernels.rope_reference.rope`.
+    Semantics and arguments: `weft.kernels.rows_cpu.rope`.
 
     Raises:
         ValueError: A shape, dtype or stride does not fit.
     """
-    rope_reference.check_operands(q, k, cos, sin)
+    rows_cpu.check_rope(q, k, cos, sin)
     expect_that("q", q.stride(2) == 1 == k.stride(2), "consecutive elements", q.stride())
     expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
     native_function("rope", q.dtype, "i" * 12)(
@@ -78,12 +78,12 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """The gate of a feed-forward layer.
 
-    Semantics and arguments: `weft.kernels.silu_and_mul_reference.silu_and_mul`.
+    Semantics and arguments: `weft.kernels.rows_cpu.silu_and_mul`.
 
     Raises:
         ValueError: The shape or stride does not fit.
     """
-    silu_and_mul_reference.check_operands(gate_up)
+    rows_cpu.check_silu_and_mul(gate_up)
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
     native_function("silu_and_mul", gate_up.dtype, "iiii")(gate_up.data_ptr(), rows, width // 2, out.data_ptr())
@@ -95,13 +95,13 @@ def kv_write(
 ) -> None:
     """Store the keys and values of a step's tokens in their pages.
 
-    Semantics and arguments: `weft.kernels.kv_write_reference.kv_write`. Pages of keys and values must have the same
+    Semantics and arguments: `weft.kernels.rows_cpu.kv_write`. Pages of keys and values must have the same
     strides.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    kv_write_reference.check_operands(k, v, k_pages, v_pages, slot_mapping)
+    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
     expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())
     rows, heads, head_dim = k.shape

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from weft.kernels.checks import expect
+from weft.kernels.checks import expect, expect_that
 from weft.kernels.sampling import SamplingTensors
-from weft.kernels.sampling_reference import check_operands
 
 BLOCK = 128
 """Tokens per block."""
@@ -52,7 +51,23 @@ class BlockedRow:
 def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """Choose one token per row.
 
-    Semantics and arguments: `weft.kernels.sampling_reference.sample`.
+    Semantics, for each row with uniform u:
+        if temperature == 0: token = argmax(logits), the first among equals
+        else:
+            p = softmax(logits / temperature), filtered and renormalised
+            token = the first with p[0] + ... + p[token] > u
+
+    Filters: top_k keeps the k most likely; top_p then, of what is left and renormalised, the smallest set that reaches
+    top_p; min_p then those at least min_p times as likely as the most likely. Each filter also keeps what is exactly as
+    likely as the last it keeps, so that the outcome does not depend on an order among equals.
+    A row's token depends on its own logits and parameters only.
+
+    Args:
+        logits: [B, V], float32. Penalties and biases are applied already.
+        sampling: Parameters and draws.
+
+    Returns:
+        [B], int64.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -83,7 +98,16 @@ def logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities of the unfiltered distribution.
 
-    Semantics, arguments and results: `weft.kernels.sampling_reference.logprobs`.
+    Args:
+        logits: [n, V], float32.
+        token_ids: [n], int64: the token that stands after each row.
+        num_top: How many of the most likely tokens to report, at most V.
+
+    Returns:
+        chosen: [n], float32, natural logarithm of the token's probability.
+        rank: [n], int64, one more than the number of likelier tokens.
+        top_ids: [n, num_top], int64, most likely first, the lower id first among equals.
+        top_logprobs: [n, num_top], float32.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -180,3 +204,13 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> int:
     # Rounding may put the target at the very end; just below it the last place with any weight is found.
     below_end = torch.nextafter(cumulative[-1], cumulative.new_zeros(()))
     return int(torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True))
+
+
+def check_operands(logits: torch.Tensor, sampling: SamplingTensors) -> None:
+    """Check what a call to `sample` was given.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    expect("logits", logits, (len(sampling.host), None), torch.float32, sampling.temperatures.device)
+    expect_that("logits", logits.shape[1] > 0, "a vocabulary", logits.shape)

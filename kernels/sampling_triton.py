@@ -13,7 +13,7 @@ import triton.language as tl
 
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.sampling import SamplingTensors
-from weft.kernels.sampling_reference import check_operands
+from weft.kernels.sampling_cpu import check_operands
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _draw(row, V, temperature, best, likeliest, top_ks, top_ps, min_ps, uniforms
 def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """Choose one token per row.
 
-    Semantics and arguments: `weft.kernels.sampling_reference.sample`.
+    Semantics and arguments: `weft.kernels.sampling_cpu.sample`.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -150,7 +150,7 @@ def logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities of the unfiltered distribution, with torch operators: it is rare, and no step waits for it.
 
-    Semantics, arguments and results: `weft.kernels.sampling_reference.logprobs`, but which of several equals at the
+    Semantics, arguments and results: `weft.kernels.sampling_cpu.logprobs`, but which of several equals at the
     end of the list are reported is left to torch.topk.
 
     Raises:

@@ -24,8 +24,23 @@ def sgmv(
 ) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
-    Semantics and arguments: `weft.kernels.sgmv_reference.sgmv`. Tiles of one adapter that follow each other are joined
-    to a segment; a segment costs one gather and one product for A of all slices, and one of each per slice for B.
+    Semantics:
+        for tile, s = tiles.slot[tile] >= 0:
+            rows = tiles.start[tile] : tiles.start[tile] + tiles.length[tile]
+            for slice, module in enumerate(site.modules):
+                y[rows, slice] += scalings[s, layer, module] * (x[rows] @ A[s, layer, module].T) @ BT[s, layer, module]
+
+    Args:
+        x: Input of the site, [num_tokens, in_features].
+        y: Output of the site, [num_tokens, sum of widths], dtype of x. Mutated.
+        arena_elements: The arena, [num_pages, page_elements], dtype of x.
+        tables: Where the weights lie, their ranks and scalings.
+        tiles: Which rows belong to which adapter slot.
+        site: Sizes and modules.
+        layer: Decoder layer.
+
+    In this implementation tiles of one adapter that follow each other are joined to a segment; a segment costs one
+    gather and one product for A of all slices, and one of each per slice for B.
 
     Raises:
         ValueError: An operand does not fit.

@@ -26,7 +26,7 @@ def sgmv(
 ) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
-    Semantics and arguments: `weft.kernels.sgmv_reference.sgmv`. Deterministic, and a row's result does not depend on
+    Semantics and arguments: `weft.kernels.sgmv_cpu.sgmv`. Deterministic, and a row's result does not depend on
     the other rows.
 
     Raises:

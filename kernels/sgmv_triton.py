@@ -190,7 +190,7 @@ def sgmv(
 ) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
-    Semantics and arguments: `weft.kernels.sgmv_reference.sgmv`. The grid depends on shapes only, never on what the
+    Semantics and arguments: `weft.kernels.sgmv_cpu.sgmv`. The grid depends on shapes only, never on what the
     tables hold, so a captured graph stays valid when adapters change. Tile lengths above `tiles.rows` are not computed.
 
     Raises:

@@ -22,14 +22,12 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from weft.errors import CapacityError
-from weft.registry import latency, usage, usage_query, usage_sums
+from weft.registry import latency, usage, usage_query
 from weft.registry.clock import Clock, to_micros, utc_now
 from weft.registry.database import Database, turn
-from weft.registry.erasure import erase_keys
 from weft.registry.journal import Journal, JournalFiles, read_lines
 from weft.registry.prices import PriceTable
 from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
-from weft.registry.usage_events import list_events
 
 MOVE_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 1.0
@@ -223,7 +221,7 @@ class UsageLedger:
             InvalidRequestError: Range, limit or cursor make no sense.
         """
         async with self._database.read() as session:
-            return await list_events(session, query)
+            return await usage_query.list_events(session, query)
 
     async def latency(self, query: UsageQuery) -> LatencyReport:
         """Times to the first token and where adapters were, as the database has them, for whole hours.
@@ -237,7 +235,7 @@ class UsageLedger:
     async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
         """All that was ever asked of these adapters; ids without usage are missing."""
         async with self._database.read() as session:
-            return await usage_sums.summary(session, adapter_ids)
+            return await usage.summary(session, adapter_ids)
 
     async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
         """Tokens billed to a tenant or a key until now, with what was acknowledged just now.
@@ -276,12 +274,12 @@ class UsageLedger:
                     "The usage journal cannot be emptied now; free some space.", code="storage.unavailable"
                 )
             async with self._database.write() as session:
-                return await erase_keys(session, key_ids, self._clock())
+                return await usage.erase_keys(session, key_ids, self._clock())
 
     async def check(self) -> int:
         """How many hourly sums differ from the events they were made of: 0, or there is a bug."""
         async with self._database.read() as session:
-            return await usage_sums.count_differences(session)
+            return await usage.count_differences(session)
 
     def lag_s(self) -> float:
         """Age in seconds of the oldest event that is not in the database yet; 0 when all are."""

@@ -1,6 +1,7 @@
 """What was used in a range, by bucket and by group: sums of whole hours, and of events where hours do not serve.
 
-A question takes one pass over the facts, a second one only where a page is cut short.
+A question takes one pass over the facts, a second one only where a page is cut short. The events themselves are listed
+one by one, in the order in which they ended.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
-from weft.registry.clock import HOUR_US, to_micros
+from weft.registry.clock import HOUR_US, from_micros, to_micros
 from weft.registry.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text
 from weft.registry.prices import PART, PriceTable, cost_sums
-from weft.registry.records import UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage import GROUP_COLUMNS, MAX_ROWS, NAMES, check_query, event_sums, matching, sum_of
+from weft.registry.records import Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from weft.registry.usage import GROUP_COLUMNS, MAX_ROWS, NAMES, SUMS, check_query, event_sums, matching, sum_of
 from weft.registry.usage_buckets import Buckets, zone
-from weft.registry.usage_sums import SUMS
 
 _COSTS = ("cost_parts", "cost_units")
 _FIGURES = (*SUMS, *_COSTS)
 
 _events = UsageEventRow.__table__
 _rollups = UsageRollupRow.__table__
+_OPTIONAL = ("tenant_id", "tenant", "key_id", "adapter_id", "adapter", "adapter_version", "adapter_digest")
 
 
 async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
@@ -238,3 +239,25 @@ def _read_cursor(text: str, order: Sequence[ColumnElement[Any]]) -> list[Any]:
     for part in place:
         check_text(part, "after", 127) if isinstance(part, str) else check_integer(part, "after", low=-MAX_INTEGER)
     return place
+
+
+async def list_events(session: AsyncSession, query: UsageQuery) -> Page[UsageEvent]:
+    """The events of a range that match, oldest first; bucket and grouping do not count.
+
+    Raises:
+        InvalidRequestError: Range, limit or cursor make no sense.
+    """
+    check_query(query)
+    found = matching(query, select(*_events.c), _events, to_micros(query.start), to_micros(query.end))
+    if query.after is not None:
+        at, dash, last = check_text(query.after, "after", 128).partition("-")
+        if not (dash and at.isascii() and at.isdigit() and len(at) < 18):
+            raise InvalidRequestError("The cursor is not one that this query gave out.", param="after")
+        found = found.where(tuple_(_events.c.at, _events.c.id) > tuple_(int(at), last))
+    rows = (await session.execute(found.order_by(_events.c.at, _events.c.id).limit(query.limit + 1))).mappings().all()
+    events = []
+    for row in rows[: query.limit]:
+        none = {name: row[name] or None for name in (*_OPTIONAL, "adapter_state")}
+        events.append(UsageEvent(**{**row, **none, "at": from_micros(row["at"])}))
+    last_row = rows[query.limit - 1] if len(rows) > query.limit else None
+    return Page(items=tuple(events), next=f"{last_row['at']}-{last_row['id']}" if last_row else None)

@@ -152,7 +152,6 @@ async def _admin(request: Request) -> Identity:
 
 Admin = Annotated[Identity, Depends(_admin)]
 AnyCaller = Annotated[Caller, Depends(Acting())]
-InferCaller = Annotated[Caller, Depends(Acting("infer"))]
 UploadCaller = Annotated[Caller, Depends(Acting("adapters"))]
 UsageCaller = Annotated[Caller, Depends(Acting("usage"))]
 InferTenant = Annotated[TenantCaller, Depends(ActingForTenant("infer"))]

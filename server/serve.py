@@ -36,10 +36,9 @@ from weft.server.logs import configure_logs
 from weft.server.metrics import Metrics
 from weft.server.pins import settle_pins
 from weft.server.price_file import read_prices
-from weft.server.removal import end_removals
+from weft.server.removal import Sweeper, end_removals
 from weft.server.services import Services, base_names
 from weft.server.staged_files import StagedFiles
-from weft.server.sweeper import Sweeper
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]

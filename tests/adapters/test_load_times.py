@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from residency_parts import ResidencyParts, prepare
-from weft.adapters.known_adapters import NUM_LOADS
-from weft.adapters.load_times import LoadTimes
 from weft.adapters.ref import AdapterRef
+from weft.adapters.residency_entry import NUM_LOADS, LoadTimes
 from weft.adapters.resident import ResidentAdapter
 
 

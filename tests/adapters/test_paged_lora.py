@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lora_arena import BASE, BATCHES, fill
+from oracles import sgmv_reference
 from weft.adapters.layout import LoraLayout
 from weft.adapters.paged_lora import PagedLora
 from weft.config import environment
-from weft.kernels import sgmv_cpu, sgmv_native, sgmv_reference
+from weft.kernels import sgmv_cpu, sgmv_native
 from weft.kernels.dispatch import Sgmv
 
 OPERATIONS = {"native": sgmv_native.sgmv, "torch": sgmv_cpu.sgmv, "reference": sgmv_reference.sgmv}

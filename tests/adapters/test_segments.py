@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.adapters.segments import Segment, build_segments, build_tiles, tile_capacity
+from weft.adapters.paged_lora import Segment, build_segments, build_tiles, tile_capacity
 
 row_slots_lists = st.lists(st.integers(-1, 6), max_size=80).map(sorted)
 
@@ -23,14 +23,14 @@ def test_rows_that_are_not_sorted_are_refused() -> None:
 @settings(derandomize=True, deadline=None)
 @given(row_slots_lists, st.sampled_from([1, 4, 16]))
 def test_tiles_cover_every_adapter_row_exactly_once(row_slots: list[int], rows_per_tile: int) -> None:
-    tiles = build_tiles(build_segments(row_slots), len(row_slots), 7, rows_per_tile)
+    slots, starts, lengths = build_tiles(build_segments(row_slots), len(row_slots), 7, rows_per_tile)
     covered: dict[int, int] = {}
-    for slot, start, length in zip(tiles.slot, tiles.start, tiles.length, strict=True):
+    for slot, start, length in zip(slots, starts, lengths, strict=True):
         assert (slot >= 0) == (1 <= length <= rows_per_tile)
         for row in range(start, start + length):
             assert row not in covered
             covered[row] = int(slot)
     assert covered == {row: slot for row, slot in enumerate(row_slots) if slot >= 0}
-    assert len(tiles.slot) == tile_capacity(len(row_slots), 7, rows_per_tile)
-    live = int((tiles.slot >= 0).sum())
-    assert (tiles.slot[live:] == -1).all()
+    assert len(slots) == tile_capacity(len(row_slots), 7, rows_per_tile)
+    live = int((slots >= 0).sum())
+    assert (slots[live:] == -1).all()

@@ -12,10 +12,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from weft.engine.detokenizer import Detokenizer
 from weft.engine.request import RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.text import StopScanner, TextDelta, TextStream
+from weft.engine.text import Detokenizer, StopScanner, TextDelta, TextStream
 from weft.engine.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"

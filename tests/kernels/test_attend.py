@@ -8,12 +8,13 @@ import torch
 
 from cpu_kernels import CPU_KERNELS, needs_compiler
 from kernel_numerics import assert_rows_close
+from oracles import reference_kernels
 from scattered_kv import BF16, F32, LAYER, AttentionCase, ScatteredKv
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
-from weft.kernels.dispatch import Kernels, native_kernels, reference_kernels
+from weft.kernels.dispatch import Kernels, native_kernels
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rope_reference import both_halves
+from weft.kernels.rows_cpu import both_halves
 
 CPU = torch.device("cpu")
 REQUESTS = ((1, 40), (20, 20), (3, 70), (1, 1), (130, 131), (1, 0))

@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from cpu_kernels import ALL_KERNELS, CPU_KERNELS, KERNELS_AND_DTYPES, needs_compiler
 from kernel_numerics import assert_rows_close
+from oracles.attention_reference import paged_attention as reference
 from scattered_kv import BF16, DECODE, F16, F32, FULL_CASES, INTERPRETER_CASES, LAYER, MIXED, AttentionCase, ScatteredKv
 from weft.kernels import attention_cpu, attention_native
-from weft.kernels.attention_reference import paged_attention as reference
 from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels
 from weft.kernels.native_library import NATIVE_DTYPES
 

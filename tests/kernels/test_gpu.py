@@ -6,16 +6,17 @@ import torch
 import scattered_kv
 import scattered_lora
 from kernel_numerics import assert_rows_close, assert_rows_match
+from oracles import reference_kernels
+from oracles.sampling_reference import probabilities
 from poison import poisoned_memory
 from sampling_rows import GREEDY, Parameters, sampling_of
 from scattered_kv import AttentionCase, ScatteredKv
 from scattered_lora import BF16, F16, F32, LAYER, ScatteredLora, SgmvCase, make_tiles
 from silu_rows import extreme_gates
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.dispatch import Kernels, kernels_for, reference_kernels
+from weft.kernels.dispatch import Kernels, kernels_for
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rope_reference import both_halves
-from weft.kernels.sampling_reference import probabilities
+from weft.kernels.rows_cpu import both_halves
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")

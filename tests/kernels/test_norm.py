@@ -4,7 +4,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from cpu_kernels import CPU_KERNELS, KERNELS_AND_DTYPES, needs_compiler
 from kernel_numerics import assert_rows_close
-from weft.kernels import norm_reference, rows_native
+from oracles import norm_reference
+from weft.kernels import rows_native
 from weft.kernels.dispatch import Kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -4,13 +4,14 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cpu_kernels import CPU_KERNELS, KERNELS_AND_DTYPES, needs_compiler
 from kernel_numerics import assert_rows_close
-from weft.kernels import rope_reference, rows_native
+from oracles import rope_reference
+from weft.kernels import rows_cpu, rows_native
 from weft.kernels.dispatch import Kernels
 
 HEAD_DIM = 32
 ANGLES = torch.arange(50.0)[:, None] * 10000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 POSITIONS = torch.tensor([0, 7, 49, 7, 3])
-COS, SIN = rope_reference.both_halves(ANGLES.cos()[POSITIONS], ANGLES.sin()[POSITIONS])
+COS, SIN = rows_cpu.both_halves(ANGLES.cos()[POSITIONS], ANGLES.sin()[POSITIONS])
 
 
 def fused_projection(dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM) -> torch.Tensor:
@@ -34,7 +35,7 @@ def test_cpu_versions_equal_the_reference(joined: bool, kernels: Kernels, dtype:
 @pytest.mark.parametrize("head_dim", [2, 24, 48, 80, 128])
 def test_heads_of_any_size_are_rotated(head_dim: int, kernels: Kernels, dtype: torch.dtype) -> None:
     angles = POSITIONS[:, None] * 10000 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    cos, sin = rope_reference.both_halves(angles.cos(), angles.sin())
+    cos, sin = rows_cpu.both_halves(angles.cos(), angles.sin())
     fused = fused_projection(dtype, head_dim)
     expected = fused.clone()
     kernels.rope(fused[:, 1:6], fused[:, 6:], cos, sin)

@@ -5,11 +5,11 @@ import torch
 
 from cpu_kernels import num_threads
 from kernel_numerics import assert_rows_close, assert_rows_match
+from oracles import reference_kernels
 from silu_rows import extreme_gates
 from weft.kernels import rows_native
-from weft.kernels.dispatch import reference_kernels
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rope_reference import both_halves
+from weft.kernels.rows_cpu import both_halves
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "native_build")
 REFERENCE = reference_kernels()

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from oracles import sampling_reference
+from oracles.sampling_reference import probabilities
 from sampling_rows import GREEDY, Parameters, sampling_of
-from weft.kernels import sampling_cpu, sampling_reference
+from weft.kernels import sampling_cpu
 from weft.kernels.sampling import PenaltyTensors, RowPenalties, apply_penalties
-from weft.kernels.sampling_reference import probabilities
 
 CPU = torch.device("cpu")
 FILTERS: list[Parameters] = [  # temperature, top_k, top_p, min_p

@@ -5,6 +5,7 @@ import torch
 
 from cpu_kernels import ALL_KERNELS, CPU_KERNELS, needs_compiler
 from kernel_numerics import assert_rows_close
+from oracles import sgmv_reference
 from scattered_lora import (
     BF16,
     F16,
@@ -17,7 +18,7 @@ from scattered_lora import (
     ScatteredLora,
     SgmvCase,
 )
-from weft.kernels import sgmv_native, sgmv_reference
+from weft.kernels import sgmv_native
 from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels
 from weft.kernels.native_library import NATIVE_DTYPES
 from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, Tiles, row_pitch_units

@@ -3,8 +3,8 @@ import torch
 
 from cpu_kernels import ALL_KERNELS, CPU_KERNELS, KERNELS_AND_DTYPES
 from kernel_numerics import assert_rows_close, assert_rows_match
+from oracles import silu_and_mul_reference
 from silu_rows import extreme_gates
-from weft.kernels import silu_and_mul_reference
 from weft.kernels.dispatch import Kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -16,7 +16,7 @@ from sqlalchemy import delete, select, text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import latency, usage, usage_sums
+from weft.registry import latency, usage
 from weft.registry.database import Database
 from weft.registry.latency_bins import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
 from weft.registry.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
@@ -42,7 +42,7 @@ async def _query(database: Database, **wanted: Any) -> LatencyReport:
 
 async def _differences(database: Database) -> int:
     async with database.read() as session:
-        return await usage_sums.count_differences(session)
+        return await usage.count_differences(session)
 
 
 def _of_base(event: UsageEvent) -> UsageEvent:

@@ -12,12 +12,12 @@ from sqlalchemy import text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import usage, usage_query, usage_sums
+from weft.registry import usage, usage_query
 from weft.registry.clock import to_micros
 from weft.registry.database import Database
 from weft.registry.prices import UNITS, Price, PriceTable, in_currency
 from weft.registry.records import Bucket, GroupBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage_events import list_events
+from weft.registry.usage_query import list_events
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ async def _query(database: Database, **wanted: Any) -> UsageReport:
 
 async def _differences(database: Database) -> int:
     async with database.read() as session:
-        return await usage_sums.count_differences(session)
+        return await usage.count_differences(session)
 
 
 async def test_an_event_counts_once_however_often_it_is_inserted(database: Database) -> None:
@@ -217,7 +217,7 @@ async def test_the_summary_tells_all_use_and_the_last(database: Database) -> Non
     await _insert(database, usage_event("use_1", at=later), usage_event("use_2"), usage_event("use_3", adapter_id=None))
     await _insert(database, usage_event("use_4", at=later - timedelta(minutes=1)))
     async with database.read() as session:
-        found = await usage_sums.summary(session, ["adp_support", "adp_unused", ""])
+        found = await usage.summary(session, ["adp_support", "adp_unused", ""])
     assert list(found) == ["adp_support"]
     assert (found["adp_support"].requests, found["adp_support"].last_used_at) == (3, later)
 

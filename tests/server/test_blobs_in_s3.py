@@ -22,9 +22,8 @@ from weft.cli import make_app
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.errors import ConfigError
 from weft.server.adapter_check import AdapterCheck
-from weft.server.removal import end_removals
+from weft.server.removal import Sweeper, end_removals
 from weft.server.serve import _open_blobs
-from weft.server.sweeper import Sweeper
 
 pytestmark = pytest.mark.anyio
 

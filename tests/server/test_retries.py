@@ -22,7 +22,7 @@ from weft.registry.records import FileFacts, UploadDraft
 from weft.registry.registry import Registry
 from weft.registry.uploads import Terms
 from weft.server.adapter_check import AdapterCheck
-from weft.server.sweeper import Sweeper
+from weft.server.removal import Sweeper
 
 pytestmark = pytest.mark.anyio
 

@@ -21,10 +21,10 @@ from postgres_server import KINDS, database_of
 from weft.adapters.blobs import LocalBlobs
 from weft.errors import CapacityError
 from weft.registry.records import VersionFacts
-from weft.server import sweeper as sweeper_module
+from weft.server import removal
 from weft.server.incoming import Pace
+from weft.server.removal import Sweeper
 from weft.server.responses import AdapterView, UploadList, UploadView
-from weft.server.sweeper import Sweeper
 
 pytestmark = pytest.mark.anyio
 
@@ -333,7 +333,7 @@ async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api) -> None:
 
 
 async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeper_module, "SWEEP_S", 0.01)
+    monkeypatch.setattr(removal, "SWEEP_S", 0.01)
     blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
     sweeper = Sweeper(api.services)
     await sweeper.start()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.kernels.dispatch import native_kernels, reference_kernels, torch_kernels
+from oracles import reference_kernels
+from weft.kernels.dispatch import native_kernels, torch_kernels
 from weft.kernels.native_library import FLAGS, NATIVE_DTYPES, native_library
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

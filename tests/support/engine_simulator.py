@@ -6,10 +6,11 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from weft.adapters.adapter_slots import SlotLease
 from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.adapters.residency import Residency
 from weft.adapters.resident import LoadFailure
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
@@ -18,6 +19,7 @@ from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.plan import Chunk, ChunkResult, StepPlan
 from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
+from weft.engine.runner import ModelRunner
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduler import Scheduler
 from weft.engine.status import ResidentAdapter
@@ -475,8 +477,8 @@ class Simulator:
         )
         self.core = EngineCore(
             self.scheduler,
-            self.runner,
-            self.residency,
+            cast(ModelRunner, self.runner),
+            cast(Residency, self.residency),
             self.pool,
             evictor=self.evictor,
             prefixes=self.prefixes,

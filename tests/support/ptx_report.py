@@ -15,15 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.kernels import (
-    attention_triton,
-    kv_write_triton,
-    norm_triton,
-    rope_triton,
-    sampling_triton,
-    sgmv_triton,
-    silu_and_mul_triton,
-)
+from weft.kernels import attention_triton, rows_triton, sampling_triton, sgmv_triton
 
 PATTERNS = {
     "async_16": r"cp\.async\.c[ag]\.shared\.global\S* .*, 0x10\b",
@@ -113,11 +105,11 @@ def _rowwise_variants() -> dict[str, str]:
     silu_and_mul = {"N": 14336, "BLOCK": 1024}
     eps = {"eps": "fp32"}
     return {
-        "norm": ptx_of(norm_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
-        "norm add": ptx_of(norm_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 4, 2),
-        "rope": ptx_of(rope_triton.rope_kernel, "bf16", rope, {}, 4, 2),
-        "silu_and_mul": ptx_of(silu_and_mul_triton.silu_and_mul_kernel, "bf16", silu_and_mul, {}, 4, 2),
-        "kv_write": ptx_of(kv_write_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
+        "norm": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
+        "norm add": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 4, 2),
+        "rope": ptx_of(rows_triton.rope_kernel, "bf16", rope, {}, 4, 2),
+        "silu_and_mul": ptx_of(rows_triton.silu_and_mul_kernel, "bf16", silu_and_mul, {}, 4, 2),
+        "kv_write": ptx_of(rows_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
         "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
     }
 

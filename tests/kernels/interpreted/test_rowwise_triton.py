@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from kernel_numerics import assert_rows_close, assert_rows_match
+from oracles import reference_kernels
+from oracles.sampling_reference import probabilities
 from sampling_rows import GREEDY, Parameters, sampling_of
 from silu_rows import extreme_gates
-from weft.kernels.dispatch import reference_kernels, triton_kernels
+from weft.kernels.dispatch import triton_kernels
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rope_reference import both_halves
-from weft.kernels.sampling_reference import probabilities
+from weft.kernels.rows_cpu import both_halves
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TRITON, REFERENCE = triton_kernels(), reference_kernels()

@@ -6,7 +6,7 @@ import heapq
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from fairness.calls import REFUSED, Call, Record, Records
 from fairness.device import CostedCopier, CostedRunner, CostModel, FetchingLoader
@@ -15,8 +15,10 @@ from simulation.adapters import SimulatedTables, adapter_ref
 from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualExecutor, VirtualTime
 from weft.adapters.host_images import HostImages
+from weft.adapters.loading import AdapterLoader
 from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.adapters.residency import Residency
+from weft.adapters.tables import AdapterTables
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
 from weft.engine.fit import ModelLimits
@@ -25,9 +27,11 @@ from weft.engine.plan import StepPlan
 from weft.engine.prefix_seed import prefix_seed
 from weft.engine.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
+from weft.engine.runner import ModelRunner
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduler import Scheduler
 from weft.errors import QueueFullError
+from weft.memory.copies import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool
@@ -118,11 +122,11 @@ class VirtualEngine:
         self._loader = FetchingLoader(self.time, self._images, slab, num_pages, settings.fetch_s)
         self._copier = CostedCopier(self.time)
         self.residency = Residency(
-            self._loader,
-            self._copier,
+            cast(AdapterLoader, self._loader),
+            cast(PageCopier, self._copier),
             self.pool,
             self._images,
-            SimulatedTables(settings.slots),
+            cast(AdapterTables, SimulatedTables(settings.slots)),
             self.evictor,
             costs.page_costs,
             loads=VirtualExecutor(self.time, settings.load_threads),
@@ -151,7 +155,7 @@ class VirtualEngine:
         self.runner = CostedRunner(self.time, costs, ranks, self._observe)
         self.core = EngineCore(
             self.scheduler,
-            self.runner,
+            cast(ModelRunner, self.runner),
             self.residency,
             self.pool,
             evictor=self.evictor,

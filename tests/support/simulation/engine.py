@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader, SimulatedTables
 from simulation.fair_checks import FairChecks
@@ -18,8 +18,10 @@ from simulation.scenario import Action, Scenario, draw
 from simulation.truth import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
 from weft.adapters.host_images import HostImages
+from weft.adapters.loading import AdapterLoader
 from weft.adapters.residency import Residency
 from weft.adapters.residency_entry import Stage
+from weft.adapters.tables import AdapterTables
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
 from weft.engine.failures import EXPIRED, INTERNAL, UNSOUND
@@ -27,8 +29,10 @@ from weft.engine.fit import ModelLimits
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import RequestOutput
+from weft.engine.runner import ModelRunner
 from weft.engine.scheduler import Scheduler
 from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError, WeftError
+from weft.memory.copies import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool, PageState
@@ -134,14 +138,15 @@ class Simulation:
             scenario.faults,
         )
         tables = SimulatedTables(scenario.slots)
+        copier = SimulatedCopier(
+            self.time, rng, self.device, scenario.faults, self.loader.failed, pages_at_once=scenario.pages_at_once
+        )
         self.residency = Residency(
-            self.loader,
-            SimulatedCopier(
-                self.time, rng, self.device, scenario.faults, self.loader.failed, pages_at_once=scenario.pages_at_once
-            ),
+            cast(AdapterLoader, self.loader),
+            cast(PageCopier, copier),
             self.pool,
             self.images,
-            tables,
+            cast(AdapterTables, tables),
             self.evictor,
             scenario.costs,
             loads=VirtualExecutor(self.time, scenario.load_threads),
@@ -189,7 +194,7 @@ class Simulation:
         )
         self.core = EngineCore(
             self.scheduler,
-            self.runner,
+            cast(ModelRunner, self.runner),
             self.residency,
             self.pool,
             evictor=self.evictor,

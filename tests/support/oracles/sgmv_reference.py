@@ -1,4 +1,4 @@
-"""The oracle of SGMV: one tile, one slice and one weight row at a time, in float64. For tests; slow on purpose."""
+"""The oracle of SGMV: one tile, one slice and one weight row at a time, in float64; slow on purpose."""
 
 from __future__ import annotations
 
@@ -16,26 +16,7 @@ def sgmv(
     site: SgmvSite,
     layer: int,
 ) -> None:
-    """Add the low-rank products of every tile's adapter to its rows.
-
-    Semantics:
-        for tile, s = tiles.slot[tile] >= 0:
-            rows = tiles.start[tile] : tiles.start[tile] + tiles.length[tile]
-            for slice, module in enumerate(site.modules):
-                y[rows, slice] += scalings[s, layer, module] * (x[rows] @ A[s, layer, module].T) @ BT[s, layer, module]
-
-    Args:
-        x: Input of the site, [num_tokens, in_features].
-        y: Output of the site, [num_tokens, sum of widths], dtype of x. Mutated.
-        arena_elements: The arena, [num_pages, page_elements], dtype of x.
-        tables: Where the weights lie, their ranks and scalings.
-        tiles: Which rows belong to which adapter slot.
-        site: Sizes and modules.
-        layer: Decoder layer.
-
-    Raises:
-        ValueError: An operand does not fit.
-    """
+    """`weft.kernels.sgmv_cpu.sgmv` states what it computes."""
     check_operands(x, y, arena_elements, tables, tiles, site, layer)
     flat = arena_elements.reshape(-1)
     for slot, start, length in zip(tiles.slot.tolist(), tiles.start.tolist(), tiles.length.tolist(), strict=True):

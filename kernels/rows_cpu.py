@@ -1,0 +1,221 @@
+"""Operations that pass over rows once, on the CPU in torch operators: what they are, and the checks of their operands.
+
+Norm and rotation are computed in float32 whatever the dtype, with fewer operations than torch's own take.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from weft.kernels.checks import expect, expect_that
+from weft.kernels.kv_slots import KvSlots
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Scale every vector of the last dimension to unit root mean square, then by `weight` (arXiv:1910.07467).
+
+    Semantics:
+        y[..., n] = x[..., n] / sqrt(mean(x[..., :] ** 2) + eps) * weight[n]
+
+    Args:
+        x: [..., N].
+        weight: [N], dtype of x.
+        eps: Added to the mean square.
+
+    Returns:
+        Like x, rounded once.
+
+    Raises:
+        ValueError: `weight` does not fit the last dimension of `x`.
+    """
+    expect("weight", weight, (x.shape[-1],), x.dtype, x.device)
+    wide = x.float()
+    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scales = torch.addcmul(_constant(eps), norms, norms, value=1 / x.shape[-1]).rsqrt_()
+    normed = torch.mul(wide, scales) if wide is x else wide.mul_(scales)
+    return normed.mul_(weight).to(x.dtype)
+
+
+@functools.cache
+def _constant(value: float) -> torch.Tensor:
+    return torch.full((1,), value)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the residual stream, then normalise.
+
+    Semantics:
+        new_residual = x + residual                      # rounded to the dtype of x
+        normed = rms_norm(new_residual, weight, eps)
+
+    Returns:
+        (normed, new_residual), both like x. Neither input is changed.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    expect("residual", residual, x.shape, x.dtype, x.device)
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate queries and keys by their positions, first half of a head against the second (RoFormer, arXiv:2104.09864).
+
+    Semantics:
+        for x in (q, k), i in range(D), with the other half's element j = (i + D / 2) % D:
+            x[t, h, i] = x[t, h, i] * cos[t, i] + x[t, h, j] * sin[t, i]
+
+    Args:
+        q: [T, Hq, D]. Mutated.
+        k: [T, Hkv, D], dtype of q. Mutated.
+        cos: [T, D], float32, from `both_halves`: at each token's position, with the model's attention scaling
+            multiplied in.
+        sin: Like cos.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    check_rope(q, k, cos, sin)
+    cosines, sines = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
+    joined = _joined(q, k)
+    for x in (q, k) if joined is None else (joined,):
+        wide = x if x.dtype == torch.float32 else x.float()
+        swapped = wide.roll(x.shape[-1] // 2, -1)  # the halves of each head change places
+        wide.mul_(cosines).addcmul_(swapped, sines)
+        if wide is not x:
+            x.copy_(wide)
+
+
+def _joined(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    # Queries and keys that are neighbours in a fused projection are rotated as one tensor, with half the calls.
+    if distance_within_storage(q, k) != q.shape[1] * q.stride(1):
+        return None
+    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+
+
+def check_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Check what a call to `rope` was given.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    num_tokens, _, head_dim = q.shape
+    expect("k", k, (num_tokens, None, head_dim), q.dtype, q.device)
+    expect("cos", cos, (num_tokens, head_dim), torch.float32, q.device)
+    expect("sin", sin, cos.shape, torch.float32, q.device)
+
+
+def both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of D / 2 pairs, [T, D / 2], as factors of the D elements that they turn, [T, D]."""
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Multiply each element by its gate.
+
+    Semantics:
+        out[t, n] = silu(gate_up[t, n]) * gate_up[t, N + n], silu(x) = x / (1 + exp(-x))
+
+    Args:
+        gate_up: [T, 2 * N], contiguous: the gates, then what they let through.
+
+    Returns:
+        [T, N], dtype of gate_up, rounded once; in this implementation the gate is rounded before the product, too.
+
+    Raises:
+        ValueError: The shape or stride does not fit.
+    """
+    check_silu_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def check_silu_and_mul(gate_up: torch.Tensor) -> None:
+    """Check what a call to `silu_and_mul` was given.
+
+    Raises:
+        ValueError: The shape or stride does not fit.
+    """
+    fits = gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0
+    expect_that("gate_up", fits, "two dimensions, the second even", list(gate_up.shape))
+    expect_that("gate_up", gate_up.is_contiguous(), "contiguous rows", gate_up.stride())
+
+
+def kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: KvSlots,
+) -> None:
+    """Store the keys and values of a step's tokens in their pages.
+
+    Semantics:
+        for t in range(T), slot_mapping.mapping[t] >= 0:
+            page, offset = divmod(slot_mapping.mapping[t], page_tokens)
+            k_pages[page, :, offset], v_pages[page, :, offset] = k[t], v[t]
+
+    Args:
+        k: [T, Hkv, D].
+        v: Like k.
+        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any strides. Mutated.
+        v_pages: The same for values. Mutated.
+        slot_mapping: KV slots of the T tokens, for pages of page_tokens tokens; none twice.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    check_kv_write(k, v, k_pages, v_pages, slot_mapping)
+    rows = slot_mapping.rows
+    both, both_pages = _stacked(k, v), _stacked(k_pages, v_pages)
+    if both is not None and both_pages is not None:
+        stored = both if rows is None else both.index_select(0, rows)
+        both_pages[slot_mapping.pages, :, :, slot_mapping.offsets] = stored  # [S, 2, Hkv, D]
+        return
+    for pages, values in ((k_pages, k), (v_pages, v)):
+        stored = values if rows is None else values.index_select(0, rows)
+        pages[slot_mapping.pages, :, slot_mapping.offsets] = stored  # [S, Hkv, D]
+
+
+def _stacked(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    # Keys and values of a fused projection, or of a page, are one view with a further dimension.
+    distance = distance_within_storage(first, second)
+    if distance is None or distance <= 0:
+        return None
+    return first.as_strided((first.shape[0], 2, *first.shape[1:]), (first.stride(0), distance, *first.stride()[1:]))
+
+
+def check_kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: KvSlots,
+) -> None:
+    """Check what a call to `kv_write` was given.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    num_tokens, heads, head_dim = k.shape
+    expect("v", v, k.shape, k.dtype, k.device)
+    expect("k_pages", k_pages, (None, heads, None, head_dim), k.dtype, k.device)
+    expect("v_pages", v_pages, k_pages.shape, k.dtype, k.device)
+    expect("slot_mapping", slot_mapping.mapping, (num_tokens,), torch.int64, k.device)
+    expect_that("k_pages", k_pages.stride(3) == 1 == v_pages.stride(3), "consecutive elements", k_pages.stride())
+
+
+def distance_within_storage(first: torch.Tensor, second: torch.Tensor) -> int | None:
+    """Elements from the start of `first` to that of `second`; None unless they share storage and strides.
+
+    Equal distances of addresses and of offsets mean that two tensors are views of one storage.
+    """
+    distance = second.storage_offset() - first.storage_offset()
+    if first.stride() != second.stride() or second.data_ptr() - first.data_ptr() != distance * first.element_size():
+        return None
+    return int(distance)

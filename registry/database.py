@@ -26,6 +26,7 @@ from weft.registry.migrations import upgrade
 RETRY_MS = 50
 TURN_S = 30.0
 """Longest wait for the writers before us in this process: a long queue is no outage, one behind a dead database is."""
+CLOSE_S = 1.0
 _WRITER = {"weft_writer": True}
 
 
@@ -41,6 +42,7 @@ class Database:
         """The schema's revision when it was found, and now; None for an empty database."""
         self._engine = engine
         self._writer = asyncio.Lock()
+        self._readers: set[asyncio.Task[object] | None] = set()
         self._read_sessions = async_sessionmaker(engine, expire_on_commit=False)
         self._write_sessions = async_sessionmaker(engine.execution_options(**_WRITER), expire_on_commit=False)
 
@@ -72,7 +74,13 @@ class Database:
         return cls(engine, revisions)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, after what is being read, which has `CLOSE_S` seconds."""
+        readers = {task for task in self._readers if task is not None and task is not asyncio.current_task()}
+        if readers:
+            _, slow = await asyncio.wait(readers, timeout=CLOSE_S)
+            for task in slow:
+                task.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
         await self._engine.dispose()
 
     async def check(self) -> None:
@@ -91,9 +99,14 @@ class Database:
         Raises:
             CapacityError: The database cannot answer; code db.unavailable.
         """
-        with _own_errors():
-            async with self._read_sessions() as session, session.begin():
-                yield session
+        reader = asyncio.current_task()
+        self._readers.add(reader)
+        try:
+            with _own_errors():
+                async with self._read_sessions() as session, session.begin():
+                    yield session
+        finally:
+            self._readers.discard(reader)
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:

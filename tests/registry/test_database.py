@@ -338,3 +338,21 @@ async def test_opening_gives_up_on_a_database_that_stays_locked(
     with pytest.raises(ConfigError, match="locked"):
         await Database.open(None, tmp_path)
     other.close()
+
+
+async def test_what_is_being_read_ends_before_the_connections_do(tmp_path: Path, database_url: str | None) -> None:
+    database = await Database.open(database_url, tmp_path)
+    begun = asyncio.Event()
+
+    async def read(seconds: float) -> int:
+        async with database.read() as session:
+            begun.set()
+            await asyncio.sleep(seconds)
+            return int(await session.scalar(text("SELECT 1")) or 0)
+
+    quick = asyncio.create_task(read(0.05))
+    slow = asyncio.create_task(read(60))
+    await begun.wait()
+    await database.close()
+    assert await quick == 1
+    assert slow.cancelled()

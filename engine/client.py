@@ -264,12 +264,16 @@ class EngineClient:
 
     async def _read(self, connection: EngineConnection) -> None:
         while True:
-            message = await connection.receive()
-            self._take(message)
-            if isinstance(message, Outputs):
+            message: FromEngine | None = await connection.receive()
+            num_outputs = 0
+            while message is not None:
+                self._take(message)
+                num_outputs += isinstance(message, Outputs)
+                message = connection.receive_now()
+            if num_outputs:
                 for _ in range(DELIVERY_TURNS):
                     await asyncio.sleep(0)
-                self._tell(Taken())
+                self._tell(Taken(num_outputs))
 
     def _take(self, message: FromEngine) -> None:
         match message:

@@ -90,6 +90,12 @@ class EngineConnection:
         """The next message."""
         return decode_from_engine(await self._socket.recv())
 
+    def receive_now(self) -> FromEngine | None:
+        """The next message, if it is there already."""
+        receiving = cast("asyncio.Future[bytes]", self._socket.recv(zmq.NOBLOCK))
+        # Receiving without waiting is over when the call returns.
+        return None if isinstance(receiving.exception(), zmq.Again) else decode_from_engine(receiving.result())
+
     def send(self, message: ToEngine) -> None:
         """Send without waiting.
 

@@ -59,7 +59,9 @@ class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """The client has passed one more message of outputs on; the engine waits for these when it is too far ahead."""
+    """The client has passed so many more messages of outputs on; an engine that is too far ahead waits for these."""
+
+    count: int
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):

@@ -154,8 +154,8 @@ class EngineLoop:
                 self._core.pin_adapter(ref, is_pinned)
             case AskStatus(query_id=query_id, is_detailed=is_detailed):
                 self._send(Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
-            case Taken():
-                self._num_ahead -= 1
+            case Taken(count=count):
+                self._num_ahead -= count
             case Close():
                 self._is_open = False
         return None

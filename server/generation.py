@@ -126,23 +126,27 @@ class Generation:
         await asyncio.wait(self._pumps.values(), timeout=LAST_OUTPUT_S)
         return list(self._computed.values())
 
-    async def steps(self) -> AsyncIterator[Step]:
-        """Steps of all choices in order of arrival, until every choice has finished.
+    async def steps(self) -> AsyncIterator[list[Step]]:
+        """Steps of all choices in order of arrival, those together that have arrived, until every choice has finished.
 
         Raises:
             WeftError: The engine refused or lost a choice.
         """
         unfinished = len(self.choices)
         while unfinished:
-            arrived = await self._arrived.get()
+            arrived, together = await self._arrived.get(), []
+            while isinstance(arrived, Step) and self._cut is None:
+                together.append(arrived)
+                if self._arrived.empty():
+                    break
+                arrived = self._arrived.get_nowait()
+            if together:
+                unfinished -= sum(step.delta.finish_reason is not None for step in together)
+                yield together
             if self._cut is not None:
                 raise self._cut
             if isinstance(arrived, BaseException):
                 raise arrived
-            if arrived is None:
-                continue
-            unfinished -= arrived.delta.finish_reason is not None
-            yield arrived
 
     async def _pump(self, choices: Sequence[Choice]) -> None:
         """Pass on what the engine says of one request: of one choice, or of all that a beam search ends with."""

@@ -51,13 +51,14 @@ class WholeAnswer:
         self._parts: dict[int, list[Part]] = {}
         self._steps: list[Step] = []
 
-    async def collect(self, steps: AsyncIterator[Step]) -> None:
+    async def collect(self, steps: AsyncIterator[list[Step]]) -> None:
         """Take all steps; raises what ends them early."""
-        async for step in steps:
-            self._meter.observe(step)
-            self._parts.setdefault(step.choice.index, []).append(self._shape.part(step))
-            self.headers.update(_state_header(step))
-            self._steps.append(step)
+        async for together in steps:
+            for step in together:
+                self._meter.observe(step)
+                self._parts.setdefault(step.choice.index, []).append(self._shape.part(step))
+                self.headers.update(_state_header(step))
+                self._steps.append(step)
 
     def body(self, manner: Manner, candidates: Sequence[Choice]) -> tuple[JsonObject, str]:
         """The answer, which is counted as delivered, and the status that is recorded of it."""
@@ -111,7 +112,7 @@ class GenerationResponse(Response):
             if self._generation.admission is not None:
                 self._generation.admission.end()
 
-    async def _whole(self, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]) -> None:
+    async def _whole(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
         answer = WholeAnswer(self._shape, self._meter)
         await answer.collect(steps)
         if is_gone():
@@ -123,9 +124,9 @@ class GenerationResponse(Response):
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
-    async def _stream(self, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]) -> None:
+    async def _stream(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
         first = await anext(steps)
-        await _send_start(send, 200, {**self._manner.headers, **_state_header(first), **sse.HEADERS})
+        await _send_start(send, 200, {**self._manner.headers, **_state_header(first[0]), **sse.HEADERS})
         try:
             await self._send_steps(first, steps, send, is_gone)
         except ClientDisconnect:
@@ -137,20 +138,22 @@ class GenerationResponse(Response):
             raise
 
     async def _send_steps(
-        self, first: Step, steps: AsyncIterator[Step], send: Send, is_gone: Callable[[], bool]
+        self, first: list[Step], steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]
     ) -> None:
+        """Send what has arrived together in one piece, one event a step: a client that waits gets more at a time."""
         opened: set[int] = set()
         ends: list[Part] = []
-        step: Step | None = first
-        while step is not None:
-            self._meter.observe(step)
-            part = self._shape.part(step)
-            if part.finish_reason is not None:
-                ends.append(part)
-            is_last = len(ends) == len(self._generation.choices)
-            payload = self._chunks(step, part, opened)
-            if is_last and not is_gone():
+        together: list[Step] | None = first
+        while together is not None:
+            payload = b""
+            for step in together:
+                self._meter.observe(step)
+                part = self._shape.part(step)
+                if part.finish_reason is not None:
+                    ends.append(part)
                 self._meter.deliver(step)
+                payload += self._chunks(step, part, opened)
+            if len(ends) == len(self._generation.choices) and not is_gone():
                 await self._meter.finish(_overall(ends))
                 await send({"type": "http.response.body", "body": payload + self._closing(), "more_body": False})
                 return
@@ -158,9 +161,8 @@ class GenerationResponse(Response):
                 await send({"type": "http.response.body", "body": payload, "more_body": True})
             if is_gone():
                 raise ClientDisconnect
-            self._meter.deliver(step)
             self._meter.mark()
-            step = await anext(steps, None)
+            together = await anext(steps, None)
 
     def _chunks(self, step: Step, part: Part, opened: set[int]) -> bytes:
         payload = b""
@@ -168,15 +170,15 @@ class GenerationResponse(Response):
             opened.add(step.choice.index)
             opening = self._shape.opening_choice(step.choice)
             if opening is not None:
-                payload += self._chunk([opening], step)
+                payload += self._chunk([opening])
         if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
-            payload += self._chunk([self._shape.chunk_choice(step.choice, part)], step)
+            payload += self._chunk([self._shape.chunk_choice(step.choice, part)])
         return payload
 
-    def _chunk(self, choices: list[JsonObject], step: Step) -> bytes:
+    def _chunk(self, choices: list[JsonObject]) -> bytes:
         chunk: JsonObject = {"object": self._shape.chunk_object, **self._manner.head, "choices": choices}
         if self._manner.continuous_usage:
-            chunk["usage"] = self._meter.usage_with(step).body()
+            chunk["usage"] = self._meter.usage.body()
         elif self._manner.include_usage:
             chunk["usage"] = None
         return sse.event(chunk)

@@ -102,16 +102,6 @@ class Meter:
             completion_tokens=sum(self._tokens.values()),
         )
 
-    def usage_with(self, step: Step) -> Usage:
-        """The usage as it will be once this step is delivered."""
-        so_far, choice = self.usage, step.choice
-        is_new_prompt = choice.prompt_index not in self._prompt_tokens
-        return Usage(
-            prompt_tokens=so_far.prompt_tokens + is_new_prompt * len(choice.prompt.token_ids),
-            cached_tokens=so_far.cached_tokens + self._newly_cached(step),
-            completion_tokens=so_far.completion_tokens - self._tokens.get(choice.index, 0) + step.num_tokens,
-        )
-
     def observe(self, step: Step) -> None:
         """Note the times of a step, when it comes from the engine."""
         now = self._services.monotonic()
@@ -127,7 +117,7 @@ class Meter:
         self._last_token_s[step.choice.index] = now
 
     def deliver(self, step: Step) -> None:
-        """Count a step as handed to the client."""
+        """Count a step as handed to the client, who has it with the next write."""
         choice = step.choice
         self._cached_tokens += self._newly_cached(step)
         self._prompt_tokens[choice.prompt_index] = len(choice.prompt.token_ids)

@@ -55,7 +55,7 @@ class Process:
         while open_ids:
             message = self.receive()
             assert isinstance(message, messages.Outputs)
-            self.send(messages.Taken())
+            self.send(messages.Taken(1))
             steps.append(message.outputs)
             open_ids -= {output.request_id for output in message.outputs if output.finish_reason}
         return steps
@@ -99,7 +99,7 @@ def test_the_engine_waits_for_a_client_that_does_not_take_its_outputs(process: P
     assert isinstance(message, messages.Status)
     assert message.status.num_steps == MAX_STEPS_AHEAD
     for _ in range(MAX_STEPS_AHEAD):
-        process.send(messages.Taken())
+        process.send(messages.Taken(1))
     assert len(process.outputs_until_end_of("a")) == 50 - MAX_STEPS_AHEAD
 
 

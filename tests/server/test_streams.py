@@ -195,6 +195,29 @@ async def test_a_closing_connection_is_a_cut_before_the_event_loop_tells_so(api:
     assert len(api.engine.aborted) == 1
 
 
+async def test_what_came_during_a_write_is_written_together(api: Api) -> None:
+    writes: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_slowly(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                writes.append(message["body"])
+                await asyncio.sleep(0.05)
+            await send(message)
+
+        await api.app(scope, receive, send_slowly)
+
+    body = {**LONG, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with new_client(await api.key("acme"), "http://test", httpx.ASGITransport(app=app)) as client:
+        answer = await client.post("/v1/completions", json=body)
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
+    assert [event["usage"]["completion_tokens"] for event in events if event["choices"]] == list(range(1, 201))
+    assert len(writes) < 100
+    assert (await totals(api))["completion_tokens"] == 200
+
+
 async def test_a_client_that_leaves_before_the_first_token_frees_its_request(api: Api, url: str) -> None:
     api.engine.token_s = 30
     body = json.dumps({**LONG, "stream": True, "n": 3, "max_tokens": 20}).encode()

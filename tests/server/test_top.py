@@ -7,7 +7,9 @@ import io
 import re
 import signal
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -226,15 +228,22 @@ def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path
             assert watch.stdout is not None
             assert watch.stderr is not None
             assert "0 running (0 base, 0 paused), 0 waiting; step -;" in watch.stdout.readline()
-            seen = ""
-            deadline = time.monotonic() + 60
-            while not re.search(r" [1-9]\d* kv, \d+ prefix, [1-9]\d* adapter", seen):
-                assert time.monotonic() < deadline
+            is_seen = threading.Event()
+
+            def keep_asking() -> None:
                 body = {"model": "pirate", "prompt": "We are", "max_tokens": 200, "ignore_eos": True, "n": 4}
-                with acme.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-                    for _ in answer.iter_lines():
-                        pass
-                seen = watch.stdout.readline()
+                while not is_seen.is_set():
+                    assert acme.post("/v1/completions", json=body).status_code == 200
+
+            with ThreadPoolExecutor(1) as pool:
+                asking = pool.submit(keep_asking)
+                try:
+                    deadline = time.monotonic() + 60
+                    while not re.search(r" [1-9]\d* kv, \d+ prefix, [1-9]\d* adapter", watch.stdout.readline()):
+                        assert time.monotonic() < deadline
+                finally:
+                    is_seen.set()
+                asking.result()
             watch.send_signal(signal.SIGINT)
             assert watch.wait(timeout=60) == 0
             assert watch.stderr.read() == ""

@@ -67,7 +67,7 @@ class KnownAdapter:
 
 
 class KnownAdapters:
-    """The last `limit` that were asked for; one that falls out and comes back starts anew.
+    """The last `limit` adapters that were asked for. One that was forgotten starts from zero when it comes back.
 
     Args:
         limit: Adapters.

@@ -249,13 +249,13 @@ class FairOrder:
     def _row_within(self, flow: Flow, state: RequestState) -> RequestState | None:
         """The row that makes way for another request of the same adapter.
 
-        Requests that come anew take no row while `MAX_STOPPED_PER_ROW` for each row wait to have theirs back.
+        A new request takes no row while `MAX_STOPPED_PER_ROW` stopped requests per row wait to go on.
         """
         if flow in self._settled:
             return None
         row = max(self._free_rows(flow), key=self._inner.key, default=None)
         if row is None or not self._inner.yields(row, state):
-            self._settled[flow] = None  # whoever is queued behind this one takes none either
+            self._settled[flow] = None  # the requests queued behind this one get no row either
             return None
         is_crowded = len(self._stopped) >= MAX_STOPPED_PER_ROW * self._num_rows
         if is_crowded and state.request_id not in self._stopped and row.priority <= state.priority:

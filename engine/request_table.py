@@ -113,7 +113,7 @@ class RequestTable:
             state.lease = None
 
     def lose_swapped(self, step: int) -> None:
-        """Have requests compute anew what a step that failed should have copied to the host."""
+        """A step failed that should have copied pages to the host: their requests compute those tokens again."""
         for state in self.waiting:
             if state.pages.swapped is not None and state.pages.swapped.step == step:
                 self.kv.forget_swapped(state)

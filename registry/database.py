@@ -27,6 +27,7 @@ RETRY_MS = 50
 TURN_S = 30.0
 """Longest wait for the writers before us in this process: a long queue is no outage, one behind a dead database is."""
 CLOSE_S = 1.0
+"""Seconds that reads may still take when the database closes; then they are cancelled."""
 _WRITER = {"weft_writer": True}
 
 

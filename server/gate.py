@@ -27,10 +27,11 @@ OVER_SHARE = "limit.queue"
 OVERLOADED = "server.overloaded"
 QUEUED_IN_VAIN = frozenset({"deadline.queue", "engine_overloaded"})
 """The engine's own refusals for want of time or room."""
-WAIT_SHARES = (0.22, 0.65, 0.9)
-"""Shares of the longest wait up to which requests are let in: while refused ones have slots, all others; those whose
-time has come; those who came in time once before, in vain. So the engine never runs dry, and who comes back in time
-finds room. The rest is for errors of the prediction."""
+WAIT_SHARES = {-1: 0.1, 0: 0.22, 1: 0.65, 2: 0.9}
+"""Shares of the longest wait up to which requests are let in, by `ReturnSlots.turn`: those who come before their time;
+while refused ones have slots, all who have none; those whose time has come; those who came in time once before, in
+vain. So the engine never runs dry, a told time is kept to, and who comes back in time finds room. The rest is for
+errors of the prediction."""
 BOOKED_SHARE = 0.9
 """Share of a tenant's rate that is given out as slots."""
 ACTIVE_S = 10.0
@@ -205,7 +206,7 @@ class Gate:
         wait_s = self.factor * raw_s + (0.0 if is_loaded else self._load_s)
         tenant.slots.expire(now_s)
         turn = tenant.slots.turn(ask.key, now_s)
-        limit_s = WAIT_SHARES[turn if len(tenant.slots) else -1] * self._max_wait_s
+        limit_s = WAIT_SHARES[turn if len(tenant.slots) else max(WAIT_SHARES)] * self._max_wait_s
         has_row = self._has_rows(tenant)
         is_late = wait_s > limit_s and not has_row
         is_crowded = is_late or tenant.waiting >= FREE_FACTOR * (self._max_waiting - self._waiting)
@@ -214,7 +215,7 @@ class Gate:
             if is_crowded:
                 after_s = self._slot_after_s(ask, tenant, now_s, after_s, turn)
             raise self._refusal(ask, tenant, after_s)
-        if turn:
+        if turn > 0:
             tenant.slots.claim(ask.key)
         units = self._units(ask)
         tenant.live += 1
@@ -317,7 +318,7 @@ class Gate:
         units, units_per_s = self._units(ask), self._rate(ask.tenant, tenant) / self.mean_factor
         if not units_per_s:
             return after_s
-        if turn:
+        if turn > 0:
             return tenant.slots.give_again(ask.key, now_s + after_s, units, units_per_s) - now_s
         self._num_slots += 1  # counted anew once a second
         num_left, booked_per_s = MAX_SLOTS - self._num_slots, BOOKED_SHARE * units_per_s
@@ -391,7 +392,7 @@ class Gate:
 
 def _deadline_s(ask: Ask) -> float:
     """Longest predicted wait that the client's deadline allows."""
-    return math.inf if ask.deadline_s is None else WAIT_SHARES[-1] * ask.deadline_s
+    return math.inf if ask.deadline_s is None else WAIT_SHARES[2] * ask.deadline_s
 
 
 def _after_s(ask: Ask, wait_s: float, limit_s: float) -> float:

@@ -16,7 +16,10 @@ EARLY_S = 0.05
 """Clocks and sleeps of clients are not exact: a claim counts from so long before its time."""
 MAX_SLOT_S = 3600.0
 """No slot is further away."""
-MIN_CLAIMED = 0.02
+START_CLAIMED = 0.5
+"""Expected share of claims before any is known. If too high, the first told times are too long for nothing; if too low,
+the first who come back find no room and are told a second time."""
+MIN_CLAIMED = 0.005
 FIRST_ONLY = 16_384
 NOISE = 1.25
 """Less change of what fits into a second is none."""
@@ -33,8 +36,8 @@ class ReturnSlots:
     """
 
     def __init__(self) -> None:
-        self.claimed_shares = [1.0, 1.0]
-        """By kind, of the slots whose time has come, the share that was claimed lately; at first all are expected."""
+        self.claimed_shares = [START_CLAIMED, START_CLAIMED]
+        """By kind, of the slots whose time has come, the share that was claimed lately."""
         self._booked: dict[int, list[float]] = {}
         """Units of both kinds by second."""
         self._densities = (0.0, 0.0)
@@ -91,9 +94,11 @@ class ReturnSlots:
         return self._open(key, slot_s, turn=2, kind=0)
 
     def turn(self, key: int, now_s: float) -> int:
-        """0: no slot of this request has come; 1: one has; 2: one has, and the slot before it was in vain."""
+        """-1: its slot is to come; 0: it has none; 1: one has come; 2: one has, and the slot before it was in vain."""
         slots = self._by_key.get(key)
-        return slots[0][1] if slots and slots[0][0] <= now_s + EARLY_S else 0
+        if not slots:
+            return 0
+        return slots[0][1] if slots[0][0] <= now_s + EARLY_S else -1
 
     def claim(self, key: int) -> None:
         """Use up the first slot of this request, which must have one."""

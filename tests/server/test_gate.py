@@ -146,6 +146,22 @@ def test_a_refused_request_is_let_in_at_its_time_and_not_before() -> None:
     setting.gate.admit(late)
 
 
+def test_who_comes_before_the_told_time_finds_less_room_than_who_was_told_none() -> None:
+    setting = Setting()
+    admitted = setting.fill()
+    told = replace(ASK, key=77)
+    with pytest.raises(CapacityError):
+        setting.gate.admit(told)
+    for one in admitted[1:]:
+        one.end()
+    setting.gate.factor = 1.5  # the wait of 1.5 s is less than fresh ones may wait, and more than early ones
+    with pytest.raises(CapacityError):
+        setting.gate.admit(told)
+    setting.gate.admit(replace(ASK, key=78)).end()
+    admitted[0].end()
+    setting.gate.admit(told)  # nothing waits: there is no reason to send it away
+
+
 def test_a_deadline_alone_takes_no_slot() -> None:
     setting = Setting()
     for _ in range(3):

@@ -8,33 +8,40 @@ NOW_S = 500.0
 PLENTY = 1_000_000
 
 
+def expecting_all() -> ReturnSlots:
+    """Slots of a tenant whose requests have all come back so far."""
+    slots = ReturnSlots()
+    slots.claimed_shares = [1.0, 1.0]
+    return slots
+
+
 def give(slots: ReturnSlots, key: int, units: float = 10, per_s: float = 10, num_left: int = PLENTY) -> float:
     return slots.give(key, NOW_S, NOW_S + 1, units, per_s, num_left=num_left) - NOW_S
 
 
 def test_slots_follow_each_other_as_fast_as_can_be_computed() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     assert [give(slots, key) for key in range(4)] == pytest.approx([1, 2, 3, 4])
-    slots = ReturnSlots()
+    slots = expecting_all()
     assert [give(slots, key, units=5) for key in range(4)] == pytest.approx([1, 1.5, 2, 2.5])
 
 
 def test_a_request_larger_than_a_second_takes_several() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     assert [give(slots, key, units=35) for key in range(3)] == pytest.approx([1, 4.5, 8])
 
 
 def test_nobody_is_told_more_than_an_hour() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     told = [give(slots, key, units=1000, per_s=1) for key in range(6)]
     assert told[:3] == pytest.approx([1, 1001, 2001])
     assert max(told) == MAX_SLOT_S
 
 
 def test_a_turn_begins_at_the_time_and_ends_after_the_grace() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     give(slots, 7)
-    assert slots.turn(7, NOW_S + 0.5) == 0
+    assert slots.turn(7, NOW_S + 0.5) == -1
     assert slots.turn(7, NOW_S + 1) == 1
     slots.expire(NOW_S + 1 + GRACE_S)
     assert slots.turn(7, NOW_S + 1 + GRACE_S) == 1
@@ -45,7 +52,7 @@ def test_a_turn_begins_at_the_time_and_ends_after_the_grace() -> None:
 
 
 def test_who_came_in_vain_goes_before_those_without_a_slot() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     for key in range(100):
         give(slots, key)
     again_s = slots.give_again(0, NOW_S + 3, 10, 10)
@@ -56,7 +63,7 @@ def test_who_came_in_vain_goes_before_those_without_a_slot() -> None:
 
 
 def test_slots_are_given_more_densely_when_few_are_claimed() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     for key in range(40):
         give(slots, key)
     slots.expire(NOW_S + 41 + GRACE_S)  # nobody came
@@ -65,8 +72,13 @@ def test_slots_are_given_more_densely_when_few_are_claimed() -> None:
     assert max(told) - min(told) < 3
 
 
-def test_the_share_of_claims_stays_between_its_bounds() -> None:
+def test_half_are_expected_before_any_is_known() -> None:
     slots = ReturnSlots()
+    assert [give(slots, key) for key in range(4)] == pytest.approx([1, 1.5, 2, 2.5])
+
+
+def test_the_share_of_claims_stays_between_its_bounds() -> None:
+    slots = expecting_all()
     for key in range(400):
         give(slots, key)
     slots.expire(NOW_S + 1000)
@@ -78,7 +90,7 @@ def test_the_share_of_claims_stays_between_its_bounds() -> None:
 
 
 def test_what_is_sent_again_too_early_has_a_share_of_its_own() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     for key in range(40):
         give(slots, key)
         give(slots, key)  # impatient: the second slot will not be claimed
@@ -90,7 +102,7 @@ def test_what_is_sent_again_too_early_has_a_share_of_its_own() -> None:
 
 
 def test_others_with_the_same_body_each_have_a_slot() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     told = [give(slots, 7) for _ in range(3)]
     assert told == pytest.approx([1, 2, 3])
     for seconds in told:
@@ -100,7 +112,7 @@ def test_others_with_the_same_body_each_have_a_slot() -> None:
 
 
 def test_without_room_times_are_told_and_nothing_is_kept() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     give(slots, 1)
     give(slots, 2, num_left=FIRST_ONLY)
     assert len(slots) == 2
@@ -111,7 +123,7 @@ def test_without_room_times_are_told_and_nothing_is_kept() -> None:
 
 
 def test_nothing_is_left_of_slots_that_passed() -> None:
-    slots = ReturnSlots()
+    slots = expecting_all()
     for key in range(50):
         give(slots, key)
     for key in range(0, 50, 2):

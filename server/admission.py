@@ -100,5 +100,6 @@ class Admitted:
         return caller
 
 
-GeneratingCaller = Annotated[Caller, Depends(Admitted(tokens=1))]
+admit_generation = Admitted(tokens=1)
+GeneratingCaller = Annotated[Caller, Depends(admit_generation)]
 TokenizingCaller = Annotated[Caller, Depends(Admitted(tokens=0))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
 _POLL_S = 0.1
 _DISTINCT = 1 << 20
-_PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+_MAPPING = re.compile(r"^Size: +(\d+) kB$.*?^Rss: +(\d+) kB$", re.MULTILINE | re.DOTALL)
 
 
 def call(http: httpx.Client, key: str, method: str, path: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
@@ -121,15 +121,22 @@ class OwnServer:
             time.sleep(_POLL_S)
 
     def rss_mib(self) -> float | None:
-        """Resident memory of the server and the processes that it started; None without /proc."""
+        """Resident memory of the server and the processes that it started; None without /proc.
+
+        Pages of the pool do not count: they become resident when they are used first, up to the size of the pool.
+        """
+        memory = self.ready["memory"]
+        host_bytes = memory["host_pages"] * self.ready["geometry"]["page_bytes"]
+        pool_bytes = min(memory["arena_bytes"], host_bytes or memory["arena_bytes"])
         try:
             pids = [self.pid]
             for pid in pids:
                 pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+            maps = "".join(Path(f"/proc/{pid}/smaps").read_text() for pid in pids)
         except OSError:
             return None
-        return pages * _PAGE_MIB
+        sizes = [[int(kib) for kib in found] for found in _MAPPING.findall(maps)]
+        return sum(rss for size, rss in sizes if size * 1024 < pool_bytes) / 1024
 
 
 @dataclass(frozen=True, slots=True)

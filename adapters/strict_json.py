@@ -16,8 +16,8 @@ MAX_SHOWN = 96
 _BEYOND = 10**20
 _LONGEST_INT = 20
 _LONGEST_FLOAT = 400
-# Also consumes a string without an end: a scan that tried again from each later quote would be quadratic.
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+\\?(?:"|\Z)', re.DOTALL)
+STRING = re.compile(rb'"(?:[^"\\]|\\.)*+\\?(?:"|\Z)', re.DOTALL)
+"""Matches at every quote, also one that is never closed: failing at each of many quotes would be quadratic."""
 _BRACKET = re.compile(rb"[][{}]")
 
 
@@ -40,7 +40,7 @@ def check_depth(raw: bytes, max_depth: int) -> None:
         TooDeepError: It is nested deeper.
     """
     depth = 0
-    for bracket in _BRACKET.finditer(_STRING.sub(b"", raw)):
+    for bracket in _BRACKET.finditer(STRING.sub(b"", raw)):
         depth += 1 if bracket[0] in b"[{" else -1
         if depth > max_depth:
             raise TooDeepError(f"nested more than {max_depth} levels deep")

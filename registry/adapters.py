@@ -334,12 +334,12 @@ class Adapters(Transactions):
         Raises:
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
         """
-        meant = await self._resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector))
+        parsed = parse_selector(selector)
+        meant = await self._resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
         version = pick(meant.choices, sticky)
         return replace(meant.adapter, current=version), version
 
-    async def _resolve(self, tenant_id: str, text: str) -> Resolution:
-        selector = parse_selector(text)
+    async def _resolve(self, tenant_id: str, text: str, selector: Selector) -> Resolution:
         weight = literal(1) if selector.alias is None else AliasRow.weight
         statement = (
             select(AdapterRow, TenantRow.name, VersionRow, weight)

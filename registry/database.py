@@ -43,7 +43,8 @@ class Database:
         """The schema's revision when it was found, and now; None for an empty database."""
         self._engine = engine
         self._writer = asyncio.Lock()
-        self._readers: set[asyncio.Task[object] | None] = set()
+        self._reads: dict[asyncio.Future[None], asyncio.Task[object] | None] = {}
+        """The end of each read under way, and the task that reads."""
         self._read_sessions = async_sessionmaker(engine, expire_on_commit=False)
         self._write_sessions = async_sessionmaker(engine.execution_options(**_WRITER), expire_on_commit=False)
 
@@ -76,12 +77,13 @@ class Database:
 
     async def close(self) -> None:
         """Close all connections, after what is being read, which has `CLOSE_S` seconds."""
-        readers = {task for task in self._readers if task is not None and task is not asyncio.current_task()}
-        if readers:
-            _, slow = await asyncio.wait(readers, timeout=CLOSE_S)
-            for task in slow:
+        reads = {end: task for end, task in self._reads.items() if task not in (None, asyncio.current_task())}
+        if reads:
+            _, slow = await asyncio.wait(reads, timeout=CLOSE_S)
+            tasks = {task for end in slow if (task := reads[end]) is not None}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*slow, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._engine.dispose()
 
     async def check(self) -> None:
@@ -100,14 +102,15 @@ class Database:
         Raises:
             CapacityError: The database cannot answer; code db.unavailable.
         """
-        reader = asyncio.current_task()
-        self._readers.add(reader)
+        end = asyncio.get_running_loop().create_future()
+        self._reads[end] = asyncio.current_task()
         try:
             with _own_errors():
                 async with self._read_sessions() as session, session.begin():
                     yield session
         finally:
-            self._readers.discard(reader)
+            del self._reads[end]
+            end.set_result(None)
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:

@@ -104,27 +104,29 @@ class Recent(Generic[KeyT, ValueT]):
         """Until when the database counts as away; in the past while it answers."""
 
     async def ask(self, key: KeyT, question: Callable[[], Awaitable[ValueT]]) -> ValueT:
-        """The answer of a moment ago, or else that of `question`, which reads the database.
+        """The answer of a moment ago, or else that of `question`, which reads the database and then may refuse.
 
         Raises:
             WeftError: What the question raised. For a CapacityError, only without an answer of the last minute.
         """
         read_at, known = self._entries.get(key, (float("-inf"), None))
         asked_at, epoch = self._monotonic(), self._epoch
-        age = asked_at - read_at
+        right_at = read_at
+        """When it was last known to be the database's answer."""
         if self._changes is not None and known is not None:
             self._changes.look()
-            age = asked_at - max(read_at, self._changes.unchanged_at)
-        serves = known is not None and age < MAX_OUTAGE_S
-        is_young = age < MAX_AGE_S and asked_at - read_at < MAX_CONFIRMED_S
-        if known is not None and serves and (is_young or asked_at < self._retry_at):
+            right_at = max(read_at, self._changes.unchanged_at)
+        is_fresh = asked_at - right_at < MAX_AGE_S
+        is_due = asked_at - read_at >= MAX_CONFIRMED_S
+        serves = known is not None and asked_at - right_at < MAX_OUTAGE_S
+        if known is not None and ((is_fresh and not is_due) or (serves and asked_at < self._retry_at)):
             return known
         reading = self._readings.get((epoch, key))
         if reading is None:
             reading = asyncio.create_task(self._read(key, question, epoch, PATIENCE_S if serves else None))
             self._readings[epoch, key] = reading
             reading.add_done_callback(lambda done: self._end((epoch, key), done))
-        if known is not None and age < MAX_AGE_S:
+        if known is not None and is_fresh:
             return known
         try:
             return await asyncio.shield(reading)
@@ -146,6 +148,7 @@ class Recent(Generic[KeyT, ValueT]):
             self._retry_at = self._monotonic() + MAX_AGE_S
             raise unavailable() from error
         except WeftError:
+            self._retry_at = float("-inf")  # a refusal is an answer of the database as well
             if epoch == self._epoch:
                 self._entries.pop(key, None)
             raise

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -47,21 +50,32 @@ def register(app: typer.Typer) -> None:
 def top(url: URL = DEFAULT_URL, key: KEY = None, interval: Interval = 1.0, once: Once = False) -> None:
     """Watch steps, pages and adapters of the running engine until Ctrl-C; needs the admin key.
 
-    Where the output is no terminal, a line is written at each look.
+    Where the output is no terminal, a line is written at each look. Ctrl-C (SIGINT) is a good end: the status is 0.
     """
-    if once:
-        from rich.console import Console
+    from rich.console import Console
 
+    console = Console(highlight=False)
+    if once:
         body = call(url, key, "GET", "/v1/engine")
-        console = Console(highlight=False)
         console.print(top_frame.frame(body, 0.0, console.size))
         return
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler if console.is_terminal else _end_now)
     try:
-        asyncio.run(_watch(url, authorization(key), key, interval))
+        asyncio.run(_watch(console, url, authorization(key), key, interval))
     except _GoneError as error:
         fail(str(error), 1)
     except KeyboardInterrupt:
         return
+
+
+def _end_now(*_: object) -> None:
+    """End the process, which holds nothing, on SIGINT.
+
+    asyncio would only cancel the task: one that waits in a write to a full pipe never sees that. Installed also where
+    the process was started with SIGINT ignored, as the background jobs of a shell script are.
+    """
+    os._exit(0)
 
 
 class _GoneError(Exception):
@@ -92,15 +106,13 @@ class _Seen:
         return time.monotonic() - self.received_s
 
 
-async def _watch(url: str, headers: dict[str, str], key: str | None, interval: float) -> None:
+async def _watch(console: Console, url: str, headers: dict[str, str], key: str | None, interval: float) -> None:
     """Show what comes until nothing does.
 
     Raises:
         _GoneError: Nothing comes any more.
     """
-    from rich.console import Console
-
-    seen, console = _Seen(), Console(highlight=False)
+    seen = _Seen()
     following = asyncio.create_task(_follow(url, headers, key, seen))
     try:
         first = asyncio.create_task(seen.is_news.wait())

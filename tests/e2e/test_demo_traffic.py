@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
+from long_model import LONG_ANSWER, long_model
 from weft.registry.registry import Registry
+from weft.server import demo_traffic
 from weft.server.demo_check import FIGURES, UsageCheck, check_usage
 from weft.server.demo_round import ADAPTERS, BASE_NAME, TENANTS, play
 from weft.server.demo_show import describe_check
-from weft.server.demo_traffic import KEY_NAME, LEFT, MAX_AT_ONCE, Traffic, plan, replay
+from weft.server.demo_traffic import KEY_NAME, LEFT, MAX_AT_ONCE, Planned, Traffic, plan, replay
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, weft_server
 
 SECONDS = 9.0
@@ -42,9 +44,22 @@ class Played:
     """Name of each key by its id."""
 
 
+def endless(duration_s: float) -> list[Planned]:
+    """The plan, where answers whose clients leave do not end by themselves before the server has noticed."""
+    return [
+        each if each.leaves_after is None else replace(each, body={**each.body, "max_tokens": LONG_ANSWER})
+        for each in plan(duration_s)
+    ]
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    with weft_server(tmp_path_factory.mktemp("traffic"), "--served-model-name", BASE_NAME) as server:
+    folder = tmp_path_factory.mktemp("traffic")
+    with (
+        weft_server(folder, "--served-model-name", BASE_NAME, model=long_model(folder / "long")) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(demo_traffic, "plan", endless)
         asyncio.run(play(server.url, ADMIN_KEY))
         assert server.upload(server.tenant("acme"), "pirate", DEMO_ADAPTERS / "pirate").status_code == 201
         server.ask("acme", "pirate", "Do you have the scarf?")

@@ -95,6 +95,28 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, base: str) 
     assert all(value is not None and value <= 0 for value in values[1:])
 
 
+def test_an_echoed_prompt_is_scored_for_each_choice_and_billed_once(client: openai.OpenAI, base: str) -> None:
+    ids = [9, 10, 11, 12]
+    for _ in range(2):
+        answer = client.completions.create(
+            model=base,
+            prompt=ids,
+            echo=True,
+            max_tokens=2,
+            logprobs=1,
+            temperature=0,
+            n=3,
+            extra_body={"ignore_eos": True},
+        )
+        scores = [choice.logprobs and choice.logprobs.token_logprobs for choice in answer.choices]
+        assert len(scores) == 3
+        assert all(score and score == scores[0] and len(score) == len(ids) + 2 for score in scores)
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 6)
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
 def test_stop_strings_cut_the_text(client: openai.OpenAI) -> None:
     question = ANSWERS["questions"][0]
     answer = question["answers"]["pirate"]

@@ -356,3 +356,46 @@ async def test_what_is_being_read_ends_before_the_connections_do(tmp_path: Path,
     await database.close()
     assert await quick == 1
     assert slow.cancelled()
+
+
+async def test_a_read_within_a_read_does_not_end_the_outer_one(tmp_path: Path, database_url: str | None) -> None:
+    database = await Database.open(database_url, tmp_path)
+    is_inner_done, is_closing = asyncio.Event(), asyncio.Event()
+
+    async def read() -> int:
+        async with database.read() as session:
+            async with database.read() as inner:
+                await inner.execute(text("SELECT 1"))
+            is_inner_done.set()
+            await is_closing.wait()
+            await asyncio.sleep(0.05)
+            return int(await session.scalar(text("SELECT 1")) or 0)
+
+    reading = asyncio.create_task(read())
+    await is_inner_done.wait()
+    is_closing.set()
+    await database.close()
+    assert reading.done()
+    assert await reading == 1
+
+
+async def test_closing_waits_for_reads_and_not_for_what_their_tasks_do_next(
+    tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "CLOSE_S", 60)
+    database = await Database.open(database_url, tmp_path)
+    is_reading, is_closed = asyncio.Event(), asyncio.Event()
+
+    async def read_and_go_on() -> str:
+        async with database.read() as session:
+            is_reading.set()
+            await session.execute(text("SELECT 1"))
+        await is_closed.wait()
+        return "went on"
+
+    task = asyncio.create_task(read_and_go_on())
+    await is_reading.wait()
+    async with asyncio.timeout(30):
+        await database.close()
+    is_closed.set()
+    assert await task == "went on"

@@ -206,6 +206,20 @@ async def test_in_an_outage_one_at_a_time_asks_and_the_others_go_on() -> None:
     assert await answers(recent, source) == [2]
 
 
+async def test_a_refusal_ends_an_outage_as_an_answer_does() -> None:
+    """Else one who keeps asking for what does not exist would keep changes of another process unseen for a minute."""
+    (recent, clock), source = made(), Source()
+    await answers(recent, source)
+    clock.advance(MAX_AGE_S)
+    source.answer = CapacityError("away")
+    assert await answers(recent, source) == [1]
+    clock.advance(MAX_AGE_S)
+    with pytest.raises(NotFoundError):
+        await recent.ask("unknown", Source(NotFoundError("no such key")))
+    source.answer = 2
+    assert await answers(recent, source) == [2]
+
+
 async def test_a_database_that_hangs_is_not_waited_for_by_who_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_module, "PATIENCE_S", 0.05)
     (recent, clock), source = made(), Source()

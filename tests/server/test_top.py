@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
+import os
 import re
 import signal
+import struct
 import subprocess
+import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -213,6 +217,42 @@ async def test_without_the_admin_key_or_a_server_the_reason_is_one_line(api: Api
         unreachable = await run(*once, "--url", "http://127.0.0.1:9")
         assert (unreachable.exit_code, "weft serve" in unreachable.output) == (1, True)
         assert len(unreachable.output.splitlines()) == 1
+
+
+IGNORING = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+"""Starts a command as a script starts its background jobs."""
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("start", "free"), [(IGNORING, 4096), ((), 300)])
+async def test_ctrl_c_ends_one_that_was_started_with_it_ignored_or_waits_for_its_reader(
+    api: Api, start: tuple[str, ...], free: int
+) -> None:
+    """Nothing is read from its pipe: of the two, the second has room for the first line alone."""
+    there, here = os.pipe()
+    fcntl.fcntl(here, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(here, b" " * (4096 - free))
+
+    def num_written() -> int:
+        waiting = fcntl.ioctl(there, termios.FIONREAD, bytes(4))
+        return int(struct.unpack("i", waiting)[0]) - (4096 - free)
+
+    async with api.listening() as url:
+        command = [*start, *WEFT, "top", "--interval", "0.1", "--url", url, "--key", ADMIN_KEY]
+        watch = await asyncio.create_subprocess_exec(*command, stdout=here, stderr=subprocess.PIPE, env=environment())
+        os.close(here)
+        try:
+            await eventually(lambda: num_written() > 0)
+            num_asked = api.engine.num_asked
+            await eventually(lambda: api.engine.num_asked > num_asked + 1)
+            watch.send_signal(signal.SIGINT)
+            async with asyncio.timeout(60):
+                _, said = await watch.communicate()
+            assert (watch.returncode, said) == (0, b"")
+        finally:
+            if watch.returncode is None:
+                watch.kill()
+            os.close(there)
 
 
 @pytest.mark.slow

@@ -269,6 +269,29 @@ async def test_cached_tokens_of_many_choices_are_those_of_the_first_also_when_it
     assert (totals["prompt_tokens"], totals["cached_tokens"]) == (2 * len(prompt), 2)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+async def test_an_echoed_prompt_is_billed_once_for_all_choices(
+    api: Api, stream: bool, logprobs: int | None, max_tokens: int
+) -> None:
+    """Also where each choice computes the prompt itself, as for the log-probabilities of its tokens."""
+    prompts = [demo_tokenizer().encode(text) for text in ("a prompt that comes back", "and another")]
+    body = {"model": BASE, "prompt": prompts, "echo": True, "n": 3, "max_tokens": max_tokens, "stream": stream}
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={**body, "logprobs": logprobs, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    (event,) = (await client.get("/v1/usage/events")).json()["data"]
+    expected = (sum(map(len, prompts)), 6 * max_tokens)
+    assert (event["prompt_tokens"], event["completion_tokens"]) == expected
+    if not stream:
+        assert [choice["text"].startswith("a prompt") for choice in answer.json()["choices"]] == [True] * 3 + [
+            False
+        ] * 3
+        usage = answer.json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == expected
+
+
 async def test_cached_tokens_never_exceed_the_prompt(api: Api) -> None:
     api.engine.cached = lambda request: 1000 * len(request.prompt_token_ids)
     used = await ask(api, "acme", prompt="some words")

@@ -23,8 +23,10 @@ MIN_CLAIMED = 0.005
 FIRST_ONLY = 16_384
 NOISE = 1.25
 """Less change of what fits into a second is none."""
-_MEMORY = 32
-"""The share of claimed slots is an average over about so many."""
+_MEMORY = 256
+"""The share of claimed slots is an average over about so many: enough that a single claim does not double it."""
+_START_MEMORY = 8
+"""The share expected at the start counts as much as so many slots."""
 
 
 class ReturnSlots:
@@ -38,6 +40,7 @@ class ReturnSlots:
     def __init__(self) -> None:
         self.claimed_shares = [START_CLAIMED, START_CLAIMED]
         """By kind, of the slots whose time has come, the share that was claimed lately."""
+        self._memories = [_START_MEMORY, _START_MEMORY]
         self._booked: dict[int, list[float]] = {}
         """Units of both kinds by second."""
         self._densities = (0.0, 0.0)
@@ -103,7 +106,7 @@ class ReturnSlots:
     def claim(self, key: int) -> None:
         """Use up the first slot of this request, which must have one."""
         kind = self._remove_first(key)
-        self.claimed_shares[kind] += (1 - self.claimed_shares[kind]) / _MEMORY
+        self._learn(kind, was_claimed=True)
 
     def expire(self, now_s: float) -> None:
         """Close the slots that nobody claimed in time."""
@@ -118,7 +121,12 @@ class ReturnSlots:
             slots = self._by_key.get(key)
             if slots and slots[0][0] <= slot_s:  # else it was claimed
                 kind = self._remove_first(key)
-                self.claimed_shares[kind] = max(MIN_CLAIMED, self.claimed_shares[kind] * (1 - 1 / _MEMORY))
+                self._learn(kind, was_claimed=False)
+
+    def _learn(self, kind: int, *, was_claimed: bool) -> None:
+        self._memories[kind] = min(self._memories[kind] + 1, _MEMORY)
+        share = self.claimed_shares[kind]
+        self.claimed_shares[kind] = max(MIN_CLAIMED, share + (was_claimed - share) / self._memories[kind])
 
     def _expected(self, second: int) -> float:
         """Units for which somebody will come in this second."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from weft.errors import PageAccountingError, StaleSlotError
@@ -28,7 +28,7 @@ class AdapterSlots:
         self._cooling: list[tuple[int, int]] = []
         """(last step that may use it, slot)."""
         self._generations = [0] * count
-        self._digests: list[str | None] = [None] * count
+        self._leases: list[SlotLease | None] = [None] * count
         self._completed_step = 0
 
     @property
@@ -47,7 +47,7 @@ class AdapterSlots:
             return None
         slot = self._free.pop()
         self._generations[slot] += 1
-        self._digests[slot] = digest
+        self._leases[slot] = SlotLease(slot, self._generations[slot], digest)
         return slot
 
     def lease(self, slot: int) -> SlotLease:
@@ -56,10 +56,10 @@ class AdapterSlots:
         Raises:
             StaleSlotError: Nobody has it.
         """
-        digest = self._digests[slot]
-        if digest is None:
+        lease = self._leases[slot]
+        if lease is None:
             raise StaleSlotError(f"adapter slot {slot} is free")
-        return SlotLease(slot, self._generations[slot], digest)
+        return lease
 
     def give_back(self, slot: int, last_step: int) -> None:
         """Free a slot; it can be taken again once `last_step` is complete.
@@ -67,9 +67,9 @@ class AdapterSlots:
         Raises:
             PageAccountingError: Nobody has it.
         """
-        if self._digests[slot] is None:
+        if self._leases[slot] is None:
             raise PageAccountingError(f"adapter slot {slot} is free already")
-        self._digests[slot] = None
+        self._leases[slot] = None
         if last_step <= self._completed_step:
             self._free.append(slot)
         else:
@@ -87,14 +87,18 @@ class AdapterSlots:
         Raises:
             StaleSlotError: The slot was freed or reused since, or never had that adapter.
         """
-        slot, generation, digest = lease
-        if not 0 <= slot < len(self._digests):
-            raise StaleSlotError(f"there is no adapter slot {slot}")
-        if self._generations[slot] != generation or self._digests[slot] != digest:
+        if not 0 <= lease.slot < len(self._leases):
+            raise StaleSlotError(f"there is no adapter slot {lease.slot}")
+        if self._leases[lease.slot] != lease:
             raise StaleSlotError(
-                f"adapter slot {slot} is at generation {self._generations[slot]} with {self._digests[slot]}, "
-                f"expected generation {generation} with {digest}"
+                f"adapter slot {lease.slot} is at generation {self._generations[lease.slot]} as "
+                f"{self._leases[lease.slot]}, expected {lease}"
             )
+
+    def stale(self, leases: Iterable[SlotLease]) -> set[SlotLease]:
+        """Those of leases, from `lease`, that do not hold any more."""
+        current = self._leases
+        return {lease for lease in leases if current[lease.slot] is not lease}
 
     def check(self, owners: Mapping[int, str]) -> None:
         """Verify that exactly these slots are taken, by these adapters.
@@ -102,7 +106,7 @@ class AdapterSlots:
         Raises:
             PageAccountingError: If not, or if a slot is in two places.
         """
-        taken = {slot: digest for slot, digest in enumerate(self._digests) if digest is not None}
+        taken = {slot: lease.digest for slot, lease in enumerate(self._leases) if lease is not None}
         free = [*self._free, *(slot for _, slot in self._cooling)]
-        if taken != owners or sorted([*free, *taken]) != list(range(len(self._digests))):
+        if taken != owners or sorted([*free, *taken]) != list(range(len(self._leases))):
             raise PageAccountingError(f"adapter slots: {len(taken)} taken, {len(free)} free, owners are {owners}")

@@ -13,7 +13,6 @@ from weft.engine.request import FinishReason, RequestError
 from weft.engine.request_state import RequestState
 from weft.engine.request_table import RequestTable
 from weft.engine.step_budget import StepBudget
-from weft.errors import StaleSlotError
 
 logger = logging.getLogger(__name__)
 
@@ -60,46 +59,38 @@ class Chunks:
 
     def plan(self, draft: Draft) -> None:
         """Say what each row computes, the most entitled first where tokens or pages are short."""
-        rows = self._table.rows()
+        rows = self._with_leases(self._table.rows())
         draft.by_place = None  # rows changed hands
         draft.budget = budget = self.tokens_left()
-        counts: dict[str, int] = {}
-        leases: set[int] = set()
+        page_tokens, is_bounded, turn = self._page_tokens, self._budget.is_bounded, self._table.order.turn
         needy: list[tuple[tuple[float, ...], bool, RequestState]] = []
         for state in rows:
-            if state.lease is not None and state.lease.slot not in leases and not self._check_lease(state, leases):
-                continue
-            num_computed = state.num_computed
-            is_free = state.num_tokens == num_computed + 1 and not (state.in_batch_lane and self._budget.is_bounded)
-            if is_free and num_computed < state.pages.table.num_blocks * self._page_tokens:
-                counts[state.request_id] = 1
-            else:
-                needy.append((self._table.order.turn(state), is_free, state))
+            if state.next_chunk is None or (is_bounded and state.in_batch_lane):
+                is_free = state.num_left == 1 and not (is_bounded and state.in_batch_lane)
+                needy.append((turn(state), is_free, state))
         needy.sort(key=itemgetter(0))
+        counts: dict[RequestState, int] = {}
         for _, is_free, state in needy:
             if state.status != "running":
                 continue  # it was preempted for one that is more entitled
             count = 1 if is_free else min(state.num_left, draft.budget)
-            if count > 0 and not self._preemption.grow(state, state.num_computed + count, counts, draft):
-                count = min(count, state.pages.table.num_blocks * self._page_tokens - state.num_computed)
-            if count > 0:
-                counts[state.request_id] = count
-                draft.budget -= 0 if is_free else count
+            if count > 0 and not self._preemption.grow(state, state.num_computed + count, draft):
+                count = min(count, state.pages.table.num_blocks * page_tokens - state.num_computed)
+            counts[state] = count
+            draft.budget -= 0 if is_free else count
         self._budget_used = budget - draft.budget
         for state in rows:
-            if count := counts.get(state.request_id, 0):
-                draft.add(state, count)
+            count = counts.get(state, 1)
+            if count > 0 and state.has_row:  # it may have been preempted since
+                draft.chunks.append(state.next_chunk or state.chunk(count))
+                state.last_step = draft.step
 
-    def _check_lease(self, state: RequestState, checked: set[int]) -> bool:
-        """Whether its adapter slot is still what its lease says; a slot that is goes to `checked`."""
-        lease = state.lease
-        if lease is None:
-            return True
-        try:
-            self._table.residency.check_slot(*lease)
-        except StaleSlotError:
-            logger.exception("request %s lost its adapter slot", state.request_id)
+    def _with_leases(self, rows: list[RequestState]) -> list[RequestState]:
+        """The rows but for requests whose adapter slot is not what their lease says, which are ended; a bug's doing."""
+        stale = self._table.residency.stale_leases([state.lease for state in rows if state.lease is not None])
+        if not stale:
+            return rows
+        for state in [state for state in rows if state.lease in stale]:
+            logger.error("request %s lost its adapter slot: %s", state.request_id, state.lease)
             self._finish(state.request_id, "error", INTERNAL)
-            return False
-        checked.add(lease.slot)
-        return True
+        return self._table.rows()

@@ -39,11 +39,6 @@ class Draft:
         """Whether a request with pages may lose them in this step: not what the step itself is to fill."""
         return not state.is_protected and state.request_id not in self.started
 
-    def add(self, state: RequestState, count: int) -> None:
-        """Compute the next `count` tokens of a request."""
-        self.chunks.append(state.chunk(count))
-        state.last_step = self.step
-
     def plan(self) -> StepPlan | None:
         """The finished plan; None where there is nothing to do."""
         if not (self.chunks or self.swap_out or self.zero_pages or self.swap_in or self.copies):

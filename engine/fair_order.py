@@ -23,14 +23,15 @@ step, plus what one step may cost. Knows nothing of pages or adapters; the calle
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
 from weft.engine.inner_order import InnerOrder
 from weft.engine.request_state import RequestState
-from weft.engine.shares import Flow, Share
+from weft.engine.shares import Flow, Share, charge_shares
 from weft.errors import EngineError
 
 QUANTUM_TOKENS = 32
@@ -46,17 +47,20 @@ MIN_PAUSED = 4
 class _Rows:
     """What the children of a share have in the step."""
 
-    __slots__ = ("_most", "shares")
-
     def __init__(self, node: Share) -> None:
-        self.shares = sorted(node.stepping.values(), key=attrgetter("now"), reverse=True)
-        """Children with rows, the one that makes way first at the beginning."""
-        self._most = max(((share.rows - 1) / share.weight for share in self.shares), default=0.0)
+        self._node = node
+        self.farthest = max([share.now for share in node.stepping.values()], default=0.0)
+        """The place of the child that makes way first."""
 
-    def may_give(self, share: Share, near: float, far: float) -> bool:
-        """Whether one may be ahead of `share`, which is if it stands at `far`, or at `near` with more rows."""
-        farthest = self.shares[0].now if self.shares else 0.0
-        return farthest >= far or (farthest >= near and self._most >= (share.rows + 1) / share.weight)
+    @cached_property
+    def shares(self) -> list[Share]:
+        """Children with rows, the one that makes way first at the beginning."""
+        return sorted(self._node.stepping.values(), key=attrgetter("now"), reverse=True)
+
+    @cached_property
+    def most(self) -> float:
+        """The most rows that a child keeps when it gives one, over its weight."""
+        return max([(share.rows - 1) / share.weight for share in self._node.stepping.values()], default=0.0)
 
 
 class FairOrder:
@@ -161,16 +165,17 @@ class FairOrder:
         else:
             self.paused.discard(state)
 
-    def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
+    def charge(self, charges: Sequence[tuple[RequestState, float]]) -> None:
         """Count the service of a step, in units, for lanes, tenants and adapters."""
         self._forget_rows()
-        by_share: dict[Share, float] = {}
+        by_share: defaultdict[Share, float] = defaultdict(float)
         for state, units in charges:
-            for share in _flow(state).path:
-                by_share[share] = by_share.get(share, 0.0) + units
-            self._inner.charge(state, units)
-        for share, units in by_share.items():
-            share.charge(units)
+            flow, tenant, lane = _flow(state).path
+            by_share[flow] += units
+            by_share[tenant] += units
+            by_share[lane] += units
+        charge_shares(by_share)
+        self._inner.charge(charges)
 
     def counter(self, lane: int, tenant: str) -> float:
         """A tenant's counter in a lane; 0 without requests."""
@@ -210,6 +215,7 @@ class FairOrder:
         self._close(flow)
         if flow.parent is not None:
             flow.parent.promised *= 2
+            flow.parent.has_grown = True
 
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""
@@ -228,7 +234,9 @@ class FairOrder:
         rows = self._rows_by_share.get(node)
         if rows is None:
             rows = self._rows_by_share[node] = _Rows(node)
-        if not rows.may_give(child, child.after + self._slack(child), self._far(child)):
+        if rows.farthest < child.after + self._slack(child):
+            return None
+        if rows.farthest < self._far(child) and rows.most < (child.rows + 1) / child.weight:
             return None
         for other in rows.shares:
             if other is child or not self._is_ahead(other, other.now, child):
@@ -370,14 +378,14 @@ class FairOrder:
                 node = child
             if node is self._root:
                 return None
-            state = node.look() if isinstance(node, Flow) else None
-            if state is None:
+            if not isinstance(node, Flow) or (state := node.look()) is None:
                 self._close(node)
                 continue
             self._looked.add(state.request_id)
-            for share in _flow(state).path:
+            for share in node.path:
                 share.promised += 1
-                self._touched.add(share)
+                share.has_grown = True
+            self._touched.update(node.path)
             return state
 
     def _close(self, share: Share) -> None:

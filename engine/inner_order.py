@@ -6,6 +6,7 @@ goes first in all of them. Requests that have started, and were paused or preemp
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 from weft.engine.request_state import RequestState
@@ -23,8 +24,8 @@ class InnerOrder(Protocol):
     def yields(self, row: RequestState, state: RequestState) -> bool:
         """Whether `row`, the last of those in the step, makes way for `state`."""
 
-    def charge(self, state: RequestState, units: float) -> None:
-        """Take note of units computed for a request that is in the step."""
+    def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
+        """Take note of units computed for requests that are in the step."""
 
     def is_due(self, stopped: RequestState, now_s: float) -> bool:
         """Whether the key of a request that lost its row changes now: it is taken out of the queue and put back."""
@@ -44,7 +45,7 @@ class Fifo:
         """Only to a better priority."""
         return state.priority < row.priority
 
-    def charge(self, state: RequestState, units: float) -> None:
+    def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
         """Nothing to count."""
 
     def is_due(self, stopped: RequestState, now_s: float) -> bool:  # noqa: ARG002 - of the protocol
@@ -112,14 +113,15 @@ class Mlfq(Fifo):
         """To a better priority or a higher level."""
         return self.key(state)[:2] < self.key(row)[:2]
 
-    def charge(self, state: RequestState, units: float) -> None:
+    def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
         """Count against the quantum of the level."""
-        level = self._first_level(state) if state.level is None else state.level
-        state.level_units += units
-        if level == AT_THE_FRONT and state.level_units >= RETURN_QUANTUM:
-            state.level, state.level_units = state.level_below_front, 0.0
-        elif level != AT_THE_FRONT and state.level_units >= FIRST_QUANTUM * 2**level:
-            state.level, state.level_units = min(level + 1, NUM_LEVELS - 1), 0.0
+        for state, units in charges:
+            level = self._first_level(state) if state.level is None else state.level
+            state.level_units += units
+            if level == AT_THE_FRONT and state.level_units >= RETURN_QUANTUM:
+                state.level, state.level_units = state.level_below_front, 0.0
+            elif level != AT_THE_FRONT and state.level_units >= FIRST_QUANTUM * 2**level:
+                state.level, state.level_units = min(level + 1, NUM_LEVELS - 1), 0.0
 
     def is_due(self, stopped: RequestState, now_s: float) -> bool:
         """Whether it has been without a row for long, with its pages or without."""

@@ -202,7 +202,7 @@ class KvPages:
         """Offer a running request's blocks that became full to others."""
         pages = state.pages
         num_full = state.num_computed // self._geometry.page_tokens
-        if num_full == len(pages.held) or self._prefixes is None or not pages.is_publishing:
+        if self._prefixes is None or not pages.is_publishing:
             return
         chain = self._chain(state, num_full)
         for index in range(len(pages.held), num_full):

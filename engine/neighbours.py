@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Literal, Protocol
 
 from weft.adapters.adapter_slots import SlotLease
@@ -51,8 +51,8 @@ class AdapterResidency(Protocol):
     def waiting_reason(self, digest: str, /) -> Literal["LOADING", "NO_ROOM"]:
         """Why a wanted adapter is not on the device yet."""
 
-    def check_slot(self, slot: int, generation: int, digest: str, /) -> None:
-        """Raise StaleSlotError unless the slot still is what the lease says."""
+    def stale_leases(self, leases: Iterable[SlotLease], /) -> Set[SlotLease]:
+        """Those of leases, from `acquire`, whose slots were reused or freed."""
 
     def residents(self) -> Sequence[ResidentAdapter]:
         """Adapters on the device, in the host slab, or on their way."""

@@ -62,20 +62,20 @@ class Outcomes:
             self.finish(state.request_id, "error", UNSOUND)
             return
         state.num_computed = chunk.start + len(chunk.token_ids)
+        output = _output(state, chunk, result, self._limits) if state.beam is None else None
+        if state in self._table.prefilling and state.num_left <= 1:
+            self._table.prefilling.discard(state)
+        if state.num_computed // state.geometry.page_tokens != len(state.pages.held):
+            self._table.kv.publish(state)
         if state.beam is not None:
             self._advance_beam(state, state.beam, result)
-            return
-        output = _output(state, chunk, result, self._limits)
-        self._note_computed(state)
-        if output is None:
-            return
-        if output.finish_reason is not None:
-            self._lengths.observe(state.tenant, state.digest, len(state.output_token_ids))
-            self._table.remove(state)
-        self._outbox.append(output)
+        elif output is not None:
+            if output.finish_reason is not None:
+                self._lengths.observe(state.tenant, state.digest, len(state.output_token_ids))
+                self._table.remove(state)
+            self._outbox.append(output)
 
     def _advance_beam(self, state: RequestState, beam: Beam, result: ChunkResult) -> None:
-        self._note_computed(state)
         if result.logprobs is None:  # the prompt goes on
             return
         step = self.searches[beam.search_id].take(state, beam, result.logprobs)
@@ -90,11 +90,6 @@ class Outcomes:
             self._lengths.observe(state.tenant, state.digest, len(state.output_token_ids) + 1)
             self._outbox.append(step.output)
 
-    def _note_computed(self, state: RequestState) -> None:
-        if state.num_left <= 1:
-            self._table.prefilling.discard(state)
-        self._table.kv.publish(state)
-
 
 def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: ModelLimits) -> RequestOutput | None:
     """Take a chunk's tokens and logprobs into the state; None while the prompt goes on. *Mutates* the state."""
@@ -105,21 +100,18 @@ def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
     token_id = result.token_id
     if token_id is None:
         return _ended(state, "length")
-    state.output_token_ids.append(token_id)
+    state.take_token(token_id, chunk)
+    output = RequestOutput(request_id=state.request_id, token_ids=[token_id])
+    if result.logprobs is not None:
+        output.logprobs = [result.logprobs]
+    if not state.sent_first_output:
+        output.prompt_logprobs = _prompt_logprobs(state)
+        output.adapter_state, output.queue_s, output.cached_tokens = state.first_output_facts()
     reason = _finish_reason(state, token_id, limits)
-    facts = state.first_output_facts()
-    return RequestOutput(
-        request_id=state.request_id,
-        token_ids=[token_id],
-        logprobs=[result.logprobs] if result.logprobs is not None else None,
-        prompt_logprobs=_prompt_logprobs(state),
-        finish_reason=reason,
-        stop_token_id=token_id if reason == "stop" else None,
-        adapter_state=facts.adapter_state,
-        queue_s=facts.queue_s,
-        cached_tokens=facts.cached_tokens,
-        computed_prompt_tokens=state.num_prompt if reason else 0,
-    )
+    if reason is not None:
+        output.finish_reason, output.computed_prompt_tokens = reason, state.num_prompt
+        output.stop_token_id = token_id if reason == "stop" else None
+    return output
 
 
 def _ended(state: RequestState, reason: FinishReason, error: RequestError | None = None) -> RequestOutput:
@@ -145,8 +137,8 @@ def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
 
 
 def _finish_reason(state: RequestState, token_id: int, limits: ModelLimits) -> Literal["stop", "length"] | None:
-    params = state.request.params
+    params, num_outputs = state.request.params, len(state.output_token_ids)
     if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids):
         return "stop"
-    is_full = state.num_tokens >= limits.max_model_len
-    return "length" if is_full or len(state.output_token_ids) >= params.max_tokens else None
+    is_full = num_outputs >= params.max_tokens or state.num_prompt + num_outputs >= limits.max_model_len
+    return "length" if is_full else None

@@ -30,14 +30,14 @@ class SampleSpec:
 
 @dataclass(slots=True, kw_only=True)
 class Chunk:
-    """Consecutive tokens of one request that are computed in this step."""
+    """Consecutive tokens of one request that are computed in this step. Once committed, it may be filled anew."""
 
     request_id: str
     token_ids: list[int]
     start: int
     """Position of the first token; all before it are in the KV cache."""
     block_table: list[list[int]]
-    """[num_groups][num_blocks]: pages that hold positions 0 to start + len(token_ids) - 1."""
+    """[num_groups][num_blocks]: pages that hold positions 0 to start + len(token_ids) - 1, and maybe more."""
     adapter: SlotLease | None = None
     """None is the base model."""
     sample: SampleSpec | None = None
@@ -89,7 +89,7 @@ class StepPlan:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChunkResult:
     """What a step yielded for one chunk, in the order of the plan."""
 

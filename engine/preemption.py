@@ -61,13 +61,12 @@ class Preemption:
         else:
             self._order.stop(state)
 
-    def grow(self, state: RequestState, num_tokens: int, counts: dict[str, int], draft: Draft) -> bool:
+    def grow(self, state: RequestState, num_tokens: int, draft: Draft) -> bool:
         """Give a request with a row pages for `num_tokens` tokens, if need be from what is idle and less entitled.
 
         Args:
             state: The request.
             num_tokens: Tokens from the first one on.
-            counts: What the step computes so far; of a request that is preempted, nothing.
             draft: The plan.
 
         Returns:
@@ -80,7 +79,6 @@ class Preemption:
             if self._waiting.yield_hold():
                 self._waiting.no_holds_until = draft.step + HOLD_PAUSE_STEPS
             elif (victim := self._less_entitled(state, draft)) is not None:
-                counts.pop(victim.request_id, None)
                 self.preempt(victim, draft)
             else:
                 return False

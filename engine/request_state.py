@@ -109,6 +109,8 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sent_prompt_logprobs: bool = False
     sent_first_output: bool = False
+    next_chunk: Chunk | None = None
+    """What it computes next if that is one token for which its pages have room; None where that is to be found out."""
     num_prompt: int = field(init=False)
     """Tokens in the prompt."""
     tenant: str = field(init=False)
@@ -117,6 +119,8 @@ class RequestState:
     """Its adapter; None is the base."""
     request_id: str = field(init=False)
     """The id its client gave it."""
+    rank: int = field(init=False)
+    """Of its adapter; 0 is the base."""
     in_batch_lane: bool = field(init=False)
     """Whether it gives way to interactive requests."""
 
@@ -126,7 +130,8 @@ class RequestState:
         self.in_batch_lane = self.request.flow.lane > 0
         self.num_prompt = len(self.request.prompt_token_ids)
         self.tenant = self.request.flow.tenant
-        self.digest = self.request.adapter.digest if self.request.adapter else None
+        adapter = self.request.adapter
+        self.digest, self.rank = (adapter.digest, adapter.config.rank) if adapter else (None, 0)
 
     @property
     def age_key(self) -> tuple[int, float]:
@@ -183,17 +188,30 @@ class RequestState:
     def chunk(self, count: int) -> Chunk:
         """The next `count` tokens as part of a step; its pages are there already."""
         start, end = self.num_computed, self.num_computed + count
-        num_blocks = self.geometry.blocks(end)
         return Chunk(
             request_id=self.request_id,
             token_ids=self.tokens(start, end),
             start=start,
-            block_table=[pages[:num_blocks] for pages in self.pages.table.pages],
+            block_table=self.pages.table.pages,
             adapter=self.lease,
             sample=self._sample_spec() if end == self.num_tokens else None,
             prompt_targets=self._prompt_targets(start, end),
             num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
         )
+
+    def take_token(self, token_id: int, chunk: Chunk) -> None:
+        """Add to the output the token that came of a chunk, which was all that was left to compute.
+
+        The chunk of a token that decodes becomes that of the next token. Making hundreds of them in each step takes
+        longer than all else that a plan decides, and has the garbage collector look at each.
+        """
+        self.output_token_ids.append(token_id)
+        self.next_chunk = None
+        has_room = self.num_computed % self.geometry.page_tokens > 0
+        if has_room and chunk.sample is not None and chunk.start + 1 == self.num_computed > self.num_prompt:
+            chunk.token_ids[0], chunk.start = token_id, self.num_computed
+            chunk.sample.output_index += 1
+            self.next_chunk = chunk
 
     def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
         """A waiting request that goes on from here with another token."""
@@ -222,7 +240,7 @@ class RequestState:
         """Back to waiting with its tokens and no device pages."""
         self.num_preemptions += 1
         self.progress_mark = self.num_computed + self.geometry.page_tokens
-        self.status, self.waiting_reason, self.lease = "waiting", "NO_PAGES", None
+        self.status, self.waiting_reason, self.lease, self.next_chunk = "waiting", "NO_PAGES", None, None
 
     def lose_kv(self) -> None:
         """All its tokens are to be computed anew."""
@@ -254,7 +272,7 @@ class RequestState:
             choice_index=self.request.choice_index,
             output_index=len(self.output_token_ids),
             prompt_token_ids=self.request.prompt_token_ids if history else [],
-            output_token_ids=list(self.output_token_ids) if history else [],
+            output_token_ids=self.output_token_ids if history else [],
         )
 
     def _prompt_targets(self, start: int, end: int) -> list[int] | None:

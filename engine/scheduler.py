@@ -62,7 +62,7 @@ from weft.engine.kv_pages import KvPages
 from weft.engine.lengths import Lengths
 from weft.engine.neighbours import AdapterResidency
 from weft.engine.outcomes import Outcomes
-from weft.engine.plan import ChunkResult, StepPlan
+from weft.engine.plan import Chunk, ChunkResult, StepPlan
 from weft.engine.preemption import Preemption
 from weft.engine.prices import Prices
 from weft.engine.request import GenerationRequest, RequestOutput
@@ -273,15 +273,17 @@ class Scheduler:
         """
         if [chunk.request_id for chunk in plan.chunks] != [result.request_id for result in results]:
             raise EngineError(f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them")
-        computed = []
+        live: list[tuple[RequestState, Chunk]] = []
+        yielded: list[ChunkResult] = []
         for chunk, result in zip(plan.chunks, results, strict=True):
             state = self.table.requests.get(chunk.request_id)
             if state is not None and state.status == "running" and state.last_step == plan.step:
-                computed.append((state, chunk, result))
-        charges = self.table.service.charge((state, chunk) for state, chunk, _ in computed)
+                live.append((state, chunk))
+                yielded.append(result)
+        charges = self.table.service.charge(live)
         self.table.order.charge(charges)
         self._last_units = sum(units for _, units in charges)
-        for state, chunk, result in computed:
+        for (state, chunk), result in zip(live, yielded, strict=True):
             self._outcomes.advance(state, chunk, result)
         return self.take_outputs()
 

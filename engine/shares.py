@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from weft.engine.inner_order import SortKey
 from weft.engine.request_state import RequestState
@@ -29,11 +29,14 @@ class Share:
 
     __slots__ = (
         "_ceiling",
+        "_entry",
         "_idle",
+        "_is_touched",
         "_ready",
-        "_stamp",
+        "_touched",
         "children",
         "counter",
+        "has_grown",
         "is_closed",
         "key",
         "num_alive",
@@ -65,21 +68,22 @@ class Share:
         """Requests of it without a row."""
         self.is_closed = False
         """Whether this plan looks at no more requests of it."""
+        self.has_grown = False
+        """Whether its place became larger since the parent last had it in order."""
         self.children: dict[object, Share] = {}
         self.stepping: dict[object, Share] = {}
         """Children with rows."""
         self._idle: dict[object, Share] = {}
         self._ceiling = 0.0
         """The largest counter that a child ever had."""
-        self._ready: list[tuple[int, float, int, int, Share]] = []
-        """A heap of the children that have queued requests: priority, place, ticket, stamp. Only entries with the
-        child's stamp count, and their places may have become larger since."""
-        self._stamp = 0
-
-    @property
-    def priority(self) -> int:
-        """Of the next request, where that orders shares: the smallest goes first."""
-        return 0
+        self._ready: list[Entry] = []
+        """A heap of the children that have queued requests: priority, place, ticket. Only a child's last entry counts,
+        and its place has become larger since if it `has_grown`."""
+        self._touched: list[Share] = []
+        """Children whose last entry may be too large, or missing."""
+        self._is_touched = False
+        self._entry: Entry | None = None
+        """The last one in the parent's heap."""
 
     @property
     def now(self) -> float:
@@ -114,17 +118,12 @@ class Share:
             # The next child is lifted to the largest counter, which is at least that of each of these.
             self._idle.clear()
             self._ready.clear()
+            self._touched.clear()
         elif len(self._idle) > MAX_IDLE_SHARES:
             least = self.now_served()
             self._idle = {key: idle for key, idle in self._idle.items() if idle.counter > least}
             for key in list(self._idle)[: len(self._idle) - MAX_IDLE_SHARES // 2]:
                 del self._idle[key]
-
-    def charge(self, units: float) -> None:
-        """Count service."""
-        self.counter += units / self.weight
-        if self.parent is not None:
-            self.parent._ceiling = max(self.parent._ceiling, self.counter)
 
     def now_served(self) -> float:
         """The least counter of all children that have rows and want more, or the largest of all where none does."""
@@ -132,32 +131,40 @@ class Share:
         return min(counters, default=self._ceiling)
 
     def touch(self) -> None:
-        """Its place may be smaller now, or it has queued requests again. What makes places larger needs no call."""
-        self._stamp += 1
-        if self.parent is not None and self.num_queued and not self.is_closed:
-            ready = self.parent._ready
-            heapq.heappush(ready, self._entry())
-            if len(ready) > 4 * len(self.parent.children) + 64:
-                ready[:] = [entry for entry in ready if entry[4]._stamp == entry[3]]
-                heapq.heapify(ready)
+        """Its place may be smaller now, or it has queued requests again."""
+        if not self._is_touched and self.parent is not None:
+            self._is_touched = True
+            self.parent._touched.append(self)
 
     def first(self) -> Share | None:
         """The child whose request is next."""
-        while self._ready:
-            entry = self._ready[0]
-            child = entry[4]
-            if child._stamp != entry[3] or not child.num_queued or child.is_closed:
-                heapq.heappop(self._ready)
+        if len(self.children) == 1:
+            (only,) = self.children.values()
+            return only if only.num_queued and not only.is_closed else None
+        ready = self._ready
+        for child in self._touched:
+            child._is_touched = False
+            if child.num_queued and not child.is_closed:
+                heapq.heappush(ready, child._make_entry())
+        self._touched.clear()
+        if len(ready) > 4 * len(self.children) + 64:
+            ready[:] = [entry for entry in ready if entry[3]._entry is entry]
+            heapq.heapify(ready)
+        while ready:
+            entry = ready[0]
+            child = entry[3]
+            if child._entry is not entry or not child.num_queued or child.is_closed:
+                heapq.heappop(ready)
                 continue
-            current = child._entry()
-            if current <= entry:
+            if not child.has_grown:
                 return child
-            heapq.heapreplace(self._ready, current)
+            heapq.heapreplace(ready, child._make_entry())
         return None
 
-    def _entry(self) -> tuple[int, float, int, int, Share]:
+    def _make_entry(self, priority: int = 0) -> Entry:
         place = self.counter + self.quantum * (self.rows + self.promised + 1) / self.weight
-        return (self.priority, place, self.ticket, self._stamp, self)
+        self._entry, self.has_grown = (priority, place, self.ticket, self), False
+        return self._entry
 
 
 class Flow(Share):
@@ -174,11 +181,6 @@ class Flow(Share):
         self.in_step: dict[str, RequestState] = {}
         self.cursor = 0
         """How many of the queue this plan has looked at."""
-
-    @property
-    def priority(self) -> int:
-        """Of the next request: a tenant's own priorities go before the shares of its adapters."""
-        return self._queue[self.cursor][1].priority if self.cursor < len(self._queue) else 0
 
     def queued(self) -> list[RequestState]:
         """Requests without a row, first to be served first."""
@@ -204,6 +206,25 @@ class Flow(Share):
             return None
         self.cursor += 1
         return self._queue[self.cursor - 1][1]
+
+    def _make_entry(self, priority: int = 0) -> Entry:
+        """With the priority of the next request: a tenant's own priorities go before the shares of its adapters."""
+        if self.cursor < len(self._queue):
+            priority = self._queue[self.cursor][1].priority
+        return Share._make_entry(self, priority)
+
+
+Entry = tuple[int, float, int, Share]
+"""Of the heap of a share's children: priority, place, ticket, child. No two have the same ticket."""
+
+
+def charge_shares(units: Mapping[Share, float]) -> None:
+    """Count service of shares that have a parent."""
+    for share, amount in units.items():
+        share.has_grown = True
+        counter = share.counter = share.counter + amount / share.weight
+        if share.parent is not None and counter > share.parent._ceiling:
+            share.parent._ceiling = counter
 
 
 def _sort_key(entry: tuple[SortKey, RequestState]) -> SortKey:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.engine.lengths import Lengths
@@ -115,36 +115,33 @@ class TenantService:
             prices.output + prices.context * context
         )
 
-    def charge(self, chunks: Iterable[tuple[RequestState, Chunk]]) -> list[tuple[RequestState, float]]:
+    def charge(self, chunks: Sequence[tuple[RequestState, Chunk]]) -> list[tuple[RequestState, float]]:
         """The price of each chunk that was just computed, in units. Tokens computed again cost nothing.
 
         A distinct adapter in the step has its price once, divided among the requests that use it.
         """
         charges: list[tuple[RequestState, float]] = []
-        users: dict[str, list[int]] = {}
+        num_users = Counter([state.digest for state, _ in chunks])
         prices = self.prices
         for state, chunk in chunks:
-            self._tenants[state.tenant].tokens += len(chunk.token_ids)
-            end = chunk.start + len(chunk.token_ids)
-            start = max(chunk.start, state.num_charged)
-            count = max(end - start, 0)
-            state.num_charged = max(state.num_charged, end)
-            prompt = min(count, max(state.num_prompt - start, 0))
-            context = (start + end) / 2
-            units = prompt * (prices.prompt + prices.prompt_context * context)
-            units += (count - prompt) * (prices.output + prices.context * context)
-            units += self._load_price(state)
-            if chunk.adapter is not None:
-                users.setdefault(chunk.adapter.digest, []).append(len(charges))
+            num_tokens, units = len(chunk.token_ids), 0.0
+            end = chunk.start + num_tokens
+            if end > state.num_charged:
+                start = max(chunk.start, state.num_charged)
+                state.num_charged = end
+                context = (start + end) / 2
+                prompt = min(max(state.num_prompt - start, 0), end - start)
+                units = (end - start - prompt) * (prices.output + prices.context * context)
+                if prompt:
+                    units += prompt * (prices.prompt + prices.prompt_context * context)
+            if state.caused_load:
+                units += self._load_price(state)
+            if state.rank:
+                units += prices.rank * state.rank / num_users[state.digest]
+            tenant = self._tenants[state.tenant]
+            tenant.tokens += num_tokens
+            tenant.service += units
             charges.append((state, units))
-        for indices in users.values():
-            state = charges[indices[0]][0]
-            rank = state.request.adapter.config.rank if state.request.adapter is not None else 0
-            share = prices.rank * rank / len(indices)
-            for index in indices:
-                charges[index] = (charges[index][0], charges[index][1] + share)
-        for state, units in charges:
-            self._tenants[state.tenant].service += units
         return charges
 
     def charge_load(self, state: RequestState) -> list[tuple[RequestState, float]]:

@@ -24,7 +24,7 @@ class WaitingQueue:
         self._states: dict[str, RequestState] = {}
         self._holders: dict[str, RequestState] = {}
         """Those with a hold."""
-        self._num_holders: Counter[str] = Counter()
+        self._num_holders: dict[str, int] = {}
         """By adapter; only those that have some."""
         self._overdue: dict[str, RequestState] = {}
         """Those that were overtaken as often as may be."""
@@ -83,16 +83,17 @@ class WaitingQueue:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
             adapter = state.request.adapter
-            if not self._num_holders[adapter.digest] and self._residency.state(adapter.digest) != "device":
+            num_holders = self._num_holders.get(adapter.digest, 0)
+            if not num_holders and self._residency.state(adapter.digest) != "device":
                 state.caused_load = True
             self._residency.want(adapter)
             state.is_holding = True
             self._holders[state.request_id] = state
-            self._num_holders[adapter.digest] += 1
+            self._num_holders[adapter.digest] = num_holders + 1
 
     def holders_of(self, digest: str) -> list[RequestState]:
         """Requests that hold an adapter."""
-        if not self._num_holders[digest]:
+        if digest not in self._num_holders:
             return []
         return [state for state in self._holders.values() if state.digest == digest]
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests/support .venv/bin/python scripts/time_planning.py [--running 256] [--waiting 20000] ...
 
-By default 256 requests run and 20,000 wait, of 1,000 tenants with 5,000 adapters, all of which are on the device, and
-in every step 4 requests end and as many arrive. No tokens are computed.
+By default 256 requests have rows and 20,000 wait, of 1,000 tenants with 5,000 adapters, all of which are on the device,
+and in every step 4 requests end and as many arrive and start; with longer answers fewer do. No tokens are computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from fairness.calls import Call
 from fairness.engine import EngineSettings, VirtualEngine
 
-OUTPUT_TOKENS = 64
+WARM_UP_STEPS = 64
 
 
 def main() -> int:
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--waiting", type=int, default=20_000)
     parser.add_argument("--tenants", type=int, default=1_000)
     parser.add_argument("--adapters", type=int, default=5_000)
+    parser.add_argument("--output-tokens", type=int, default=64, help="of an answer, on average (default 64)")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
     args = parser.parse_args()
@@ -49,7 +50,7 @@ def main() -> int:
             at_s=engine.time.now_s,
             tenant=f"t{adapter % args.tenants}",
             num_prompt=rng.randint(16, 64),
-            num_output=rng.randint(OUTPUT_TOKENS // 2, OUTPUT_TOKENS * 3 // 2),
+            num_output=rng.randint(args.output_tokens // 2, args.output_tokens * 3 // 2),
             adapter=adapter,
         )
         engine.submit(call)
@@ -58,7 +59,7 @@ def main() -> int:
         arrive()
     plan_s, commit_s = [], []
     scheduler = engine.scheduler
-    for step in range(args.steps + OUTPUT_TOKENS):
+    for step in range(args.steps + WARM_UP_STEPS):
         engine.residency.tick(step)
         started_s = time.perf_counter()
         plan = scheduler.plan()
@@ -72,7 +73,7 @@ def main() -> int:
         scheduler.complete(plan.step)
         for _ in range(sum(output.finish_reason is not None for output in outputs)):
             arrive()
-        if step >= OUTPUT_TOKENS:
+        if step >= WARM_UP_STEPS:
             plan_s.append(planned_s - started_s)
             commit_s.append(committed_s - executed_s)
     print(

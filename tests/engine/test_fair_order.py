@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from engine_simulator import GEOMETRY, Simulator, adapter, request
@@ -8,7 +11,7 @@ from weft.engine.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder,
 from weft.engine.request import FlowKey
 from weft.engine.request_pages import RequestPages
 from weft.engine.request_state import RequestState
-from weft.engine.shares import MAX_IDLE_SHARES
+from weft.engine.shares import MAX_IDLE_SHARES, Flow, Share
 from weft.memory.block_table import BlockTable
 
 QUANTUM = 10.0
@@ -53,6 +56,57 @@ class Crowd:
 
     def line(self, limit: int = 100) -> list[float]:
         return [state.arrival_index for state in self.order.candidates(limit)]
+
+
+def least(share: Share) -> Share | None:
+    """The child that is next, found by a look at each."""
+    children = [child for child in share.children.values() if child.num_queued and not child.is_closed]
+    return min(
+        children,
+        key=lambda child: (
+            child._queue[child.cursor][1].priority
+            if isinstance(child, Flow) and child.cursor < child.num_queued
+            else 0,
+            child.counter + child.quantum * (child.rows + child.promised + 1) / child.weight,
+            child.ticket,
+        ),
+        default=None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_the_child_that_is_first_is_the_least(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`first` looks only at children that have changed."""
+    first, num_asked = Share.first, Counter[bool]()
+
+    def checked(share: Share) -> Share | None:
+        found = first(share)
+        assert found is least(share)
+        num_asked[len(share.children) > 1] += 1
+        return found
+
+    monkeypatch.setattr(Share, "first", checked)
+    draw, crowd = random.Random(seed), Crowd()
+    running: list[RequestState] = []
+    for _ in range(60):
+        for _ in range(draw.randrange(4)):
+            tenant, ref, priority = draw.choice("abcdef"), draw.choice([None, "x", "y"]), draw.choice([0, 0, 0, -1])
+            weight = draw.choice([1.0, 3.0])
+            crowd.arrive(tenant, ref, lane=draw.randrange(2), weight=weight, priority=priority)
+        line = crowd.order.candidates(draw.randrange(1, 12))
+        looked: list[RequestState] = []
+        for state in line:
+            looked.append(state)
+            if draw.random() < 0.3:
+                crowd.order.pass_over(draw.choice(looked))
+            elif draw.random() < 0.3:
+                crowd.start(state)
+                running.append(state)
+        crowd.order.charge([(state, draw.uniform(0, 40)) for state in running])
+        for state in draw.sample(running, min(len(running), draw.randrange(3))):
+            running.remove(state)
+            (crowd.order.stop if draw.random() < 0.5 else crowd.order.leave)(state)
+    assert num_asked[True] > 100
 
 
 def test_within_an_adapter_requests_go_by_priority_then_the_preempted_then_arrival() -> None:

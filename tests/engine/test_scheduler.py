@@ -3,12 +3,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_simulator import RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
+from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
+from weft.engine.plan import Chunk
 from weft.engine.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.waiting import MAX_BYPASSES
@@ -484,6 +486,32 @@ def test_a_failed_load_ends_those_that_wait_for_it_and_nobody_else() -> None:
     assert (error.code, error.kind) == ("adapter_load_failed", "capacity")
     assert simulator.last("good").finish_reason == "length"
     assert_idle_and_empty(simulator)
+
+
+def test_the_chunk_of_a_token_becomes_that_of_the_next_only_while_its_page_has_room() -> None:
+    """And only once its step is committed; what prompts were computed with stays as it was, for who counts tokens."""
+    simulator = Simulator()
+    wanted = request("x", prompt=5, max_tokens=8, repetition_penalty=2.0)
+    simulator.core.submit(wanted)
+    chunks: list[Chunk] = []
+    told: list[tuple[list[int], int, int]] = []
+    for _ in range(8):
+        plan = simulator.scheduler.plan()
+        assert plan is not None
+        (chunk,) = plan.chunks
+        assert chunk.sample is not None
+        assert chunk.sample.output_token_ids == simulator.scheduler.table.requests["x"].output_token_ids
+        chunks.append(chunk)
+        told.append((list(chunk.token_ids), chunk.start, chunk.sample.output_index))
+        simulator.scheduler.commit(plan, simulator.runner.execute(plan))
+        simulator.scheduler.complete(plan.step)
+        assert plan.num_tokens == len(told[-1][0])
+    tokens = expected_tokens(wanted, 8)
+    assert told == [(wanted.prompt_token_ids, 0, 0)] + [([tokens[i]], 5 + i, 1 + i) for i in range(7)]
+    assert [chunk is before for before, chunk in pairwise(chunks)] == [
+        len(before.token_ids) == 1 and start % PAGE_TOKENS != 0
+        for before, (_, start, _) in zip(chunks, told[1:], strict=False)
+    ]
 
 
 def test_a_stale_slot_ends_its_requests_and_nobody_else() -> None:

@@ -78,15 +78,26 @@ def test_half_are_expected_before_any_is_known() -> None:
 
 
 def test_the_share_of_claims_stays_between_its_bounds() -> None:
-    slots = expecting_all()
-    for key in range(400):
+    slots = ReturnSlots()
+    for key in range(2000):
         give(slots, key)
-    slots.expire(NOW_S + 1000)
+    slots.expire(NOW_S + MAX_SLOT_S)
     assert slots.claimed_shares[0] == MIN_CLAIMED
-    for key in range(400):
-        slots.give(key, NOW_S + 1000, NOW_S + 1001, 1, 10, num_left=PLENTY)
+    for key in range(2000):
+        slots.give(key, NOW_S + MAX_SLOT_S, NOW_S + MAX_SLOT_S + 1, 1, 10, num_left=PLENTY)
         slots.claim(key)
     assert 0.99 < slots.claimed_shares[0] <= 1
+
+
+def test_one_claim_among_many_that_were_not_changes_little() -> None:
+    slots = ReturnSlots()
+    for key in range(500):
+        give(slots, key)
+    slots.expire(NOW_S + 1000)
+    before = slots.claimed_shares[0]
+    slots.give(1, NOW_S + 1000, NOW_S + 1001, 1, 10, num_left=PLENTY)
+    slots.claim(1)
+    assert before < slots.claimed_shares[0] < before + 0.005
 
 
 def test_what_is_sent_again_too_early_has_a_share_of_its_own() -> None:

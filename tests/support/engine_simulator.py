@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -23,7 +24,7 @@ from weft.engine.runner import ModelRunner
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduler import Scheduler
 from weft.engine.status import ResidentAdapter
-from weft.errors import AdapterUnavailableError, EngineError, StaleSlotError
+from weft.errors import AdapterUnavailableError, EngineError
 from weft.memory.eviction import Evictor, UseCount, eviction_policy
 from weft.memory.geometry import PageGeometry
 from weft.memory.host_slab import HostSlab
@@ -135,7 +136,7 @@ class SimulatedRunner:
     """What a plan should not have asked for; the engine itself turns it into an error of the step."""
 
     def execute(self, plan: StepPlan) -> list[ChunkResult]:
-        self.plans.append(plan)
+        self.plans.append(deepcopy(plan))  # chunks are filled anew for the next step
         if plan.step in self.fail_on:
             raise RuntimeError("the device is on fire")
         try:
@@ -319,9 +320,13 @@ class SimulatedResidency:
         entry = self._entries.get(digest)
         return "LOADING" if entry is None or entry.loaded_at > self._now else "NO_ROOM"
 
-    def check_slot(self, slot: int, generation: int, digest: str) -> None:
-        if digest in self.stale or self._entries[digest].slot != slot or self._generations[slot] != generation:
-            raise StaleSlotError("the adapter slot was reused")
+    def stale_leases(self, leases: Iterable[SlotLease]) -> set[SlotLease]:
+        return {
+            lease
+            for lease in leases
+            if lease.digest in self.stale
+            or lease != (self._entries[lease.digest].slot, self._generations[lease.slot], lease.digest)
+        }
 
     def residents(self) -> list[ResidentAdapter]:
         return [

@@ -32,7 +32,7 @@ WAIT_SHARES = {-1: 0.1, 0: 0.22, 1: 0.65, 2: 0.9}
 while refused ones have slots, all who have none; those whose time has come; those who came in time once before, in
 vain. So the engine never runs dry, a told time is kept to, and who comes back in time finds room. The rest is for
 errors of the prediction."""
-BOOKED_SHARE = 0.9
+BOOKED_SHARE = 0.85
 """Share of a tenant's rate that is given out as slots."""
 ACTIVE_S = 10.0
 """A tenant counts among those who share the engine until so long after its last request."""
@@ -131,7 +131,7 @@ class Admission:
 
     def finished(self, num_tokens: int) -> None:
         """One of the choices was generated to its end."""
-        self._gate._finished(self._ask, num_tokens)
+        self._gate._finished(self._ask, self._units, num_tokens)
 
     def refused(self, error: WeftError) -> WeftError:
         """The error, with the time to come back if the engine had no time or room for the request."""
@@ -170,8 +170,8 @@ class Gate:
         self.lengths = Lengths()
         self.factor = START_FACTOR
         """Actual over predicted wait, as few requests exceed."""
-        self.mean_factor = START_FACTOR
-        """The same on average."""
+        self.mean_cost = START_FACTOR
+        """Actual over predicted units of a request, on average."""
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
         self._read_load = load
@@ -293,11 +293,12 @@ class Gate:
             units = min(units, (own[1] if own else 0.0) * (len(tenant.adapters) + (own is None)))
         return units / rate
 
-    def _units(self, ask: Ask) -> float:
-        """What a request costs, with the length of its prompt and of its answers predicted."""
+    def _units(self, ask: Ask, output: float | None = None) -> float:
+        """What a request costs if each answer has so many tokens; None predicts them. The prompt's are estimated."""
         prices = self._load.prices if self._load else Prices()
         prompt = ask.num_bytes / BYTES_PER_TOKEN
-        output = self.lengths.p50(ask.tenant, ask.adapter, ask.max_tokens)
+        if output is None:
+            output = self.lengths.p50(ask.tenant, ask.adapter, ask.max_tokens)
         per_token = prices.output + prices.context * (prompt + output / 2)
         return prompt * (prices.prompt + prices.context * prompt / 2) + ask.num_choices * output * per_token
 
@@ -315,7 +316,7 @@ class Gate:
 
     def _slot_after_s(self, ask: Ask, tenant: _Tenant, now_s: float, after_s: float, turn: int) -> float:
         """Seconds after which the request has a slot, not less than `after_s`."""
-        units, units_per_s = self._units(ask), self._rate(ask.tenant, tenant) / self.mean_factor
+        units, units_per_s = self._units(ask), self._rate(ask.tenant, tenant) / self.mean_cost
         if not units_per_s:
             return after_s
         if turn > 0:
@@ -344,7 +345,10 @@ class Gate:
         tenant.refused[code] += 1
         self._on_refusal(code, ask.name)
 
-    def _finished(self, ask: Ask, num_tokens: int) -> None:
+    def _finished(self, ask: Ask, units: float, num_tokens: int) -> None:
+        low, high = FACTOR_BOUNDS
+        cost = min(high, max(low, self._units(ask, num_tokens) / units)) if units else 1.0
+        self.mean_cost += (cost - self.mean_cost) / MEAN_MEMORY
         self.lengths.observe(ask.tenant, ask.adapter, num_tokens)
         if self._num_untaught is None:
             self._num_answers += 1
@@ -367,7 +371,6 @@ class Gate:
             low, high = FACTOR_BOUNDS
             step = FACTOR_UP if queue_s > self.factor * raw_s else FACTOR_DOWN
             self.factor = min(high, max(low, self.factor * step))
-            self.mean_factor += (min(high, max(low, queue_s / raw_s)) - self.mean_factor) / MEAN_MEMORY
 
     def _leave_queue(self, ask: Ask, count: int, units: float) -> None:
         tenant = self._tenants[ask.tenant]

@@ -16,7 +16,7 @@ EARLY_S = 0.05
 """Clocks and sleeps of clients are not exact: a claim counts from so long before its time."""
 MAX_SLOT_S = 3600.0
 """No slot is further away."""
-START_CLAIMED = 0.5
+START_CLAIMED = 0.6
 """Expected share of claims before any is known. If too high, the first told times are too long for nothing; if too low,
 the first who come back find no room and are told a second time."""
 MIN_CLAIMED = 0.005
@@ -25,7 +25,7 @@ NOISE = 1.25
 """Less change of what fits into a second is none."""
 _MEMORY = 256
 """The share of claimed slots is an average over about so many: enough that a single claim does not double it."""
-_START_MEMORY = 8
+_START_MEMORY = 4
 """The share expected at the start counts as much as so many slots."""
 
 

@@ -23,10 +23,10 @@ MIN_CLAIMED = 0.005
 FIRST_ONLY = 16_384
 NOISE = 1.25
 """Less change of what fits into a second is none."""
+_CLAIMS = 6.0
+"""The share of claimed slots is an average over about so many claims: the fewer come back, the more slots that takes."""
 _MEMORY = 256
-"""The share of claimed slots is an average over about so many: enough that a single claim does not double it."""
-_START_MEMORY = 4
-"""The share expected at the start counts as much as so many slots."""
+"""Most slots of that average."""
 
 
 class ReturnSlots:
@@ -40,7 +40,6 @@ class ReturnSlots:
     def __init__(self) -> None:
         self.claimed_shares = [START_CLAIMED, START_CLAIMED]
         """By kind, of the slots whose time has come, the share that was claimed lately."""
-        self._memories = [_START_MEMORY, _START_MEMORY]
         self._booked: dict[int, list[float]] = {}
         """Units of both kinds by second."""
         self._densities = (0.0, 0.0)
@@ -124,9 +123,9 @@ class ReturnSlots:
                 self._learn(kind, was_claimed=False)
 
     def _learn(self, kind: int, *, was_claimed: bool) -> None:
-        self._memories[kind] = min(self._memories[kind] + 1, _MEMORY)
         share = self.claimed_shares[kind]
-        self.claimed_shares[kind] = max(MIN_CLAIMED, share + (was_claimed - share) / self._memories[kind])
+        weight = max(share / _CLAIMS, 1 / _MEMORY)
+        self.claimed_shares[kind] = max(MIN_CLAIMED, share + (was_claimed - share) * weight)
 
     def _expected(self, second: int) -> float:
         """Units for which somebody will come in this second."""

@@ -64,7 +64,8 @@ class ModelEngine:
     def submit(self, client: Client) -> None:
         if not self.requests.get(client.tenant):
             active = [self.served[name] for name, waiting in self.requests.items() if waiting]
-            self.served[client.tenant] = max(self.served[client.tenant], min(active, default=0))
+            last = max(self.served.values(), default=0.0)
+            self.served[client.tenant] = max(self.served[client.tenant], min(active, default=last))
         self.requests.setdefault(client.tenant, []).append(client)
 
     def step(self, now_s: float) -> tuple[float, list[Client], list[Client]]:

@@ -235,7 +235,6 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
         "with_retry_after": len(told_s) / len(refused) if refused else None,
         "retry_after_s": distribution(told_s),
         "probes": [{"told_s": told, "admitted_after_s": after} for told, after in phase.truths],
-        "told_over_truth": distribution([told / after for told, after in phase.truths if after]),
         "true_within_twice": _mean([is_true(*truth) for truth in phase.truths]),
         "served": {kind: _mean([_is_served(v) for v in phase.visits if v.kind == kind]) for kind in TRIES},
         "normal_after_s": phase.normal_after_s,

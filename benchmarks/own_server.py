@@ -125,9 +125,6 @@ class OwnServer:
 
         Pages of the pool do not count: they become resident when they are used first, up to the size of the pool.
         """
-        memory = self.ready["memory"]
-        host_bytes = memory["host_pages"] * self.ready["geometry"]["page_bytes"]
-        pool_bytes = min(memory["arena_bytes"], host_bytes or memory["arena_bytes"])
         try:
             pids = [self.pid]
             for pid in pids:
@@ -136,7 +133,7 @@ class OwnServer:
         except OSError:
             return None
         sizes = [[int(kib) for kib in found] for found in _MAPPING.findall(maps)]
-        return sum(rss for size, rss in sizes if size * 1024 < pool_bytes) / 1024
+        return sum(rss for size, rss in sizes if size * 1024 < self.ready["memory"]["arena_bytes"]) / 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,8 +346,7 @@ class Gate:
         self._on_refusal(code, ask.name)
 
     def _finished(self, ask: Ask, units: float, num_tokens: int) -> None:
-        low, high = FACTOR_BOUNDS
-        cost = min(high, max(low, self._units(ask, num_tokens) / units)) if units else 1.0
+        cost = min(FACTOR_BOUNDS[1], self._units(ask, num_tokens) / units)
         self.mean_cost += (cost - self.mean_cost) / MEAN_MEMORY
         self.lengths.observe(ask.tenant, ask.adapter, num_tokens)
         if self._num_untaught is None:

@@ -24,9 +24,10 @@ FIRST_ONLY = 16_384
 NOISE = 1.25
 """Less change of what fits into a second is none."""
 _CLAIMS = 6.0
-"""The share of claimed slots is an average over about so many claims: the fewer come back, the more slots that takes."""
+"""The share of claimed slots is an average over about so many claims: the fewer there are, the more slots it takes."""
 _MEMORY = 256
 """Most slots of that average."""
+_NO_SLOT = [(-math.inf, 0, 0)]
 
 
 class ReturnSlots:
@@ -97,10 +98,8 @@ class ReturnSlots:
 
     def turn(self, key: int, now_s: float) -> int:
         """-1: its slot is to come; 0: it has none; 1: one has come; 2: one has, and the slot before it was in vain."""
-        slots = self._by_key.get(key)
-        if not slots:
-            return 0
-        return slots[0][1] if slots[0][0] <= now_s + EARLY_S else -1
+        slot_s, turn, _ = self._by_key.get(key, _NO_SLOT)[0]
+        return turn if slot_s <= now_s + EARLY_S else -1
 
     def claim(self, key: int) -> None:
         """Use up the first slot of this request, which must have one."""
@@ -109,12 +108,9 @@ class ReturnSlots:
 
     def expire(self, now_s: float) -> None:
         """Close the slots that nobody claimed in time."""
-        if now_s - self._pruned_s > MAX_SLOT_S:
+        if int(now_s) != self._pruned_s:
             self._booked = {second: units for second, units in self._booked.items() if second >= int(now_s)}
-        else:
-            for second in range(self._pruned_s, int(now_s)):
-                self._booked.pop(second, None)
-        self._pruned_s = int(now_s)
+            self._pruned_s = int(now_s)
         while self._by_time and self._by_time[0][0] < now_s - GRACE_S:
             slot_s, key = heapq.heappop(self._by_time)
             slots = self._by_key.get(key)

@@ -34,15 +34,18 @@ from weft.server.shapes import ChatShape, CompletionShape, Shape
 
 
 class GenerationRoute(APIRoute):
-    """Finds the caller itself: FastAPI's way through the dependencies is a third of what a refusal costs."""
+    """Finds the caller itself and runs what its endpoint plans.
+
+    FastAPI's way through the dependencies would be a third of what a refusal costs.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers a request; FastAPI's own reads dependencies, which are for the API page alone."""
 
         async def handle(request: Request) -> GenerationResponse:
             caller = await admit_generation(request, request.query_params.get("tenant"))
-            response: GenerationResponse = await self.endpoint(request, caller)
-            return response
+            plan: PlannedGeneration = await self.endpoint(request, caller)
+            return GenerationResponse(plan.generation, plan.shape, plan.meter, services_of(request).drain, plan.manner)
 
         return handle
 
@@ -64,12 +67,12 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
     responses={200: {"model": CompletionView, "content": _STREAM}},
     openapi_extra=takes(CompletionBody),
 )
-async def complete(request: Request, caller: GeneratingCaller) -> GenerationResponse:
+async def complete(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Continue one or many prompts."""
     services = services_of(request)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
     body = await parsed(CompletionBody, raw)
-    return _respond(await plan_completion(_origin(request, services, caller, raw), body))
+    return await plan_completion(_origin(request, services, caller, raw), body)
 
 
 @router.post(
@@ -78,12 +81,12 @@ async def complete(request: Request, caller: GeneratingCaller) -> GenerationResp
     responses={200: {"model": ChatView, "content": _STREAM}},
     openapi_extra=takes(ChatBody),
 )
-async def chat(request: Request, caller: GeneratingCaller) -> GenerationResponse:
+async def chat(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation."""
     services = services_of(request)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
     body = await parsed(ChatBody, raw)
-    return _respond(await plan_chat(_origin(request, services, caller, raw), body))
+    return await plan_chat(_origin(request, services, caller, raw), body)
 
 
 def deadline_s(headers: Mapping[str, str]) -> float | None:
@@ -246,11 +249,6 @@ class _Call:
         except BaseException:
             admission.end()
             raise
-
-
-def _respond(planned: PlannedGeneration) -> GenerationResponse:
-    drain = planned.origin.services.drain
-    return GenerationResponse(planned.generation, planned.shape, planned.meter, drain, planned.manner)
 
 
 def _plan(

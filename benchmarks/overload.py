@@ -49,8 +49,6 @@ HONEST_SHARE = 0.3
 """Of the capacity."""
 PROBE_AT = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
 """When probes come, as parts of the told time."""
-NO_WORD_S = 1.0
-"""What an honest client waits where there is no Retry-After."""
 NORMAL_RATIO = 2.0
 """Normal is a TTFT within this multiple of the idle one, three times in a row."""
 _POLL_S = 0.1
@@ -175,7 +173,7 @@ async def _visit(options: argparse.Namespace, phase: Phase, visit: Visit) -> Non
         if not reply.is_refused:
             return
         if visit.kind == "honest":
-            await asyncio.sleep(reply.retry_after_s or NO_WORD_S)
+            await asyncio.sleep(reply.retry_after_s or 1.0)
         due_s = time.perf_counter()
     if visit.kind == "impatient" and reply.retry_after_s and due_s >= phase.next_probe_s:
         phase.next_probe_s = due_s + options.seconds / options.probes

@@ -32,7 +32,6 @@ UNLIMITED = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurre
 _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
 _POLL_S = 0.1
-_DISTINCT = 1 << 20
 _MAPPING = re.compile(r"^Size: +(\d+) kB$.*?^Rss: +(\d+) kB$", re.MULTILINE | re.DOTALL)
 
 
@@ -96,7 +95,7 @@ class OwnServer:
         def one(index: int) -> str:
             name, files = originals[index % len(originals)]
             config = json.loads(files["config"])
-            config["lora_alpha"] *= 1 + index / _DISTINCT
+            config["lora_alpha"] *= 1 + index / (1 << 20)
             self.upload(key, f"{name}-{index}", {**files, "config": json.dumps(config).encode()})
             return f"{name}-{index}"
 

@@ -104,6 +104,8 @@ class _Tenant:
     adapters: dict[str | None, list[float]] = field(default_factory=dict)
     """Waiting requests and their units, by adapter."""
     slots: ReturnSlots = field(default_factory=ReturnSlots)
+    mean_cost: float = START_FACTOR
+    """Actual over predicted units of an answer, on average."""
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -129,9 +131,9 @@ class Admission:
             self._gate._leave_queue(self._ask, 1, self._units / self._ask.num_choices)
             self._num_waiting -= 1
 
-    def finished(self, num_tokens: int) -> None:
-        """One of the choices was generated to its end."""
-        self._gate._finished(self._ask, self._units, num_tokens)
+    def finished(self, num_computed: int, num_prompt: int, num_output: int) -> None:
+        """One of the choices was generated to its end, with so many tokens; of the prompt's not all were computed."""
+        self._gate._finished(self._ask, self._units / self._ask.num_choices, num_computed, num_prompt, num_output)
 
     def refused(self, error: WeftError) -> WeftError:
         """The error, with the time to come back if the engine had no time or room for the request."""
@@ -170,8 +172,6 @@ class Gate:
         self.lengths = Lengths()
         self.factor = START_FACTOR
         """Actual over predicted wait, as few requests exceed."""
-        self.mean_cost = START_FACTOR
-        """Actual over predicted units of a request, on average."""
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
         self._read_load = load
@@ -209,14 +209,15 @@ class Gate:
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else max(WAIT_SHARES)] * self._max_wait_s
         has_row = self._has_rows(tenant)
         is_late = wait_s > limit_s and not has_row
-        is_crowded = is_late or tenant.waiting >= FREE_FACTOR * (self._max_waiting - self._waiting)
-        if tenant.waiting and (is_crowded or wait_s > _deadline_s(ask)):
+        is_full = tenant.waiting >= FREE_FACTOR * (self._max_waiting - self._waiting)
+        is_crowded = tenant.waiting > 0 and (is_late or is_full)
+        if turn > 0 and not is_crowded:
+            tenant.slots.claim(ask.key)  # also where its own deadline forbids to wait: it came as it was told
+        if is_crowded or (tenant.waiting and wait_s > _deadline_s(ask)):
             after_s = _after_s(ask, wait_s, WAIT_SHARES[0] * self._max_wait_s)
             if is_crowded:
                 after_s = self._slot_after_s(ask, tenant, now_s, after_s, turn)
             raise self._refusal(ask, tenant, after_s)
-        if turn > 0:
-            tenant.slots.claim(ask.key)
         units = self._units(ask)
         tenant.live += 1
         tenant.live_units += units
@@ -293,14 +294,17 @@ class Gate:
             units = min(units, (own[1] if own else 0.0) * (len(tenant.adapters) + (own is None)))
         return units / rate
 
-    def _units(self, ask: Ask, output: float | None = None) -> float:
-        """What a request costs if each answer has so many tokens; None predicts them. The prompt's are estimated."""
-        prices = self._load.prices if self._load else Prices()
+    def _units(self, ask: Ask) -> float:
+        """What a request is predicted to cost."""
         prompt = ask.num_bytes / BYTES_PER_TOKEN
-        if output is None:
-            output = self.lengths.p50(ask.tenant, ask.adapter, ask.max_tokens)
-        per_token = prices.output + prices.context * (prompt + output / 2)
-        return prompt * (prices.prompt + prices.context * prompt / 2) + ask.num_choices * output * per_token
+        output = self.lengths.p50(ask.tenant, ask.adapter, ask.max_tokens)
+        return self._cost(prompt, prompt, output) + (ask.num_choices - 1) * self._cost(0, prompt, output)
+
+    def _cost(self, computed: float, prompt: float, output: float) -> float:
+        """Units of an answer. Prompt tokens found in the prefix cache are not computed, but attended to."""
+        prices = self._load.prices if self._load else Prices()
+        per_output = prices.output + prices.context * (prompt + output / 2)
+        return computed * (prices.prompt + prices.prompt_context * prompt / 2) + output * per_output
 
     def _refusal(self, ask: Ask, tenant: _Tenant, after_s: float) -> WeftError:
         code = OVER_SHARE if self._is_over_share(ask.tenant, tenant) else OVERLOADED
@@ -316,7 +320,7 @@ class Gate:
 
     def _slot_after_s(self, ask: Ask, tenant: _Tenant, now_s: float, after_s: float, turn: int) -> float:
         """Seconds after which the request has a slot, not less than `after_s`."""
-        units, units_per_s = self._units(ask), self._rate(ask.tenant, tenant) / self.mean_cost
+        units, units_per_s = self._units(ask), self._rate(ask.tenant, tenant) / tenant.mean_cost
         if not units_per_s:
             return after_s
         if turn > 0:
@@ -345,10 +349,11 @@ class Gate:
         tenant.refused[code] += 1
         self._on_refusal(code, ask.name)
 
-    def _finished(self, ask: Ask, units: float, num_tokens: int) -> None:
-        cost = min(FACTOR_BOUNDS[1], self._units(ask, num_tokens) / units)
-        self.mean_cost += (cost - self.mean_cost) / MEAN_MEMORY
-        self.lengths.observe(ask.tenant, ask.adapter, num_tokens)
+    def _finished(self, ask: Ask, units: float, num_computed: int, num_prompt: int, num_output: int) -> None:
+        tenant = self._tenants[ask.tenant]
+        cost = self._cost(num_computed, num_prompt, num_output) / units
+        tenant.mean_cost += (min(FACTOR_BOUNDS[1], max(FACTOR_BOUNDS[0], cost)) - tenant.mean_cost) / MEAN_MEMORY
+        self.lengths.observe(ask.tenant, ask.adapter, num_output)
         if self._num_untaught is None:
             self._num_answers += 1
             if self._num_answers == MIN_ANSWERS:

@@ -187,7 +187,8 @@ class Generation:
         if delta.finish_reason is not None:
             self._num_wanted -= 1
             if self.admission is not None:
-                self.admission.finished(choice.text.num_tokens)
+                prompt, cached = self._computed[choice.index].prompt_tokens, self._computed[choice.index].cached_tokens
+                self.admission.finished(prompt - cached, prompt, choice.text.num_tokens)
 
     def _note(self, choice: Choice, output: RequestOutput) -> None:
         computed = self._computed[choice.index]

@@ -16,7 +16,7 @@ EARLY_S = 0.05
 """Clocks and sleeps of clients are not exact: a claim counts from so long before its time."""
 MAX_SLOT_S = 3600.0
 """No slot is further away."""
-START_CLAIMED = 0.6
+START_CLAIMED = 0.7
 """Expected share of claims before any is known. If too high, the first told times are too long for nothing; if too low,
 the first who come back find no room and are told a second time."""
 MIN_CLAIMED = 0.005
@@ -108,9 +108,9 @@ class ReturnSlots:
 
     def expire(self, now_s: float) -> None:
         """Close the slots that nobody claimed in time."""
-        if int(now_s) != self._pruned_s:
-            self._booked = {second: units for second, units in self._booked.items() if second >= int(now_s)}
-            self._pruned_s = int(now_s)
+        for second in range(self._pruned_s, min(int(now_s), self._pruned_s + 2 * int(MAX_SLOT_S))):
+            self._booked.pop(second, None)
+        self._pruned_s = int(now_s)
         while self._by_time and self._by_time[0][0] < now_s - GRACE_S:
             slot_s, key = heapq.heappop(self._by_time)
             slots = self._by_key.get(key)

@@ -8,7 +8,8 @@ import pytest
 
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import CapacityError, RateLimitError
-from weft.server.gate import FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Admission, Ask, Gate
+from weft.server.gate import BOOKED_SHARE, FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Admission, Ask, Gate
+from weft.server.return_slots import START_CLAIMED
 
 ASK = Ask(
     tenant="t",
@@ -21,7 +22,7 @@ ASK = Ask(
     deadline_s=None,
     key=1,
 )
-UNITS = 100 * (1 + 100 / 1200) + 50 * (2 + 125 / 600)
+UNITS = 100 * (1 + 100 / 60_000) + 50 * (2 + 125 / 600)
 """Of that request: 100 prompt tokens and 50 to come."""
 
 
@@ -162,6 +163,48 @@ def test_who_comes_before_the_told_time_finds_less_room_than_who_was_told_none()
     setting.gate.admit(told)  # nothing waits: there is no reason to send it away
 
 
+@pytest.mark.parametrize(
+    ("num_prompt", "num_cached", "num_output"), [(100, 0, 50), (400, 0, 50), (100, 96, 50), (100, 0, 5)]
+)
+def test_told_times_follow_what_the_tenants_answers_cost(num_prompt: int, num_cached: int, num_output: int) -> None:
+    setting = Setting()
+    other = setting.gate.admit(replace(ASK, tenant="other"))
+    for _ in range(500):
+        answer = setting.gate.admit(ASK)
+        answer.started(0.0)
+        answer.finished(num_prompt - num_cached, num_prompt, num_output)
+        answer.end()
+        other.finished(1, 1, 5000)  # changes nothing for the tenant
+    setting.gate.factor = START_FACTOR
+    setting.fill()
+    told = []
+    for number in range(400):
+        with pytest.raises((RateLimitError, CapacityError)) as refused:
+            setting.gate.admit(replace(ASK, key=1000 + number))
+        told.append(refused.value.retry_after_s)  # type: ignore[attr-defined]
+    computed = num_prompt - num_cached
+    cost = computed * (1 + num_prompt / 60_000) + num_output * (2 + (num_prompt + num_output / 2) / 600)
+    spacing_s = (told[-1] - told[100]) / 299
+    assert spacing_s == pytest.approx(START_CLAIMED * cost / (BOOKED_SHARE * UNITS / 2), rel=0.1)
+
+
+def test_who_came_as_told_has_come_though_its_deadline_forbids_to_wait() -> None:
+    setting = Setting()
+    admitted = setting.fill()
+    told = replace(ASK, key=77)
+    with pytest.raises(CapacityError) as refused:
+        setting.gate.admit(told)
+    for one in admitted[1:]:
+        one.end()
+    setting.now_s += refused.value.retry_after_s
+    slots = setting.gate._tenants["t"].slots
+    before = slots.claimed_shares[0]
+    with pytest.raises(CapacityError):
+        setting.gate.admit(replace(told, deadline_s=0.5))
+    assert slots.claimed_shares[0] > before
+    assert len(slots) == 1  # that of the first that found no time
+
+
 def test_a_deadline_alone_takes_no_slot() -> None:
     setting = Setting()
     for _ in range(3):
@@ -178,7 +221,7 @@ def test_the_factor_follows_what_really_happens() -> None:
         for _ in range(MIN_ANSWERS):
             answer = setting.gate.admit(ASK)
             answer.started(0.0)
-            answer.finished(50)
+            answer.finished(100, 100, 50)
             answer.end()
         assert setting.gate.factor == START_FACTOR  # nothing waited, so nothing was learned
         for _ in range(1500):
@@ -188,7 +231,6 @@ def test_the_factor_follows_what_really_happens() -> None:
             first.end()
             second.end()
         assert setting.gate.factor == pytest.approx(bound)
-        assert setting.gate.mean_cost == pytest.approx(1.0, abs=0.2)
 
 
 def test_choices_leave_the_queue_one_by_one_and_the_end_takes_the_rest() -> None:

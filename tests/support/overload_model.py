@@ -82,7 +82,7 @@ class ModelEngine:
             context = client.prompt + client.output - client.left
             cost = self.prices.output + context * self.prices.context
             if not client.is_started:
-                cost += client.prompt * (self.prices.prompt + self.prices.context * client.prompt / 2)
+                cost += client.prompt * (self.prices.prompt + self.prices.prompt_context * client.prompt / 2)
             self.served[name] += cost
             spent[name] += cost
             chosen.append(client)
@@ -194,7 +194,7 @@ class Overload:
             for client in ended:
                 assert client.admission is not None
                 client.ended_s = self.now_s
-                client.admission.finished(client.output)
+                client.admission.finished(client.prompt, client.prompt, client.output)
                 client.admission.end()
 
     def _try(self, client: Client) -> None:

@@ -256,7 +256,8 @@ def table_lines(run: dict[str, Any]) -> list[str]:
 FAIR: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "fairness-before-cpu": ("Before fair steps: first come first served", fairness_lines),
     "fairness-cpu": ("A quiet tenant beside 200 streams of another", fairness_lines),
-    "overload-cpu": ("Overload", table_lines),
+    "overload-cpu": ("Overload, demo model", table_lines),
+    "overload-0.5b-cpu": ("Overload, 0.5B shape", table_lines),
     "adapters-http-cpu": ("Many adapters over HTTP, demo model", table_lines),
     "adapters-http-0.5b-cpu": ("Many adapters over HTTP, 0.5B shape", table_lines),
     "batching-cpu": ("Three generations of batching", table_lines),

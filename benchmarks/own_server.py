@@ -120,7 +120,7 @@ class OwnServer:
             time.sleep(_POLL_S)
 
     def rss_mib(self) -> float | None:
-        """Resident memory of the server and the processes that it started; None without /proc.
+        """Resident memory of the server and its engine, without the pool, in MiB; None without /proc.
 
         Pages of the pool do not count: they become resident when they are used first, up to the size of the pool.
         """

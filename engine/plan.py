@@ -30,7 +30,11 @@ class SampleSpec:
 
 @dataclass(slots=True, kw_only=True)
 class Chunk:
-    """Consecutive tokens of one request that are computed in this step. Once committed, it may be filled anew."""
+    """Consecutive tokens of one request that are computed in this step.
+
+    When the step is committed, the scheduler may change this object into the request's chunk for the next step. Whoever
+    keeps it longer makes a copy.
+    """
 
     request_id: str
     token_ids: list[int]

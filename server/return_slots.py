@@ -108,7 +108,7 @@ class ReturnSlots:
 
     def expire(self, now_s: float) -> None:
         """Close the slots that nobody claimed in time."""
-        for second in range(self._pruned_s, min(int(now_s), self._pruned_s + 2 * int(MAX_SLOT_S))):
+        for second in range(self._pruned_s, min(int(now_s), self._pruned_s + 2 * int(MAX_SLOT_S)) * bool(self._booked)):
             self._booked.pop(second, None)
         self._pruned_s = int(now_s)
         while self._by_time and self._by_time[0][0] < now_s - GRACE_S:

@@ -136,7 +136,7 @@ class SimulatedRunner:
     """What a plan should not have asked for; the engine itself turns it into an error of the step."""
 
     def execute(self, plan: StepPlan) -> list[ChunkResult]:
-        self.plans.append(deepcopy(plan))  # chunks are filled anew for the next step
+        self.plans.append(deepcopy(plan))  # a copy, because the scheduler changes chunks for the next step
         if plan.step in self.fail_on:
             raise RuntimeError("the device is on fire")
         try:

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from weft.benchmarks.arguments import counts, positive
 from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.generator import Call, Reply, closed_loop
@@ -90,7 +92,7 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
         with plain_server(options.model, [*options.set, *settings[kind]], folder=folder) as server:
             calls = server.calls(registered["key"], repeat)
             load = _put_load(options, server, calls, registered["names"], kind == "control", delays_s)
-            return asyncio.run(load)
+            return uvloop.run(load)
 
     runs = take_turns(settings, options.repeats, run, first=1)
     merged = {

@@ -10,7 +10,6 @@ both, and how fast the batch ran. Exit status 1 if any request or line failed, 2
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import json
 import random
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
+import uvloop
 
 from weft.benchmarks import load, serve
 from weft.benchmarks.arguments import positive
@@ -40,11 +40,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ):
         api = functools.partial(call, http, served.key)
         plan, settings = load.make_plan(options), load.make_settings(options)
-        asyncio.run(load.send(served, plan[: options.warmup], settings))
-        alone = asyncio.run(load.send(served, plan, settings))
+        uvloop.run(load.send(served, plan[: options.warmup], settings))
+        alone = uvloop.run(load.send(served, plan, settings))
         batch_id = _start(api, options, served.models)
         _until(api, batch_id, "in_progress", "completed")
-        beside = asyncio.run(load.send(served, plan, settings))
+        beside = uvloop.run(load.send(served, plan, settings))
         done_beside = api("GET", f"/batches/{batch_id}")["request_counts"]["completed"]
         ended = _until(api, batch_id, "completed")
     counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])

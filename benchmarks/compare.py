@@ -11,11 +11,12 @@ make no sense.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import uvloop
 
 from weft.benchmarks import load
 from weft.benchmarks.arguments import positive
@@ -51,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             # Other prompts in each round: a repeated one measures prefix caches.
             fresh = replace(settings, seed=options.seed + round_)
             translated = translate(plan, contenders["Weft"].models, contender.models)
-            records = asyncio.run(load.send(contender, translated, fresh))
+            records = uvloop.run(load.send(contender, translated, fresh))
             failed = next((record.error for record in records if record.error), None)
             if not round_ and failed:
                 raise WeftError(f"{name} does not answer as asked: {failed}")

@@ -30,6 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import uvloop
+
 from weft.benchmarks.arguments import positive
 from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.flood import Stream, flood
@@ -117,7 +119,7 @@ def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: 
         for name in ("with", "without") if repeat % 2 else ("without", "with"):
             start_s = time.perf_counter()
             if arm.quiet and name == "with":
-                asyncio.run(_ask_quietly(options, server, *arm.quiet, replies, delays_s))
+                uvloop.run(_ask_quietly(options, server, *arm.quiet, replies, delays_s))
             elif arm.groups:
                 step_s = _watch_steps(options, server)
             spans[name] = (start_s, time.perf_counter())

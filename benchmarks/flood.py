@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import uvloop
+
 from weft.benchmarks.calls import Calls, watch_delay
 from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.http_stream import EventClient
@@ -73,7 +75,7 @@ def flood(groups: Sequence[Stream]) -> Iterator[FloodReport]:
 
 
 def _run(pipe: Connection, groups: Sequence[Stream]) -> None:
-    asyncio.run(_keep_open(pipe, groups))
+    uvloop.run(_keep_open(pipe, groups))
 
 
 async def _keep_open(pipe: Connection, groups: Sequence[Stream]) -> None:

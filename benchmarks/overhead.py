@@ -11,11 +11,12 @@ table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from weft.benchmarks.arguments import positive
 from weft.benchmarks.generator import LoadSettings, PlannedRequest
@@ -79,7 +80,7 @@ def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[st
     plan = [PlannedRequest(served.models[0], PROMPT_TOKENS, options.output_tokens) for _ in range(options.requests)]
     settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
 
-    replies = asyncio.run(send(served, plan, settings))
+    replies = uvloop.run(send(served, plan, settings))
     if failed := next((reply.error for reply in replies if reply.error), None):
         raise WeftError(f"a request over HTTP failed: {failed}")
     return {"gap over HTTP": statistics.median(gap for reply in replies for gap in reply.gaps_s)}

@@ -9,8 +9,8 @@ tries), all others are impatient (do not come again). All honest ones together a
 they asked for more than there is, no answer could serve them all. Some refused requests are followed by probes, which
 come at fractions of the told time until one is admitted: that is the truth about Retry-After.
 
-Goodput is what ends within the objectives, after a sixth of the time, in which the server fills up. Prints tables and,
-last, one JSON line.
+Goodput is the tokens of answers within the objectives, after a sixth of the time, in which the server fills up. Prints
+tables and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import uvloop
 
 from weft.benchmarks.arguments import positive
 from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
@@ -85,7 +87,7 @@ class Phase:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Capacity, then each multiple of it."""
     with plain_server(options.model, options.set) as server:
-        return asyncio.run(_measure(options, server))
+        return uvloop.run(_measure(options, server))
 
 
 async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, Any]:
@@ -216,7 +218,7 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
     objective = Objective(ttft_s=options.ttft_s, tpot_s=options.tpot_ms / 1e3)
     filled_s, end_s = phase.start_s + _FILLED * options.seconds, phase.start_s + options.seconds
     replies = [reply for visit in phase.visits for reply in visit.tries]
-    good = sum(objective.is_met(reply) for reply in replies if filled_s <= reply.done_s < end_s)
+    good = [reply for reply in replies if objective.is_met(reply)]
     refused = [reply for reply in replies if reply.is_refused]
     told_s = [reply.retry_after_s for reply in refused if reply.retry_after_s is not None]
     quiet = [reply for visit in phase.visits if visit.kind == QUIET for reply in visit.tries]
@@ -225,7 +227,7 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
         "times": factor,
         "offered_per_s": len(phase.visits) / options.seconds,
         "sent_per_s": len(replies) / options.seconds,
-        "goodput": good / (end_s - filled_s) / capacity,
+        "goodput": tokens_per_s(good, filled_s, end_s) / (capacity * options.output_tokens),
         "statuses": dict(Counter(str(reply.status or reply.error or "cut at the end") for reply in replies)),
         "ttft_ms": distribution([reply.ttft_s for reply in replies], 1e3),
         "quiet_ttft_ms": distribution([reply.ttft_s for reply in quiet], 1e3),

@@ -11,12 +11,13 @@ if any request failed or was answered wrongly, 2 if the arguments make no sense.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from weft.benchmarks import load
 from weft.benchmarks.own_server import READY_WITHIN_S, Served, own_server, server_names
@@ -28,7 +29,7 @@ from weft.errors import ConfigError
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load, sent to the server that the options describe."""
     with target(options) as served:
-        return asyncio.run(load.measure(options, served))
+        return uvloop.run(load.measure(options, served))
 
 
 @contextlib.contextmanager

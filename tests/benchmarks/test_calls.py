@@ -60,11 +60,24 @@ def test_a_refusal_is_no_failure_and_tells_when_to_come_again(server: ShopWindow
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("short", "4 were asked for"), ("no usage", "no usage came"), ("cut", "before the end of the answer")],
+    [
+        ("short", "4 were asked for"),
+        ("no usage", "no usage came"),
+        ("cut", "before the end of the answer"),
+        ("no http", "is not HTTP"),
+    ],
 )
 def test_a_wrong_answer_is_an_error(server: ShopWindow, fault: str, message: str) -> None:
     server.fault = fault
     assert message in (first_error(ask(server.url, 1)) or "")
+
+
+def test_an_answer_without_a_length_ends_with_its_connection(server: ShopWindow) -> None:
+    server.fault = "no length"
+    replies = ask(server.url, 2)
+    assert first_error(replies) is None
+    assert [len(reply.token_times_s) for reply in replies] == [4, 4]
+    assert server.connections == 2
 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:

@@ -18,7 +18,7 @@ from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.main import main
 from weft.benchmarks.overload import QUIET, SHARES, Phase, Visit, is_true, make_goals, phase_result, plan_visits
 
-OPTIONS = argparse.Namespace(seed=0, seconds=60.0, ttft_s=10.0, tpot_ms=100.0)
+OPTIONS = argparse.Namespace(seed=0, seconds=60.0, output_tokens=2, ttft_s=10.0, tpot_ms=100.0)
 
 
 def calls(model: str) -> Iterator[Call]:

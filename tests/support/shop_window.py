@@ -52,7 +52,11 @@ class ShopWindow:
         if self.fault == "503":
             writer.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy")
             return
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        if self.fault == "no http":
+            writer.write(b"220 mail.example ESMTP\r\n\r\n")
+            return
+        is_chunked = self.fault != "no length"
+        writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n" % (b"Transfer-Encoding: chunked\r\n" if is_chunked else b""))
         for event in self.events(body):
             if event is None:
                 writer.close()
@@ -62,10 +66,13 @@ class ShopWindow:
             )
             half = len(payload) // 2
             for piece in (payload[:half], payload[half:]):
-                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" if is_chunked else piece)
             await writer.drain()
             await asyncio.sleep(TOKEN_DELAY_S)
-        writer.write(b"0\r\n\r\n")
+        if is_chunked:
+            writer.write(b"0\r\n\r\n")
+        else:
+            writer.close()
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | str | None]:
         wanted = body["max_tokens"]

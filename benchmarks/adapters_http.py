@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> dict[str, Any]:
     """Restart the server before each run of the load and of its control; adapters are uploaded once and kept."""
-    chosen = hashlib.sha256(f"{options.model} {options.adapters}".encode()).hexdigest()[:8]
+    chosen = hashlib.sha256(f"own weights {options.model} {options.adapters}".encode()).hexdigest()[:8]
     folder = options.cache / f"adapters-http-{chosen}-{count}"
     registered = register(options, folder, count)
     settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": options.control_set}

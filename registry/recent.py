@@ -23,7 +23,7 @@ MAX_ENTRIES = 10_000
 MAX_AGE_S = 1.0
 LOOK_S = 0.25
 """While answers are asked for, changes are looked for this often."""
-MAX_CONFIRMED_S = 30.0
+MAX_CONFIRMED_S = 300.0
 """From this age on an answer is read again, also where nothing has changed since."""
 MAX_OUTAGE_S = 60.0
 PATIENCE_S = 2.0

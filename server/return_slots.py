@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 
 GRACE_S = 5.0
 """A slot can be claimed until so long after its time."""
+MISSED_S = 1.0
+"""Who has not come so long after its time probably never comes."""
 EARLY_S = 0.05
 """Clocks and sleeps of clients are not exact: a claim counts from so long before its time."""
 MAX_SLOT_S = 3600.0
@@ -49,6 +52,9 @@ class ReturnSlots:
         self._pruned_s = 0
         self._again_s = 0.0
         self._by_time: list[tuple[float, int]] = []
+        self._missed: deque[tuple[float, int]] = deque()
+        self._num_known = [0, 0]
+        """By kind, the slots of which it is known whether they were claimed."""
         self._by_key: dict[int, list[tuple[float, int, int]]] = {}
         self._num_open = 0
 
@@ -111,16 +117,20 @@ class ReturnSlots:
         for second in range(self._pruned_s, min(int(now_s), self._pruned_s + 2 * int(MAX_SLOT_S)) * bool(self._booked)):
             self._booked.pop(second, None)
         self._pruned_s = int(now_s)
-        while self._by_time and self._by_time[0][0] < now_s - GRACE_S:
+        while self._by_time and self._by_time[0][0] < now_s - MISSED_S:
             slot_s, key = heapq.heappop(self._by_time)
-            slots = self._by_key.get(key)
-            if slots and slots[0][0] <= slot_s:  # else it was claimed
-                kind = self._remove_first(key)
-                self._learn(kind, was_claimed=False)
+            if slot := self._first_until(slot_s, key):
+                self._learn(slot[2], was_claimed=False)
+                self._missed.append((slot_s, key))
+        while self._missed and self._missed[0][0] < now_s - GRACE_S:
+            slot_s, key = self._missed.popleft()
+            if self._first_until(slot_s, key):
+                self._remove_first(key)
 
     def _learn(self, kind: int, *, was_claimed: bool) -> None:
         share = self.claimed_shares[kind]
-        weight = max(share / _CLAIMS, 1 / _MEMORY)
+        self._num_known[kind] += 1
+        weight = max(share / _CLAIMS, 1 / _MEMORY, 1 / (3 + self._num_known[kind]))
         self.claimed_shares[kind] = max(MIN_CLAIMED, share + (was_claimed - share) * weight)
 
     def _expected(self, second: int) -> float:
@@ -143,6 +153,11 @@ class ReturnSlots:
         heapq.heappush(self._by_key.setdefault(key, []), (slot_s, turn, kind))
         self._num_open += 1
         return slot_s
+
+    def _first_until(self, slot_s: float, key: int) -> tuple[float, int, int] | None:
+        """The request's first open slot, unless it is later; then the slot of this time was claimed."""
+        slots = self._by_key.get(key)
+        return slots[0] if slots and slots[0][0] <= slot_s else None
 
     def _remove_first(self, key: int) -> int:
         """Close the first slot; returns its kind."""

@@ -21,6 +21,7 @@ import zmq
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.connection import EngineConnection
+from weft.engine.inbox import Inbox
 from weft.engine.messages import (
     Abort,
     AskStatus,
@@ -70,7 +71,7 @@ class EngineClient:
         self._clock = clock
         self._connection: EngineConnection | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._streams: dict[str, asyncio.Queue[RequestOutput | WeftError]] = {}
+        self._streams: dict[str, Inbox[RequestOutput | WeftError]] = {}
         self._queries: dict[int, asyncio.Future[EngineStatus]] = {}
         self._query_ids = itertools.count(1)
         self._pinned: dict[str, AdapterRef] = {}
@@ -111,7 +112,7 @@ class EngineClient:
             EngineUnavailableError: The engine is down, or died under the request.
         """
         connection = self._connected()
-        outputs: asyncio.Queue[RequestOutput | WeftError] = asyncio.Queue()
+        outputs: Inbox[RequestOutput | WeftError] = Inbox()
         self._streams[request.request_id] = outputs
         is_over = False
         weights = [request.adapter.weights_sha256] if request.adapter else []
@@ -119,11 +120,11 @@ class EngineClient:
         try:
             connection.send(Submit(request))
             while not is_over:
-                output = await outputs.get()
-                is_over = isinstance(output, WeftError) or output.finish_reason is not None
-                if isinstance(output, WeftError):
-                    raise output
-                yield output
+                for output in await outputs.take():
+                    is_over = isinstance(output, WeftError) or output.finish_reason is not None
+                    if isinstance(output, WeftError):
+                        raise output
+                    yield output
         finally:
             del self._streams[request.request_id]
             self._weights.subtract(weights)
@@ -246,7 +247,7 @@ class EngineClient:
     def _go_down(self, error: EngineUnavailableError) -> None:
         self._connection, self.ready, self.load, self._down = None, None, None, error
         for outputs in self._streams.values():
-            outputs.put_nowait(_copy_of(error))
+            outputs.put(_copy_of(error))
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(_copy_of(error))
@@ -282,7 +283,7 @@ class EngineClient:
                 for output in sorted(outputs, key=lambda output: output.queue_s is None):
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
-                        stream.put_nowait(output)
+                        stream.put(output)
             case Load(load=load):
                 self.load = load
             case Status(query_id=query_id, status=status):

@@ -192,6 +192,7 @@ def _serve(launch: Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gon
         socket.send(encode(StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)))
         return 2
     gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
+    gc.set_threshold(10_000, 20)  # few of its objects are in cycles
     socket.send(encode(Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))))
     try:
         EngineLoop(parts.core, socket, wakeup, parent_gone).run()

@@ -115,6 +115,8 @@ class StopScanner:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Add text; returns what may be shown, and the stop string that was found."""
+        if not self._stops:
+            return text, None
         self._held += text
         matches = [
             _Match(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from weft.engine.inbox import Inbox
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.text import TextDelta, TextStream
 from weft.errors import EngineError, EngineUnavailableError
@@ -88,7 +89,7 @@ class Generation:
         self._computed = {choice.index: Computed(choice=choice) for choice in choices}
         self._num_wanted = len(choices)
         """Tokens of output so far, and one more of each choice that has not finished."""
-        self._arrived: asyncio.Queue[Step | BaseException | None] = asyncio.Queue()
+        self._arrived: Inbox[Step | BaseException | None] = Inbox()
         self._cut: BaseException | None = None
         self._pumps: dict[str, asyncio.Task[None]] = {}
         """By request of the engine."""
@@ -112,7 +113,7 @@ class Generation:
         """End the stream of steps with `error`, at once; later calls change nothing."""
         if self._cut is None:
             self._cut = error
-            self._arrived.put_nowait(None)
+            self._arrived.put(None)
 
     async def abort(self) -> list[Computed]:
         """End the choices that still run; returns what was computed for each choice until it ended.
@@ -134,19 +135,16 @@ class Generation:
         """
         unfinished = len(self.choices)
         while unfinished:
-            arrived, together = await self._arrived.get(), []
-            while isinstance(arrived, Step) and self._cut is None:
-                together.append(arrived)
-                if self._arrived.empty():
-                    break
-                arrived = self._arrived.get_nowait()
-            if together:
+            arrived = await self._arrived.take()
+            together = [each for each in arrived if isinstance(each, Step)]
+            if together and self._cut is None:
                 unfinished -= sum(step.delta.finish_reason is not None for step in together)
                 yield together
             if self._cut is not None:
                 raise self._cut
-            if isinstance(arrived, BaseException):
-                raise arrived
+            for each in arrived:
+                if isinstance(each, BaseException):
+                    raise each
 
     async def _pump(self, choices: Sequence[Choice]) -> None:
         """Pass on what the engine says of one request: of one choice, or of all that a beam search ends with."""
@@ -183,7 +181,7 @@ class Generation:
 
     def _pass_on(self, choice: Choice, output: RequestOutput) -> None:
         delta = choice.text.push(self._within_limits(output))
-        self._arrived.put_nowait(Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens))
+        self._arrived.put(Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens))
         if delta.finish_reason is not None:
             self._num_wanted -= 1
             if self.admission is not None:
@@ -206,7 +204,7 @@ class Generation:
 
     def _note_failure(self, pump: asyncio.Task[None]) -> None:
         if not pump.cancelled() and (error := pump.exception()) is not None:
-            self._arrived.put_nowait(error)
+            self._arrived.put(error)
 
 
 async def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:

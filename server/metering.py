@@ -27,7 +27,7 @@ from weft.server.resolve import ResolvedModel
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
-MARK_TOKENS = 32
+MARK_TOKENS = 128
 MARK_S = 1.0
 MAX_REQUEST_ID = 128
 

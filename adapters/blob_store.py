@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from weft.adapters.blobs import BlobReader, BlobWriter, LocalBlobs
+from weft.adapters.blobs import PIECE_BYTES, BlobReader, BlobWriter, LocalBlobs
 from weft.config import GIB, RegistryConfig, environment
 from weft.errors import ConfigError
 
@@ -77,6 +77,23 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
         cache_bytes=int(registry.blob_cache_gib * GIB),
         allow_http=may_lack_tls(),
     )
+
+
+def read_pieces(blobs: BlobStore, sha256: str) -> Generator[bytes, None, None]:
+    """A blob's bytes; the last piece comes only if all of it is what it was.
+
+    Raises:
+        AdapterUnavailableError: The blob is missing or corrupt, which may be told behind its first pieces.
+        CapacityError: The store cannot be reached.
+    """
+    with blobs.open(sha256) as reader:
+        left = reader.size
+        while left:
+            piece = bytearray(min(left, PIECE_BYTES))
+            left -= reader.readinto(memoryview(piece))
+            if not left:
+                reader.verify()
+            yield bytes(piece)
 
 
 def may_lack_tls() -> bool:

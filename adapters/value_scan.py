@@ -56,22 +56,12 @@ def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) 
     largest = 0
     for done in range(0, tensor.end - tensor.start, WINDOW_BYTES):
         piece = window[: min(WINDOW_BYTES, tensor.end - tensor.start - done)]
-        if _fill(file, piece) != len(piece):
+        if file.readinto(piece) != len(piece):  # fewer only at the end of the file
             raise AdapterFormatError(
                 f"The file ends inside {tensor.name}.", code="weights.truncated", mend="Upload it again."
             )
         largest = max(largest, _check_window(tensor, piece, done))
     return largest
-
-
-def _fill(file: BufferedReader, piece: memoryview) -> int:
-    filled = 0
-    while filled < len(piece):
-        got = file.readinto(piece[filled:])
-        if not got:
-            break
-        filled += got
-    return filled
 
 
 def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:

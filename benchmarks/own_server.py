@@ -179,8 +179,7 @@ def plain_server(
         server.wait_ready(ready_within_s)
         with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
             admin_key = server.admin_key()
-            headers = {"Authorization": f"Bearer {admin_key}"}
-            ready = http.get("/v1/engine", headers=headers).raise_for_status().json()["ready"]
+            ready = call(http, admin_key, "GET", "/v1/engine")["ready"]
             yield OwnServer(http, admin_key, server.pid, ready)
 
 

@@ -16,10 +16,6 @@ from typing import Any
 from weft.adapters.layout import LAYOUT_VERSION, adapter_pages
 from weft.benchmarks.model_shapes import ALL_LINEAR, DTYPE_BYTES, MODELS, QUERY_AND_VALUE, ModelShape
 
-MAX_WASTE = 0.05
-"""Of adapters on all linear layers, from rank 16 on."""
-MAX_SMALL_WASTE = 0.20
-"""Of adapters of rank 8 on queries and values alone."""
 KINDS = ((QUERY_AND_VALUE, 8), *((ALL_LINEAR, rank) for rank in (8, 16, 32, 64, 128)))
 """Modules that an adapter changes in every layer, and its rank."""
 

@@ -31,7 +31,7 @@ from weft.engine.memory_plan import REFERENCE_RANK, format_plan, free_memory, ma
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core
 from weft.engine.model.heap import keep_freed_memory
-from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
+from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec
 from weft.engine.model.weights import base_digest, load_decoder, resolve_model
 from weft.engine.prefix_seed import prefix_seed
 from weft.engine.runner import ModelRunner
@@ -43,7 +43,7 @@ from weft.kernels.dispatch import kernels_for
 from weft.memory.arena import Arena
 from weft.memory.copies import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.geometry import PageGeometry, page_geometry
+from weft.memory.geometry import PageGeometry
 from weft.memory.host_slab import HostSlab
 from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
@@ -105,7 +105,7 @@ def build_engine(
     dtype = choose_dtype(config.model.dtype, spec.dtype, device)
 
     shape = base_shape(spec, "")  # its sizes; the digest is known once the weights are read
-    geometry = _geometry(spec, shape, dtype)
+    geometry = model_geometry(spec, shape, dtype.itemsize)
     plan = plan_memory(config, spec, shape, geometry, device, free_memory(device))
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
@@ -169,16 +169,6 @@ def build_engine(
     )
     logger.debug("%s", format_plan(plan, ready))
     return EngineParts(core, ready, folder, residency, memory.pool, memory.evictor)
-
-
-def _geometry(spec: DecoderSpec, shape: BaseShape, dtype: torch.dtype) -> PageGeometry:
-    return page_geometry(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype_bytes=dtype.itemsize,
-        largest_row_features=shape.largest_row_features,
-    )
 
 
 def _load(

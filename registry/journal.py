@@ -159,6 +159,15 @@ class Journal:
         self._writer: asyncio.Task[None] | None = None
         self._is_closed = False
 
+    @classmethod
+    async def open(cls, folder: Path) -> Journal:
+        """Take the folder.
+
+        Raises:
+            ConfigError: Another process has it.
+        """
+        return cls(await asyncio.to_thread(JournalFiles, folder))
+
     @property
     def closed(self) -> tuple[Path, ...]:
         """Files with nothing more to come, oldest first."""
@@ -170,20 +179,24 @@ class Journal:
         Raises:
             CapacityError: They are not; code storage.full, or storage.unavailable.
         """
-        self._enqueue(payload, *more)
+        self.append_soon(payload, *more)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
 
-    def append_soon(self, payload: bytes) -> None:
-        """Append a payload with the next group, without waiting and without an fsync of its own.
+    def append_soon(self, *payloads: bytes) -> None:
+        """Append payloads with the next group, without waiting and without an fsync of their own.
 
-        It survives the death of the process once written; a power cut may take it until the next `append`.
+        They survive the death of the process once written; a power cut may take them until the next `append`.
 
         Raises:
             CapacityError: The journal was closed; code storage.unavailable.
         """
-        self._enqueue(payload)
+        if self._is_closed:
+            raise CapacityError("The usage journal is closed: the server is stopping.", code="storage.unavailable")
+        self._lines += [encode_line(payload) for payload in payloads]
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_all_groups())
 
     async def seal(self) -> tuple[Path, ...]:
         """Write what was appended until now, close the file, and return all closed files, oldest first."""
@@ -208,13 +221,6 @@ class Journal:
         finally:
             await self._run(self._files.close)
             self._thread.shutdown()
-
-    def _enqueue(self, *payloads: bytes) -> None:
-        if self._is_closed:
-            raise CapacityError("The usage journal is closed: the server is stopping.", code="storage.unavailable")
-        self._lines += [encode_line(payload) for payload in payloads]
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.create_task(self._write_all_groups())
 
     async def _write_all_groups(self) -> None:
         while self._lines:

@@ -39,6 +39,7 @@ MAX_SECRET = 512
 _PREFIX_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SECRET = re.compile(r"(weft_[0-9a-z]{12})_[A-Za-z0-9_-]{43}")
 _NO_DIGEST = "0" * 64
+_WITH_TENANT = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +157,8 @@ class Keys(Transactions):
         Raises:
             AuthenticationError: The key was revoked or has expired, or its tenant is gone.
         """
-        statement = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
+        of_key = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
         async with self._database.read() as session:
-            of_key = statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
             found = (await session.execute(of_key)).one_or_none()
         if found is None or (found[0].expires_at is not None and found[0].expires_at <= to_micros(self._clock())):
             raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
@@ -315,8 +315,10 @@ def _check(name: str | None, scopes: Sequence[str] | None, expires_at: datetime 
 
 async def _read_known(database: Database, credential: Credential) -> _Known:
     prefix = credential.prefix
+    either = or_(KeyRow.prefix == prefix, KeyRow.previous_prefix == prefix)
     async with database.read() as session:
-        row, owner = await _find(session, prefix)
+        found = (await session.execute(_WITH_TENANT.where(either))).one_or_none()
+    row, owner = found or (None, None)
     # The comparison is made for unknown prefixes too, so that they take as long.
     stored, ends = _NO_DIGEST, []
     if row is not None:
@@ -340,13 +342,6 @@ def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> I
         key_limits=Limits.of(row.limits),
         credential=credential,
     )
-
-
-async def _find(session: AsyncSession, prefix: str) -> tuple[KeyRow | None, TenantRow | None]:
-    statement = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-    either = or_(KeyRow.prefix == prefix, KeyRow.previous_prefix == prefix)
-    found = (await session.execute(statement.where(either))).one_or_none()
-    return (None, None) if found is None else (found[0], found[1])
 
 
 def _key(row: KeyRow, tenant: str) -> Key:

@@ -25,7 +25,7 @@ from weft.errors import CapacityError
 from weft.registry import latency, usage, usage_query
 from weft.registry.clock import Clock, to_micros, utc_now
 from weft.registry.database import Database, turn
-from weft.registry.journal import Journal, JournalFiles, read_lines
+from weft.registry.journal import Journal, read_lines
 from weft.registry.prices import PriceTable
 from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
 
@@ -65,7 +65,7 @@ class UsageLedger:
     after the transaction that holds its events. Marks of requests still running are written again before the file
     that holds them goes. So a crash at any moment loses nothing, and the event's id keeps it from counting twice.
 
-    Thread: the event loop that opened it.
+    Thread: the event loop that started it.
     """
 
     def __init__(
@@ -94,39 +94,18 @@ class UsageLedger:
         self._last_good_flush = 0
         self._mover: asyncio.Task[None] | None = None
 
-    @classmethod
-    async def open(
-        cls,
-        database: Database,
-        folder: Path,
-        *,
-        clock: Clock = utc_now,
-        monotonic: Callable[[], float] = time.monotonic,
-        move_interval_s: float = MOVE_INTERVAL_S,
-        retry_interval_s: float = RETRY_INTERVAL_S,
-    ) -> UsageLedger:
-        """Take the journal's folder, replay what a crash left there, and start moving.
+    async def start(self) -> None:
+        """Replay what a crash left in the journal's folder, and start moving.
 
         Raises:
-            ConfigError: Another process has the folder.
-            CapacityError: The database cannot answer.
+            CapacityError: The database cannot answer; the journal is closed then.
         """
-        journal = Journal(await asyncio.to_thread(JournalFiles, folder))
-        ledger = cls(
-            database,
-            journal,
-            clock=clock,
-            monotonic=monotonic,
-            move_interval_s=move_interval_s,
-            retry_interval_s=retry_interval_s,
-        )
         try:
-            await ledger._replay()
+            await self._replay()
         except BaseException:
-            await journal.close()
+            await self._journal.close()
             raise
-        ledger._mover = asyncio.create_task(ledger._move_forever(), name="weft-usage-mover")
-        return ledger
+        self._mover = asyncio.create_task(self._move_forever(), name="weft-usage-mover")
 
     async def close(self) -> None:
         """Move what the journal holds, if the database lets us; what stays is replayed at the next start."""

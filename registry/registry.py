@@ -17,6 +17,7 @@ from weft.registry.batches import Batches
 from weft.registry.clock import Clock, utc_now
 from weft.registry.database import Database
 from weft.registry.files import Files
+from weft.registry.journal import Journal
 from weft.registry.keys import KeyRing, Keys, read_pepper
 from weft.registry.ledger import UsageLedger
 from weft.registry.recent import Changes
@@ -83,7 +84,8 @@ class Registry(Tenants, Keys, Sessions, Adapters):
                 return await audit.last_entry(session)
 
         try:
-            ledger = await UsageLedger.open(database, data_dir / "usage", clock=clock, monotonic=monotonic)
+            ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), clock=clock, monotonic=monotonic)
+            await ledger.start()
         except BaseException:
             await database.close()
             raise

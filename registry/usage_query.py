@@ -191,19 +191,13 @@ def _top_report(query: UsageQuery, top: int, buckets: Buckets, found: Sequence[R
 
 def _usage_row(query: UsageQuery, buckets: Buckets, row: RowMapping, *, is_other: bool = False) -> UsageRow:
     start, end = buckets.span(row["bucket"]) if query.bucket else (query.start, query.end)
-    ids = {} if is_other else {name: row[name] or None for name in (*_groups(query), *_names(query))}
+    ids: dict[str, Any] = {} if is_other else {name: row[name] or None for name in (*_groups(query), *_names(query))}
     return UsageRow(
         start=start.astimezone(UTC),
         end=end.astimezone(UTC),
         other=is_other,
-        tenant_id=ids.get("tenant_id"),
-        tenant=ids.get("tenant"),
-        adapter_id=ids.get("adapter_id"),
-        adapter=ids.get("adapter"),
-        version=ids.get("adapter_version"),
-        key_id=ids.get("key_id"),
-        status=ids.get("status"),
-        service_class=ids.get("service_class"),
+        version=ids.pop("adapter_version", None),
+        **ids,
         **_figures(row),
     )
 
@@ -218,7 +212,7 @@ def _total(rows: Iterable[UsageTotals]) -> UsageTotals:
     return UsageTotals(**dict(zip(names, map(sum, zip(*figures, strict=True)), strict=False)))
 
 
-def _figures(row: RowMapping) -> dict[str, int]:
+def _figures(row: RowMapping) -> dict[str, Any]:
     parts, units = (row[name] for name in _COSTS)
     return {**{name: row[name] for name in SUMS}, "cost": parts * PART + units}
 

@@ -59,8 +59,8 @@ def identity_of(request: Request) -> Identity:
     return identity
 
 
-def require_admin(request: Request) -> Identity:
-    """The caller, if an admin.
+async def require_admin(request: Request) -> Identity:
+    """The caller, if an admin. Async, because FastAPI would run a plain function in a thread.
 
     Raises:
         ForbiddenError: A tenant's key was used.
@@ -146,11 +146,7 @@ def bound(caller: Caller) -> TenantCaller:
     )
 
 
-async def _admin(request: Request) -> Identity:
-    return require_admin(request)
-
-
-Admin = Annotated[Identity, Depends(_admin)]
+Admin = Annotated[Identity, Depends(require_admin)]
 AnyCaller = Annotated[Caller, Depends(Acting())]
 UploadCaller = Annotated[Caller, Depends(Acting("adapters"))]
 UsageCaller = Annotated[Caller, Depends(Acting("usage"))]

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.adapters.blob_store import BlobStore
 from weft.adapters.checkpoint import check_weights
-from weft.adapters.layout import plan_layout
+from weft.adapters.layout import adapter_pages
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.adapters.safetensors_header import header_bytes
 from weft.config import environment
@@ -70,7 +70,7 @@ class AdapterCheck:
             found = await self._run(config, weights, size_bytes)
         spec = LoraSpec.from_canonical(found["spec"])
         ranks = {(layer, module): rank for layer, module, rank in found["ranks"]}
-        pages = await asyncio.to_thread(self._count, ranks)
+        pages = await asyncio.to_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
         if pages > limit:
             needs = (
@@ -103,9 +103,6 @@ class AdapterCheck:
                 return None
         return self._pages[version.digest]
 
-    def _count(self, ranks: dict[tuple[int, int], int]) -> int:
-        return plan_layout(ranks, self._ready.base, self._ready.geometry).num_pages
-
     def _count_stored(self, version: VersionFacts) -> int:
         first, size = self._blobs.peek(version.weights_sha256, USUAL_HEADER_BYTES)
         if (length := header_bytes(first, size)) > len(first):
@@ -114,7 +111,8 @@ class AdapterCheck:
         # Of adapters trained alike all headers are the same, and hashing one is ten times as fast as reading it.
         like = content_digest(version.spec, hashlib.sha256(header).hexdigest()), size
         if (pages := self._pages_by_header.get(like)) is None:
-            pages = self._count(check_weights(version.spec, header, size, self._ready.base).ranks)
+            ranks = check_weights(version.spec, header, size, self._ready.base).ranks
+            pages = adapter_pages(ranks, self._ready.base, self._ready.geometry)
             if len(self._pages_by_header) >= PAGES_CACHED:
                 self._pages_by_header.clear()
             self._pages_by_header[like] = pages

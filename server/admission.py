@@ -21,9 +21,7 @@ from weft.server.services import Services, services_of
 
 def lease_of(request: Request) -> Lease:
     """What this request holds of the limits; `Boundary` has made it, and ends it with the request."""
-    lease = request.state.lease
-    if not isinstance(lease, Lease):
-        raise TypeError("request.state.lease must be a Lease")
+    lease: Lease = request.state.lease
     return lease
 
 

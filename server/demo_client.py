@@ -61,16 +61,9 @@ class DemoClient:
         """What the engine says of itself."""
         return await self.call("GET", "/v1/engine", admin_key)
 
-    async def call(
-        self,
-        method: str,
-        path: str,
-        key: str,
-        accept: tuple[int, ...] = (200, 201),
-        **content: Any,  # noqa: ANN401 - parameters and body as httpx takes them
-    ) -> dict[str, Any]:
-        """The JSON of an answer."""
-        return dict((await self.answer(method, path, key, accept, **content)).json())
+    async def call(self, method: str, path: str, key: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - as below
+        """The JSON of an answer; the arguments are those of `answer`."""
+        return dict((await self.answer(method, path, key, **content)).json())
 
     async def answer(
         self,
@@ -78,7 +71,7 @@ class DemoClient:
         path: str,
         key: str,
         accept: tuple[int, ...] = (200, 201),
-        **content: Any,  # noqa: ANN401 - as above
+        **content: Any,  # noqa: ANN401 - parameters and body as httpx takes them
     ) -> httpx.Response:
         """An answer of any type."""
         try:

@@ -88,24 +88,25 @@ class Drain:
         """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut."""
         self.is_draining = True
         self.began.set()
-        await self._wait(limit_s, self._idle, self._hurry)
+        await first_of(limit_s, self._idle, self._hurry)
         cuts = list(self._running.values())
         for cut in cuts:
             cut(_refusal())
         if cuts:
-            await self._wait(SETTLE_S, self._idle)
+            await first_of(SETTLE_S, self._idle)
         return len(cuts)
 
     def hurry(self) -> None:
         """Cut what runs now, instead of when the time is over."""
         self._hurry.set()
 
-    async def _wait(self, seconds: float, *events: asyncio.Event) -> None:
-        """Until one of the events comes, or the time is over."""
-        waits = [asyncio.ensure_future(event.wait()) for event in events]
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+
+async def first_of(seconds: float, *events: asyncio.Event) -> None:
+    """Wait until one of the events comes, or the time is over."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _refusal() -> DrainingError:

@@ -96,9 +96,7 @@ def error_headers(error: WeftError) -> dict[str, str]:
     """Headers that the status asks for."""
     status, _ = answer(error)
     headers: dict[str, str] = {}
-    if isinstance(error, errors.CapacityError):
-        headers.update(_retry_headers(error.retry_after_s))
-    if isinstance(error, errors.RateLimitError):
+    if isinstance(error, errors.CapacityError | errors.RateLimitError):
         headers.update(_retry_headers(error.retry_after_s))
     if status == 401:
         headers["www-authenticate"] = "Bearer"

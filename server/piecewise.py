@@ -13,6 +13,7 @@ import re
 from starlette.requests import Request
 
 from weft.adapters.adapter_config import MAX_CONFIG_BYTES
+from weft.adapters.blob_store import read_pieces
 from weft.adapters.blobs import PIECE_BYTES, BlobWriter
 from weft.errors import (
     AdapterError,
@@ -178,23 +179,14 @@ def _gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
         for piece in staged.read(upload.id, WEIGHTS_FILE, PIECE_BYTES):
             weights.write(piece)
     else:
-        _copy_blob(services, files[WEIGHTS_FILE].sha256, weights)
+        for piece in read_pieces(services.blobs, files[WEIGHTS_FILE].sha256):
+            weights.write(piece)
     found = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.sha256()}
     wrong = [name for name, file in files.items() if found[name] != file.sha256]
     if wrong:
         staged.delete(upload.id, *wrong)
         raise digest_mismatch(wrong[0])
     return config
-
-
-def _copy_blob(services: Services, sha256: str, weights: BlobWriter) -> None:
-    with services.blobs.open(sha256) as blob:
-        buffer, left = memoryview(bytearray(PIECE_BYTES)), blob.size
-        while left:
-            piece = buffer[: min(left, PIECE_BYTES)]
-            left -= blob.readinto(piece)
-            weights.write(piece)
-        blob.verify()
 
 
 def _rejection(upload: Upload) -> AdapterFormatError:

@@ -11,11 +11,10 @@ from weft.adapters.base_shape import BaseShape
 from weft.config import GIB, Config
 from weft.engine.memory_plan import FreeMemory, free_memory, max_model_len, plan_memory
 from weft.engine.model.device import choose_device, choose_dtype
-from weft.engine.model.spec import DecoderSpec, base_shape, read_spec
+from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec
 from weft.engine.model.weights import resolve_model
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
-from weft.memory.geometry import page_geometry
 from weft.server.adapter_fit import AdapterFit, Room
 
 CONFIG_FILE = "config.json"
@@ -64,13 +63,7 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     device = torch.device("cuda") if is_elsewhere else choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, spec.dtype, device)
     base = base_shape(spec, "")
-    geometry = page_geometry(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype_bytes=dtype.itemsize,
-        largest_row_features=base.largest_row_features,
-    )
+    geometry = model_geometry(spec, base, dtype.itemsize)
     free = _free(device, free_gib)
     memory = plan_memory(config, spec, base, geometry, device, free)
     room = Room(

@@ -55,9 +55,10 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         services.blobs.create() as weights,
     ):
         form = await _read_form(request, services, caller, weights, key)
-        owner = await owner_of(services, caller, form.tenant)
-        name = checked_name(services, form.name)
-        draft = Draft(name=name, description=form.description, activate=form.activate, config=form.config)
+        owner = await owner_of(services, caller, form.text("tenant"))
+        name = checked_name(services, form.text("name") or "")
+        description = form.text("description")
+        draft = Draft(name=name, description=description, activate=form.activate, config=form.config)
         form.check_digest(weights.sha256())
 
         async def change(retry: Retry | None) -> Answer:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from weft.errors import InvalidRequestError
 from weft.registry.prices import in_currency
 from weft.registry.records import GroupBy, RankBy, ServiceClass, UsageQuery, UsageRow, UsageTotals
-from weft.registry.usage import MAX_ROWS, MAX_TOP, MAX_WANTED
+from weft.registry.usage import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
 from weft.registry.usage_buckets import zone
 from weft.server.access import Caller, UsageCaller
 from weft.server.responses import (
@@ -217,12 +217,7 @@ def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[
 
 
 def _sums(sums: UsageTotals, currency: str | None) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "requests": sums.requests,
-        "prompt_tokens": sums.prompt_tokens,
-        "cached_tokens": sums.cached_tokens,
-        "completion_tokens": sums.completion_tokens,
-    }
+    fields: dict[str, object] = {name: getattr(sums, name) for name in SUMS}
     return {**fields, "cost": in_currency(sums.cost)} if currency else fields
 
 

@@ -43,36 +43,28 @@ class Engine(Protocol):
     @property
     def ready(self) -> EngineReady | None:
         """What the engine is; None while it starts or restarts."""
-        ...
 
     @property
     def load(self) -> EngineLoad | None:
         """What the engine last said it has to do; None while it is down and until it has worked."""
-        ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Outputs of a request; closing the iterator aborts it. A refusal is an output with an error."""
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a request; its outputs end with `finish_reason` "abort". Unknown ids and a dead engine are fine."""
-        ...
 
     async def status(self, *, is_detailed: bool = False) -> EngineStatus:
         """A snapshot, with `page_map` and `batches` if it is to be detailed."""
-        ...
 
     async def drop_adapter(self, digest: str) -> None:
         """Forget an adapter once no request uses it."""
-        ...
 
     def uses(self, weights_sha256: str) -> bool:
         """Whether a request that has not ended may still have to load these weights."""
-        ...
 
     async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
         """Set whether an adapter is brought to the device and stays there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +136,7 @@ class Services:
 
 def services_of(request: Request) -> Services:
     """The services of the app that took this request."""
-    services = request.app.state.services
-    if not isinstance(services, Services):
-        raise TypeError("app.state.services must be Services")
+    services: Services = request.app.state.services
     return services
 
 

@@ -12,34 +12,15 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from weft.config import (
-    AdapterConfig,
-    BatchConfig,
-    Config,
-    MemoryConfig,
-    ModelConfig,
-    RegistryConfig,
-    SchedulerConfig,
-    ServerConfig,
-    TenantDefaults,
-)
+from weft.config import Config
 from weft.errors import ConfigError
 
-SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "memory": MemoryConfig,
-    "adapter": AdapterConfig,
-    "scheduler": SchedulerConfig,
-    "server": ServerConfig,
-    "registry": RegistryConfig,
-    "tenant_defaults": TenantDefaults,
-    "batch": BatchConfig,
-}
+SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
 PREFIX = "WEFT_"
 PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})
 """Names that are no settings of a section."""

@@ -35,9 +35,9 @@ class Shape(ABC):
     def part(self, step: Step) -> Part:
         """What a step says; called once per step, in order."""
 
-    @abstractmethod
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
-        """An entry of `choices` in a whole response."""
+        """An entry of `choices` in a whole response; the same as in a chunk where a dialect does not say otherwise."""
+        return self.chunk_choice(choice, part)
 
     @abstractmethod
     def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
@@ -76,12 +76,8 @@ class CompletionShape(Shape):
             stop_reason=step.delta.stop_reason,
         )
 
-    def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
-        """`text`, `logprobs`, `finish_reason`."""
-        return self.chunk_choice(choice, part)
-
     def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
-        """The same as in a whole response."""
+        """`text`, `logprobs`, `finish_reason`."""
         return {
             "index": choice.index,
             "text": part.text,

@@ -91,21 +91,6 @@ class UploadForm(Form):
     __slots__ = ()
 
     @property
-    def name(self) -> str:
-        """The adapter's name, which may be none."""
-        return self.text("name") or ""
-
-    @property
-    def tenant(self) -> str | None:
-        """The tenant that an admin uploads for."""
-        return self.text("tenant")
-
-    @property
-    def description(self) -> str | None:
-        """Free text."""
-        return self.text("description")
-
-    @property
     def activate(self) -> bool:
         """Whether the alias `default` moves to this version."""
         word = (self.text("activate") or "true").lower()

@@ -1,9 +1,8 @@
-"""The `weft` command. Each module of `weft.server.commands` registers itself; nothing heavy is imported here."""
+"""The `weft` command. Each command is a module of `weft.server.commands`; nothing heavy is imported here."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import sys
 
 import typer
@@ -12,14 +11,16 @@ from weft.errors import ConfigError, WeftError
 
 USAGE_ERROR = 2
 FAILURE = 1
-FIRST = ("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage")
-"""Order of the commands in the help; others follow by name."""
+COMMANDS = (
+    *("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage"),
+    *("audit", "config", "dashboard", "db", "version", "whoami"),
+)
+"""Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
 
 
 def make_app() -> typer.Typer:
     """All commands."""
     from weft.benchmarks import command as bench
-    from weft.server import commands
 
     app = typer.Typer(
         name="weft",
@@ -29,11 +30,12 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    names = [module.name for module in pkgutil.iter_modules(commands.__path__)]
-    for name in sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
-        register = getattr(importlib.import_module(f"{commands.__name__}.{name}"), "register", None)
-        if register is not None:
-            register(app)
+    for name in COMMANDS:
+        module = importlib.import_module(f"weft.server.commands.{name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(getattr(module, name))
     bench.register(app)
     return app
 
@@ -42,15 +44,9 @@ def main() -> None:
     """Run the command line; wrong input exits with 2, failures with 1."""
     try:
         make_app()()
-    except ConfigError as error:
-        sys.exit(_say(error, USAGE_ERROR))
     except WeftError as error:
-        sys.exit(_say(error, FAILURE))
-
-
-def _say(error: WeftError, code: int) -> int:
-    sys.stderr.write(f"weft: {error.message}\n")
-    return code
+        sys.stderr.write(f"weft: {error.message}\n")
+        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else FAILURE)
 
 
 if __name__ == "__main__":

@@ -226,8 +226,6 @@ class CapacityError(WeftError):
 class QueueFullError(CapacityError):
     """The waiting queue is full."""
 
-    code = "engine_overloaded"
-
 
 class DrainingError(CapacityError):
     """The server is shutting down."""

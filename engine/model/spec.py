@@ -16,6 +16,7 @@ from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.engine.model.config_fields import ConfigFields
 from weft.engine.model.rope_spec import RopeSpec, rope_spec
 from weft.errors import ConfigError
+from weft.memory.geometry import PageGeometry, page_geometry
 
 MIB = 1 << 20
 MAX_CONFIG_BYTES = MIB
@@ -231,6 +232,23 @@ def base_shape(spec: DecoderSpec, digest: str) -> BaseShape:
         digest: `sha256:<64 hex>` of config and weights.
     """
     return BaseShape(digest=digest, num_layers=spec.num_layers, modules=module_shapes(spec))
+
+
+def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int) -> PageGeometry:
+    """Pages of an arena for the model, which hold its keys and values and the rows of its adapters.
+
+    Args:
+        spec: The decoder.
+        shape: What the base looks like to an adapter.
+        dtype_bytes: Of an element.
+    """
+    return page_geometry(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype_bytes=dtype_bytes,
+        largest_row_features=shape.largest_row_features,
+    )
 
 
 def _architecture(config: dict[str, Any]) -> tuple[str, Architecture]:

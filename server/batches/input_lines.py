@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.adapters.blob_store import BlobStore
-from weft.adapters.blobs import PIECE_BYTES
+from weft.adapters.blob_store import BlobStore, read_pieces
 from weft.errors import InvalidRequestError, RequestError
 from weft.server.json_body import parse_json, validate
 from weft.server.schemas import Body
@@ -112,15 +111,3 @@ async def read_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGene
         await in_thread(pieces.close)
     if rest.strip():
         yield number + 1, rest
-
-
-def read_pieces(blobs: BlobStore, sha256: str) -> Generator[bytes, None, None]:
-    """A blob's bytes; the last piece comes only if all of it is what it was. Raises like `read_lines`."""
-    with blobs.open(sha256) as reader:
-        left = reader.size
-        while left:
-            piece = bytearray(min(left, PIECE_BYTES))
-            left -= reader.readinto(memoryview(piece))
-            if not left:
-                reader.verify()
-            yield bytes(piece)

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
+from weft.adapters.blob_store import read_pieces
 from weft.errors import InvalidRequestError
 from weft.registry.files import new_file
 from weft.registry.models import BatchRow, FileRow
 from weft.registry.records import Page
 from weft.server.access import InferTenant
-from weft.server.batches.input_lines import read_pieces
 from weft.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
 from weft.server.json_body import json_body
 from weft.server.openapi import takes, takes_form

@@ -21,6 +21,7 @@ from weft.registry.models import BatchRow
 from weft.server.batches.input_lines import check_input, input_error, parse_line, read_lines
 from weft.server.batches.line_run import LineRunner
 from weft.server.batches.results import ResultCommits, write_files
+from weft.server.drain import first_of
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
@@ -88,7 +89,7 @@ class BatchWorker:
                 log.warning("batches_wait", code=error.code)
             except Exception:
                 log.exception("batches_failed")
-            await _first_of(LOOK_S, changed, began, self._is_stopping)
+            await first_of(LOOK_S, changed, began, self._is_stopping)
         await self._leave_off()
 
     async def _run(self, runner: LineRunner) -> None:
@@ -190,10 +191,3 @@ def owner_name(data_dir: Path) -> str:
         temporary.write_text(f"srv_{secrets.token_hex(12)}\n")
         temporary.replace(path)
     return path.read_text().strip()
-
-
-async def _first_of(seconds: float, *events: asyncio.Event) -> None:
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()

@@ -31,11 +31,6 @@ Folder = Annotated[Path, typer.Argument(help="Folder that PEFT or mlx-lm saved t
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
 
-def register(parent: typer.Typer) -> None:
-    """Add the commands."""
-    parent.add_typer(app, name="adapter")
-
-
 @app.command()
 def validate(
     folder: Folder,

@@ -9,11 +9,6 @@ import typer
 from weft.server.commands.client import DEFAULT_URL, JSON, KEY, URL, call, show
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("audit")(audit)
-
-
 def audit(
     tenant: Annotated[str | None, typer.Option(help="Only changes of this tenant's objects.")] = None,
     limit: Annotated[int, typer.Option(help="Most entries.", min=1, max=1000)] = 50,

@@ -14,11 +14,6 @@ app = typer.Typer(help="Show or write settings.", no_args_is_help=True)
 ConfigFile = Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")]
 
 
-def register(parent: typer.Typer) -> None:
-    """Add the commands."""
-    parent.add_typer(app, name="config")
-
-
 @app.command("show")
 def show_config(config: ConfigFile = None, settings: Setting = None) -> None:
     """Print the settings that `weft serve` would use, from all sources."""

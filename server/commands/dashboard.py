@@ -14,11 +14,6 @@ DataDir = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("dashboard")(dashboard)
-
-
 def dashboard(
     url: URL = DEFAULT_URL, key: KEY = None, data_dir: DataDir = Path("weft-data"), as_json: JSON = False
 ) -> None:

@@ -10,11 +10,6 @@ import typer
 app = typer.Typer(help="Look after the registry's database.", no_args_is_help=True)
 
 
-def register(parent: typer.Typer) -> None:
-    """Add the commands."""
-    parent.add_typer(app, name="db")
-
-
 @app.callback()
 def _group() -> None:
     """Make `upgrade` a command of its own, which one command alone would not be."""

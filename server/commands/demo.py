@@ -18,11 +18,6 @@ Port = Annotated[
 DataDir = Annotated[Path, typer.Option(help="Folder of the demo's database, adapters and log.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("demo")(demo)
-
-
 def demo(
     once: Once = False,
     no_traffic: NoTraffic = False,

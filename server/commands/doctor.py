@@ -34,11 +34,6 @@ class Finding:
     mend: str | None = None
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor")(doctor)
-
-
 def doctor(
     model: Annotated[str | None, typer.Option(help="Folder of a base model to look at.")] = None,
     data_dir: Annotated[Path, typer.Option(help="Where `weft serve` would keep its data.")] = Path("weft-data"),

@@ -23,11 +23,6 @@ DOES_NOT_FIT = 1
 USAGE_ERROR = 2
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("fit")(fit)
-
-
 def fit(  # noqa: PLR0913 - one parameter per option
     adapters: Annotated[
         list[Path] | None,

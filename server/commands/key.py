@@ -13,11 +13,6 @@ COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "
 app = typer.Typer(help="Make, list and revoke API keys; needs the admin key.", no_args_is_help=True)
 
 
-def register(parent: typer.Typer) -> None:
-    """Add the commands."""
-    parent.add_typer(app, name="key")
-
-
 @app.command()
 def create(  # noqa: PLR0913 - one parameter per option
     tenant: str,

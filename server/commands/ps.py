@@ -17,11 +17,6 @@ TIERS = ("device", "loading", "host")
 SHORT_DIGEST = len("sha256:") + 12
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("ps")(ps)
-
-
 def ps(url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
     """List the adapters in memory and say what the pages hold; needs the admin key.
 

@@ -15,11 +15,6 @@ Setting = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("serve")(serve)
-
-
 def serve(  # noqa: PLR0913 - one parameter per option
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")

@@ -14,11 +14,6 @@ WEIGHT = Annotated[float | None, typer.Option(help="Part of the engine beside ot
 app = typer.Typer(help="Make, list and remove tenants; needs the admin key.", no_args_is_help=True)
 
 
-def register(parent: typer.Typer) -> None:
-    """Add the commands."""
-    parent.add_typer(app, name="tenant")
-
-
 @app.command()
 def create(
     name: str,

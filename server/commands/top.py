@@ -42,11 +42,6 @@ Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds fr
 Once = Annotated[bool, typer.Option("--once", help="Show one frame and exit.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("top")(top)
-
-
 def top(url: URL = DEFAULT_URL, key: KEY = None, interval: Interval = 1.0, once: Once = False) -> None:
     """Watch steps, pages and adapters of the running engine until Ctrl-C; needs the admin key.
 

@@ -16,11 +16,6 @@ NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
 EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s", "key", "request_id")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("usage")(usage)
-
-
 def usage(  # noqa: PLR0913 - one parameter per option
     by: Annotated[str, typer.Option(help="tenant, adapter, version, key, status; comma-separated.")] = "tenant,adapter",
     bucket: Annotated[str | None, typer.Option(help="1m, 1h or 1d.")] = None,

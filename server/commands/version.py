@@ -7,11 +7,6 @@ import typer
 import weft
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("version")(version)
-
-
 def version() -> None:
     """Print Weft's version."""
     typer.echo(f"weft {weft.__version__}")

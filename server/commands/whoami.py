@@ -8,11 +8,6 @@ from weft.server.commands.client import DEFAULT_URL, JSON, KEY, TENANT, URL, cal
 from weft.server.commands.table import print_rows
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("whoami")(whoami)
-
-
 def whoami(tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
     """Show whose key this is, what it may do, its limits and what is used of them."""
     me = call(url, key, "GET", "/v1/me", params={"tenant": tenant})

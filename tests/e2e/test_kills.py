@@ -24,6 +24,7 @@ from usage_events import Billed, stored_events, usage_events
 from usage_load import BASE, Asked, UsageLoad, send
 from weft.config import environment
 from weft.registry.database import Database
+from weft.registry.journal import Journal
 from weft.registry.ledger import UsageLedger
 from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
 
@@ -291,7 +292,8 @@ async def check_sums(trial: Trial) -> None:
     data_dir = trial.folder / "data"
     assert [path.name for path in (data_dir / "usage").iterdir()] == ["lock"]
     database = await Database.open(trial.database_url, data_dir)
-    ledger = await UsageLedger.open(database, data_dir / "usage")
+    ledger = UsageLedger(database, await Journal.open(data_dir / "usage"))
+    await ledger.start()
     assert await ledger.check() == 0
     await ledger.close()
     await database.close()

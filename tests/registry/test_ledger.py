@@ -32,7 +32,10 @@ ALL = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 
 async def _open(database: Database, tmp_path: Path, clock: StandingClock, **options: Any) -> UsageLedger:
     quick = {"move_interval_s": 3600.0, "retry_interval_s": 3600.0, **options}
-    return await UsageLedger.open(database, tmp_path / "usage", clock=clock, monotonic=clock.monotonic, **quick)
+    journal = await Journal.open(tmp_path / "usage")
+    ledger = UsageLedger(database, journal, clock=clock, monotonic=clock.monotonic, **quick)
+    await ledger.start()
+    return ledger
 
 
 @pytest.fixture

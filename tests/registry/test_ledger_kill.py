@@ -20,6 +20,7 @@ from registry_samples import NOON, usage_event
 from weft.config import environment
 from weft.errors import CapacityError
 from weft.registry.database import Database
+from weft.registry.journal import Journal
 from weft.registry.ledger import UsageLedger
 from weft.registry.models import UsageEventRow, UsageLatencyRow, UsageRollupRow
 
@@ -65,7 +66,9 @@ async def _record_while_it_dies(postgres: OwnPostgres, data_dir: Path) -> set[st
     """Record without pause; each time the database is back, everything until its death is in it within seconds."""
     moments = random.Random(8)
     database = await Database.open(postgres.url, data_dir)
-    ledger = await UsageLedger.open(database, data_dir / "usage", move_interval_s=0.02, retry_interval_s=0.02)
+    journal = await Journal.open(data_dir / "usage")
+    ledger = UsageLedger(database, journal, move_interval_s=0.02, retry_interval_s=0.02)
+    await ledger.start()
     acknowledged: set[str] = set()
     is_over = asyncio.Event()
 
@@ -109,7 +112,8 @@ async def _count(database: Database) -> int:
 
 async def _check(url: str | None, data_dir: Path, acknowledged: set[str]) -> None:
     database = await Database.open(url, data_dir)
-    ledger = await UsageLedger.open(database, data_dir / "usage", clock=lambda: NOON)
+    ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), clock=lambda: NOON)
+    await ledger.start()
     async with database.read() as session:
         stored = {
             event_id: (status, tokens)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from registry_samples import usage_event
 from weft.registry.database import Database
+from weft.registry.journal import Journal
 from weft.registry.ledger import UsageLedger
 
 WRITERS = 16
@@ -19,7 +20,8 @@ WRITERS = 16
 
 async def main(data_dir: Path, run: str) -> None:
     database = await Database.open(None, data_dir)
-    ledger = await UsageLedger.open(database, data_dir / "usage", move_interval_s=0.02)
+    ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), move_interval_s=0.02)
+    await ledger.start()
     os.write(1, b"ready\n")
 
     async def write(writer: int) -> None:

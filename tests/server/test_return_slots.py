@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.server.return_slots import FIRST_ONLY, GRACE_S, MAX_SLOT_S, MIN_CLAIMED, ReturnSlots
+from weft.server.return_slots import FIRST_ONLY, GRACE_S, MAX_SLOT_S, MIN_CLAIMED, MISSED_S, ReturnSlots
 
 NOW_S = 500.0
 PLENTY = 1_000_000
@@ -48,6 +48,33 @@ def test_a_turn_begins_at_the_time_and_ends_after_the_grace() -> None:
     slots.expire(NOW_S + 1.1 + GRACE_S)
     assert slots.turn(7, NOW_S + 1.1 + GRACE_S) == 0
     assert slots.turn(8, NOW_S + 1) == 0
+    assert len(slots) == 0
+
+
+def test_who_is_late_counts_as_missing_and_is_still_recognised() -> None:
+    slots = expecting_all()
+    give(slots, 7)
+    slots.expire(NOW_S + 1 + MISSED_S)
+    assert slots.claimed_shares[0] == 1
+    slots.expire(NOW_S + 1.1 + MISSED_S)
+    missing = slots.claimed_shares[0]
+    assert missing < 1
+    assert slots.turn(7, NOW_S + 1.1 + MISSED_S) == 1
+    slots.claim(7)
+    assert slots.claimed_shares[0] > missing
+    slots.expire(NOW_S + 2 + GRACE_S)
+    assert len(slots) == 0
+
+
+def test_two_slots_of_one_body_are_missed_one_by_one() -> None:
+    slots = expecting_all()
+    give(slots, 7)
+    give(slots, 7)
+    slots.expire(NOW_S + 1.5 + MISSED_S)
+    slots.claim(7)  # late for the first
+    slots.expire(NOW_S + 1.5 + GRACE_S)
+    assert len(slots) == 1
+    slots.expire(NOW_S + 2.5 + GRACE_S)
     assert len(slots) == 0
 
 

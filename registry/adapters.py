@@ -10,8 +10,22 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from datetime import datetime
+from functools import cache
 
-from sqlalchemy import ColumnElement, Select, and_, delete, func, literal, or_, select, tuple_
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Select,
+    SQLColumnExpression,
+    and_,
+    bindparam,
+    delete,
+    func,
+    literal,
+    or_,
+    select,
+    tuple_,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -340,16 +354,11 @@ class Adapters(Transactions):
         return replace(meant.adapter, current=version), version
 
     async def _resolve(self, tenant_id: str, text: str, selector: Selector) -> Resolution:
-        weight = literal(1) if selector.alias is None else AliasRow.weight
-        statement = (
-            select(AdapterRow, TenantRow.name, VersionRow, weight)
-            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
-            .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
-            .where(AdapterRow.name == selector.name, *_is_meant(tenant_id, selector))
-            .order_by(VersionRow.version)
-        )
+        by = next(kind for kind in ("version", "digest", "alias") if getattr(selector, kind) is not None)
+        statement = _meant_by(by, is_own=selector.tenant is None)
+        values = {"name": selector.name, "caller": tenant_id, "owner": selector.tenant, "by": getattr(selector, by)}
         async with self._database.read() as session:
-            found = (await session.execute(statement)).all()
+            found = (await session.execute(statement, values)).all()
             if not found:
                 raise model_not_found(text)
             adapter, owner, version, _ = found[0]
@@ -384,15 +393,25 @@ def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
     return select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id).where(*conditions)
 
 
-def _is_meant(tenant_id: str, selector: Selector) -> list[ColumnElement[bool]]:
-    owner = AdapterRow.tenant_id == tenant_id if selector.tenant is None else TenantRow.name == selector.tenant
-    meant = [owner, may_call(tenant_id)]
-    if selector.version is not None:
-        return [*meant, VersionRow.version == selector.version]
-    if selector.digest is not None:
-        return [*meant, VersionRow.digest == selector.digest]
+@cache
+def _meant_by(by: str, *, is_own: bool) -> Select[AdapterRow, str, VersionRow, int]:
+    """What the caller's selector means, with its parts as parameters: it takes as long to make as to carry out."""
+    caller: BindParameter[str] = bindparam("caller")
+    weight: SQLColumnExpression[int] = literal(1) if by != "alias" else AliasRow.weight
     shares = and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
-    return [*meant, shares, AliasRow.alias == selector.alias]
+    chosen = {
+        "version": VersionRow.version == bindparam("by"),
+        "digest": VersionRow.digest == bindparam("by"),
+        "alias": and_(shares, AliasRow.alias == bindparam("by")),
+    }[by]
+    owner = AdapterRow.tenant_id == caller if is_own else TenantRow.name == bindparam("owner")
+    return (
+        select(AdapterRow, TenantRow.name, VersionRow, weight)
+        .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+        .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
+        .where(AdapterRow.name == bindparam("name"), owner, may_call(caller), chosen)
+        .order_by(VersionRow.version)
+    )
 
 
 async def _records(

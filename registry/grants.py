@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, exists, or_, select
+from sqlalchemy import BindParameter, ColumnElement, exists, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError, NotFoundError
@@ -73,7 +73,7 @@ async def list_grants(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant
     return tuple(_grant(row, other) for row, other in await session.execute(statement))
 
 
-def may_call(tenant_id: str) -> ColumnElement[bool]:
+def may_call(tenant_id: BindParameter[str]) -> ColumnElement[bool]:
     """Whether the tenant may call a version: its own, or granted; for statements over AdapterRow and VersionRow."""
     granted = exists().where(
         GrantRow.adapter_id == AdapterRow.id,

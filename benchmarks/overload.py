@@ -301,7 +301,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
     add("--seconds", type=float, default=60.0, help="of each")
     add("--capacity", type=float, default=None, help="requests per second; measured when not given")
-    add("--capacity-seconds", type=float, default=15.0)
+    add("--capacity-seconds", type=float, default=60.0, help="machines are often faster for the first seconds of a load")
     add("--in-flight", type=positive, default=96, help="requests of the closed loop that measures the capacity")
     add("--input-tokens", type=positive, default=32)
     add("--output-tokens", type=positive, default=96)

@@ -57,9 +57,9 @@ BLOCKED_POLL_MS = 20
 """While requests live and none can be computed, the engine looks again this often; finished loads wake it at once."""
 LOAD_PERIOD_S = 0.1
 """While the engine works it says this often what it has to do."""
-MAX_STEPS_AHEAD = 2
-"""The engine computes no further step while the outputs of so many wait for the client. One of them is passed on while
-the next one is computed. Without a bound, outputs pile up before the client, and the first token of a tenant that asks
+MAX_STEPS_AHEAD = 4
+"""The engine computes no further step while the outputs of so many wait for the client. They are passed on while the
+next ones are computed. Without a bound, outputs pile up before the client, and the first token of a tenant that asks
 for little stands behind all of them."""
 EXIT_GRACE_S = 5.0
 """How long the end of standard input waits for a step or a model load before the process ends hard."""

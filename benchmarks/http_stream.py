@@ -168,6 +168,10 @@ class _Answer:
         """Of an answer whose status is not 200."""
         return b"".join(self._pieces)
 
+    def on_message_begin(self) -> None:
+        if self._can_be_kept:
+            self._can_be_kept = False  # nobody asked for another answer
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
 

@@ -2,7 +2,8 @@
 
     weft bench overload [--factors 1,1.6,20] [--seconds 60] [--json benchmarks/results/overload-cpu.json]
 
-Measures the capacity in a closed loop, then sends Poisson arrivals at multiples of it, whatever the server answers.
+Answers are a half to three halves of --output-tokens long: of equal length they would begin and end in waves. Measures
+the capacity in a closed loop, then sends Poisson arrivals at multiples of it, whatever the server answers.
 Three tenants of equal weight send 70, 20 and 10% of them; a quiet tenant stays far below its share. Of the clients one
 in ten hammers (comes again at once when it is refused), some are honest (wait as long as Retry-After says, three
 tries), all others are impatient (do not come again). All honest ones together ask for 30% of the capacity at most: if
@@ -31,7 +32,7 @@ from typing import Any
 import uvloop
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.calls import first_error, tokens_per_s, watch_delay
+from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.generator import Call, Reply, closed_loop
 from weft.benchmarks.metrics import Objective, distribution
 from weft.benchmarks.own_server import OwnServer, add_demo_options, plain_server
@@ -98,7 +99,7 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
             own_adapter = server.upload_copies(key, options.adapters, 1, first=place)
             made = server.calls(key, seed=len(SHARES) * options.seed + place)
             clients.enter_context(contextlib.closing(made.client))
-            calls[name] = made.without_end(own_adapter, options.input_tokens, options.output_tokens)
+            calls[name] = vary_lengths(made, own_adapter[0], options, place)
         capacity = options.capacity or await measure_capacity(options, calls)
         idle: list[Reply] = []
         await closed_loop(itertools.islice(calls[QUIET], 10), 1, idle)
@@ -113,6 +114,13 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
     goals = make_goals(max(phases, key=lambda each: float(each["times"])))
     facts = {"capacity_requests_per_s": capacity, "idle_ttft_ms": 1e3 * idle_s}
     return {**facts, "phases": phases, "table": [_row(phase) for phase in phases], "goals": goals}
+
+
+def vary_lengths(made: Calls, model: str, options: argparse.Namespace, seed: int) -> Iterator[Call]:
+    """Requests without end, whose answers are a half to three halves of the length that was asked for."""
+    draw, length = random.Random(seed), options.output_tokens
+    for index in itertools.count():
+        yield made.make(model, options.input_tokens, draw.randint(length // 2, 3 * length // 2), index)
 
 
 async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]) -> float:
@@ -218,7 +226,7 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
     objective = Objective(ttft_s=options.ttft_s, tpot_s=options.tpot_ms / 1e3)
     filled_s, end_s = phase.start_s + _FILLED * options.seconds, phase.start_s + options.seconds
     replies = [reply for visit in phase.visits for reply in visit.tries]
-    good = [reply for reply in replies if objective.is_met(reply)]
+    good = [reply for reply in replies if reply.completion_tokens and objective.is_met(reply)]
     refused = [reply for reply in replies if reply.is_refused]
     told_s = [reply.retry_after_s for reply in refused if reply.retry_after_s is not None]
     quiet = [reply for visit in phase.visits if visit.kind == QUIET for reply in visit.tries]
@@ -301,7 +309,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
     add("--seconds", type=float, default=60.0, help="of each")
     add("--capacity", type=float, default=None, help="requests per second; measured when not given")
-    add("--capacity-seconds", type=float, default=60.0, help="machines are often faster for the first seconds of a load")
+    add("--capacity-seconds", type=float, default=60.0, help="of the load that measures it")
     add("--in-flight", type=positive, default=96, help="requests of the closed loop that measures the capacity")
     add("--input-tokens", type=positive, default=32)
     add("--output-tokens", type=positive, default=96)

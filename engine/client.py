@@ -119,12 +119,14 @@ class EngineClient:
         self._weights.update(weights)
         try:
             connection.send(Submit(request))
-            while not is_over:
+            while True:
                 for output in await outputs.take():
                     is_over = isinstance(output, WeftError) or output.finish_reason is not None
                     if isinstance(output, WeftError):
                         raise output
                     yield output
+                    if is_over:
+                        return  # whatever is behind it, for example of an engine that died since
         finally:
             del self._streams[request.request_id]
             self._weights.subtract(weights)

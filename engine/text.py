@@ -136,7 +136,7 @@ class StopScanner:
 
     def _num_held(self) -> int:
         """Length of the longest end of the text that starts a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        longest = max(len(stop) - 1 for stop in self._stops)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length

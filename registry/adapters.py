@@ -395,7 +395,10 @@ def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
 
 @cache
 def _meant_by(by: str, *, is_own: bool) -> Select[AdapterRow, str, VersionRow, int]:
-    """What the caller's selector means, with its parts as parameters: it takes as long to make as to carry out."""
+    """The statement for a selector, made once: making it takes as long as running it.
+
+    Its parameters are `name`, `caller`, `by`, the version, digest or alias, and `owner` unless `is_own`.
+    """
     caller: BindParameter[str] = bindparam("caller")
     weight: SQLColumnExpression[int] = literal(1) if by != "alias" else AliasRow.weight
     shares = and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)

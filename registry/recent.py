@@ -24,7 +24,8 @@ MAX_AGE_S = 1.0
 LOOK_S = 0.25
 """While answers are asked for, changes are looked for this often."""
 MAX_CONFIRMED_S = 300.0
-"""From this age on an answer is read again, also where nothing has changed since."""
+"""From this age on an answer is read again, also where the log of changes has nothing: somebody may have edited the
+database by hand."""
 MAX_OUTAGE_S = 60.0
 PATIENCE_S = 2.0
 """How long who has an answer waits for a newer one."""

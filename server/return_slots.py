@@ -14,7 +14,7 @@ from collections import deque
 GRACE_S = 5.0
 """A slot can be claimed until so long after its time."""
 MISSED_S = 1.0
-"""Who has not come so long after its time probably never comes."""
+"""Who has not come so long after its time probably never comes; longer where others came later than that."""
 EARLY_S = 0.05
 """Clocks and sleeps of clients are not exact: a claim counts from so long before its time."""
 MAX_SLOT_S = 3600.0
@@ -50,11 +50,13 @@ class ReturnSlots:
         self._first_free_s = 0
         """No second before has room; looked for anew when much more fits into a second."""
         self._pruned_s = 0
+        self._now_s = -math.inf
+        self._patience_s = MISSED_S
         self._again_s = 0.0
-        self._by_time: list[tuple[float, int]] = []
+        self._by_time: list[tuple[float, int, int]] = []
         self._missed: deque[tuple[float, int]] = deque()
         self._num_known = [0, 0]
-        """By kind, the slots of which it is known whether they were claimed."""
+        """By kind, how often `claimed_shares` was changed."""
         self._by_key: dict[int, list[tuple[float, int, int]]] = {}
         self._num_open = 0
 
@@ -109,6 +111,7 @@ class ReturnSlots:
 
     def claim(self, key: int) -> None:
         """Use up the first slot of this request, which must have one."""
+        self._patience_s = max(self._patience_s, self._now_s - self._by_key[key][0][0] + MISSED_S / 2)
         kind = self._remove_first(key)
         self._learn(kind, was_claimed=True)
 
@@ -117,19 +120,21 @@ class ReturnSlots:
         for second in range(self._pruned_s, min(int(now_s), self._pruned_s + 2 * int(MAX_SLOT_S)) * bool(self._booked)):
             self._booked.pop(second, None)
         self._pruned_s = int(now_s)
-        while self._by_time and self._by_time[0][0] < now_s - MISSED_S:
-            slot_s, key = heapq.heappop(self._by_time)
-            if slot := self._first_until(slot_s, key):
-                self._learn(slot[2], was_claimed=False)
+        self._now_s = now_s
+        while self._by_time and self._by_time[0][0] < now_s - self._patience_s:
+            slot_s, key, kind = heapq.heappop(self._by_time)
+            if self._is_open(slot_s, key):
+                self._learn(kind, was_claimed=False)
                 self._missed.append((slot_s, key))
         while self._missed and self._missed[0][0] < now_s - GRACE_S:
             slot_s, key = self._missed.popleft()
-            if self._first_until(slot_s, key):
+            if self._is_open(slot_s, key):
                 self._remove_first(key)
 
     def _learn(self, kind: int, *, was_claimed: bool) -> None:
         share = self.claimed_shares[kind]
         self._num_known[kind] += 1
+        self._patience_s += (MISSED_S - self._patience_s) / _MEMORY
         weight = max(share / _CLAIMS, 1 / _MEMORY, 1 / (3 + self._num_known[kind]))
         self.claimed_shares[kind] = max(MIN_CLAIMED, share + (was_claimed - share) * weight)
 
@@ -149,15 +154,15 @@ class ReturnSlots:
         return self._first_free_s
 
     def _open(self, key: int, slot_s: float, *, turn: int, kind: int) -> float:
-        heapq.heappush(self._by_time, (slot_s, key))
+        heapq.heappush(self._by_time, (slot_s, key, kind))
         heapq.heappush(self._by_key.setdefault(key, []), (slot_s, turn, kind))
         self._num_open += 1
         return slot_s
 
-    def _first_until(self, slot_s: float, key: int) -> tuple[float, int, int] | None:
-        """The request's first open slot, unless it is later; then the slot of this time was claimed."""
+    def _is_open(self, slot_s: float, key: int) -> bool:
+        """Whether a slot of this request, of this time or before, was not claimed."""
         slots = self._by_key.get(key)
-        return slots[0] if slots and slots[0][0] <= slot_s else None
+        return slots is not None and slots[0][0] <= slot_s
 
     def _remove_first(self, key: int) -> int:
         """Close the first slot; returns its kind."""

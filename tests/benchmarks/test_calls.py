@@ -80,6 +80,32 @@ def test_an_answer_without_a_length_ends_with_its_connection(server: ShopWindow)
     assert server.connections == 2
 
 
+@pytest.mark.parametrize("fault", ["close", "more"])
+def test_a_connection_that_the_server_ends_or_talks_on_is_not_used_again(server: ShopWindow, fault: str) -> None:
+    server.fault = fault
+    assert first_error(ask(server.url, 3)) is None
+    assert server.connections == 3
+
+
+def test_a_connection_with_half_an_answer_is_not_used_again(server: ShopWindow) -> None:
+    async def run() -> list[Reply]:
+        replies = [Reply("a", due_s=0.0) for _ in range(3)]
+        with contextlib.closing(EventClient(server.url, "key")) as client:
+            calls = Calls(client, 64, 0)
+            await calls.make("a", 3, 4, 0).send(replies[0])
+            cut = asyncio.create_task(calls.make("a", 3, 400, 1).send(replies[1]))
+            await asyncio.sleep(0.1)  # of 4 s
+            cut.cancel()
+            await asyncio.wait([cut])
+            await calls.make("a", 3, 4, 2).send(replies[2])
+        return replies
+
+    replies = asyncio.run(run())
+    assert [len(reply.token_times_s) for reply in (replies[0], replies[2])] == [4, 4]
+    assert replies[2].error is None
+    assert server.connections == 2
+
+
 def test_a_server_that_is_not_there_is_an_error() -> None:
     (reply,) = ask("http://127.0.0.1:9/v1", 1)
     assert "ConnectionRefusedError" in (reply.error or "")

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,17 @@ from weft.benchmarks.calls import Calls
 from weft.benchmarks.generator import Call, Reply
 from weft.benchmarks.http_stream import EventClient
 from weft.benchmarks.main import main
-from weft.benchmarks.overload import QUIET, SHARES, Phase, Visit, is_true, make_goals, phase_result, plan_visits
+from weft.benchmarks.overload import (
+    QUIET,
+    SHARES,
+    Phase,
+    Visit,
+    is_true,
+    make_goals,
+    phase_result,
+    plan_visits,
+    vary_lengths,
+)
 
 OPTIONS = argparse.Namespace(seed=0, seconds=60.0, output_tokens=2, ttft_s=10.0, tpot_ms=100.0)
 
@@ -41,6 +52,17 @@ def test_the_offered_load_is_what_was_asked_for(factor: float) -> None:
     assert kinds[QUIET] == sent[QUIET]
     assert kinds["honest"] == pytest.approx(0.3 * 600, rel=0.25), "honest clients ask for a part of the capacity"
     assert kinds["hammering"] == pytest.approx(0.1 * demand, rel=0.25)
+
+
+def test_answers_differ_in_length_and_no_two_prompts_are_the_same() -> None:
+    options = argparse.Namespace(input_tokens=9, output_tokens=100)
+    made = Calls(EventClient("http://127.0.0.1:9/v1", ""), 64, 0)
+    sent = list(itertools.islice(vary_lengths(made, "m", options, seed=3), 400))
+    lengths = [call.request.output_tokens for call in sent]
+    assert min(lengths) in range(50, 60)
+    assert max(lengths) in range(141, 151)
+    assert sum(lengths) / 400 == pytest.approx(100, rel=0.05)
+    assert len({call.body for call in sent}) == 400
 
 
 @pytest.mark.parametrize(
@@ -84,6 +106,7 @@ def make_phase() -> Phase:
             visit("honest", refused(20.0, b"3"), served(23.0, 0.1)),
             visit("honest", refused(20.0, b"3"), refused(23.0, b"3"), refused(26.0, None, took_s=0.2)),
             visit(QUIET, served(40.0, 0.5)),
+            visit("hammering", replace(served(41.0, 0.1), completion_tokens=0)),  # cut when the benchmark ended
         ],
         truths=[(3.0, 3.0), (3.0, None)],
         rss_mib=[100.0, 200.0, 200.0, 200.0, 200.0, 200.0, 210.0],
@@ -94,11 +117,11 @@ def make_phase() -> Phase:
 def test_figures_of_a_phase() -> None:
     result = phase_result(OPTIONS, make_phase(), 1.0, 20.0)
     assert result["goodput"] == pytest.approx(3 / 50)
-    assert result["statuses"] == {"200": 6, "429": 4}
+    assert result["statuses"] == {"200": 7, "429": 4}
     assert result["with_retry_after"] == 0.75
     assert result["refusal_ms"]["p50"] == pytest.approx(20)
     assert result["refusal_ms"]["max"] == pytest.approx(200)
-    assert result["served"] == {"impatient": 1.0, "hammering": None, "honest": 0.5, QUIET: 1.0}
+    assert result["served"] == {"impatient": 1.0, "hammering": 0.0, "honest": 0.5, QUIET: 1.0}
     assert result["true_within_twice"] == 0.5
     assert result["quiet_ttft_ms"]["max"] == pytest.approx(500)
     assert result["rss_growth"] == pytest.approx(1.05)

@@ -76,6 +76,30 @@ def test_two_slots_of_one_body_are_missed_one_by_one() -> None:
     assert len(slots) == 1
     slots.expire(NOW_S + 2.5 + GRACE_S)
     assert len(slots) == 0
+    assert slots.claimed_shares[1] < 1, "the second slot was missed"
+
+
+def test_who_always_comes_two_seconds_late_is_expected_like_the_punctual() -> None:
+    slots = expecting_all()
+    now_s = NOW_S
+    due: list[tuple[float, int]] = []
+    for key in range(2000):
+        now_s += 0.05
+        slots.expire(now_s)
+        while due and due[0][0] <= now_s:
+            slots.claim(due.pop(0)[1])
+        due.append((slots.give(key, now_s, now_s + 1, 10, 1000, num_left=PLENTY) + 2, key))
+    assert slots.claimed_shares[0] > 0.9
+
+
+def test_each_kind_learns_from_its_own_slots() -> None:
+    slots = ReturnSlots()
+    for key in range(50):
+        give(slots, key)
+        slots.give(key, NOW_S + 1, NOW_S + 2, 10, 10, num_left=PLENTY)
+    for second in range(200):
+        slots.expire(NOW_S + second)
+    assert slots.claimed_shares[0] == pytest.approx(slots.claimed_shares[1], rel=0.1)
 
 
 def test_who_came_in_vain_goes_before_those_without_a_slot() -> None:

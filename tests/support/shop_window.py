@@ -56,7 +56,9 @@ class ShopWindow:
             writer.write(b"220 mail.example ESMTP\r\n\r\n")
             return
         is_chunked = self.fault != "no length"
-        writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n" % (b"Transfer-Encoding: chunked\r\n" if is_chunked else b""))
+        head = b"Transfer-Encoding: chunked\r\n" if is_chunked else b""
+        head += b"Connection: close\r\n" if self.fault == "close" else b""
+        writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n" % head)
         for event in self.events(body):
             if event is None:
                 writer.close()
@@ -70,7 +72,7 @@ class ShopWindow:
             await writer.drain()
             await asyncio.sleep(TOKEN_DELAY_S)
         if is_chunked:
-            writer.write(b"0\r\n\r\n")
+            writer.write(b"0\r\n\r\n" + b"HTTP/1.1 200 OK\r\n" * (self.fault == "more"))
         else:
             writer.close()
 

@@ -63,6 +63,7 @@ def flood(groups: Sequence[Stream]) -> Iterator[FloodReport]:
     pipe, other = spawn.Pipe()
     process = spawn.Process(target=_run, args=(other, groups), daemon=True)
     process.start()
+    other.close()  # so that a process that dies ends the pipe
     pipe.recv()
     try:
         yield report

@@ -20,7 +20,7 @@ from fake_engine import demo_tokenizer
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text import TextStream
-from weft.server import generation
+from weft.server import generation, metering
 from weft.server.http_protocol import IS_CLOSING
 from weft.server.incoming import Pace
 from weft.server.prompts import Prompt
@@ -65,6 +65,21 @@ async def test_chunks_come_while_the_engine_writes(api: Api, url: str) -> None:
             times += [time.monotonic()] if line.startswith("data: {") else []
     assert len(times) == 10
     assert times[-1] - times[0] > 0.1
+
+
+@pytest.mark.parametrize(("mark_s", "first", "most"), [(1e9, range(128, 150), 1), (0.0, range(1, 20), 199)])
+async def test_a_stream_leaves_a_mark_each_so_many_tokens_or_seconds(
+    api: Api, monkeypatch: pytest.MonkeyPatch, mark_s: float, first: range, most: int
+) -> None:
+    marks: list[int] = []
+    monkeypatch.setattr(metering, "MARK_S", mark_s)
+    monkeypatch.setattr(api.services.registry.usage, "progress", lambda event: marks.append(event.completion_tokens))
+    api.engine.token_s = 0.0001  # one by one
+    answer = await (await api.tenant("acme")).post("/v1/completions", json={**LONG, "stream": True})
+    assert answer.text.count("data: {") == 200
+    assert marks[0] in first
+    assert 1 <= len(marks) <= most
+    assert most == 1 or len(marks) > 20
 
 
 @pytest.mark.parametrize("stream", [True, False])

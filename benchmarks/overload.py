@@ -55,6 +55,8 @@ PROBE_AT = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
 NORMAL_RATIO = 2.0
 """Normal is a TTFT within this multiple of the idle one, three times in a row."""
 _POLL_S = 0.1
+_TIMER_S = 0.001
+"""So much too early may a timer be."""
 _FILLED = 1 / 6
 
 
@@ -295,7 +297,7 @@ def _mean(values: Sequence[bool]) -> float | None:
 
 
 async def _sleep_until(time_s: float) -> None:
-    await asyncio.sleep(max(0.0, time_s - time.perf_counter()))
+    await asyncio.sleep(max(0.0, time_s - time.perf_counter() + _TIMER_S))
 
 
 def _factors(text: str) -> list[float]:

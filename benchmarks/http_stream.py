@@ -151,7 +151,7 @@ class _Answer:
                 self.end.set_result(self._can_be_kept)
         except httptools.HttpParserError as error:
             self.end.set_exception(ConnectionError(f"the server's answer is not HTTP: {error}"))
-        except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
+        except Exception as error:  # noqa: BLE001 - not lost: `ask` raises it to its caller
             self.end.set_exception(error)
 
     def cut(self, error: Exception | None) -> None:

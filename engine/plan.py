@@ -32,8 +32,8 @@ class SampleSpec:
 class Chunk:
     """Consecutive tokens of one request that are computed in this step.
 
-    When the step is committed, the scheduler may change this object into the request's chunk for the next step. Whoever
-    keeps it longer makes a copy.
+    After the step is committed, the scheduler may reuse this object for the request's next step. Copy it if you need it
+    longer than that.
     """
 
     request_id: str

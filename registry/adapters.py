@@ -397,7 +397,7 @@ def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
 def _meant_by(by: str, *, is_own: bool) -> Select[AdapterRow, str, VersionRow, int]:
     """The statement for a selector, made once: making it takes as long as running it.
 
-    Its parameters are `name`, `caller`, `by`, the version, digest or alias, and `owner` unless `is_own`.
+    Bind `name`, `caller`, `by` (the version, digest or alias) and, unless `is_own`, `owner`.
     """
     caller: BindParameter[str] = bindparam("caller")
     weight: SQLColumnExpression[int] = literal(1) if by != "alias" else AliasRow.weight

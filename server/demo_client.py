@@ -61,7 +61,7 @@ class DemoClient:
         """What the engine says of itself."""
         return await self.call("GET", "/v1/engine", admin_key)
 
-    async def call(self, method: str, path: str, key: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - as below
+    async def call(self, method: str, path: str, key: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - for httpx
         """The JSON of an answer; the arguments are those of `answer`."""
         return dict((await self.answer(method, path, key, **content)).json())
 

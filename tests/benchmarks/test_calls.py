@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
 import time
 from collections.abc import Iterator
 
@@ -154,6 +155,13 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
     while server.in_flight and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.in_flight == 0
+
+
+def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.benchmarks.flood._run", operator.truediv)  # of a pipe and a list: dies of a TypeError
+    stream = Stream(url="", key="", models=("a",), count=1, prompt_tokens=1, output_tokens=1, vocab_size=64, seed=1)
+    with pytest.raises(EOFError), flood([stream]):
+        pass
 
 
 def test_no_groups_are_no_flood() -> None:

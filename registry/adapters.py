@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from datetime import datetime
 from functools import cache
+from typing import Any
 
 from sqlalchemy import (
     BindParameter,
@@ -38,7 +39,17 @@ from weft.registry.clock import from_micros, to_micros
 from weft.registry.grants import EVERY_VERSION, may_call
 from weft.registry.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name
-from weft.registry.records import Adapter, AdapterVersion, Grant, Page, Removed, Resolution, Shares, VersionFacts
+from weft.registry.records import (
+    Adapter,
+    AdapterIdentity,
+    AdapterVersion,
+    Grant,
+    Page,
+    Removed,
+    Resolution,
+    Shares,
+    VersionFacts,
+)
 from weft.registry.references import only_referenced_by, unreferenced_weights
 from weft.registry.selectors import DEFAULT_ALIAS, Selector, model_not_found, parse_selector
 from weft.registry.transactions import Transactions
@@ -107,7 +118,8 @@ class Adapters(Transactions):
             await session.flush()
             if activate:
                 await point_aliases(session, row.id, {DEFAULT_ALIAS: version.version})
-            (adapter,) = await _records(session, [(row, owner.name)], {row.id: version})
+            (adapter,) = await _records(session, [(row, owner.name)])
+            adapter = replace(adapter, current=_version(version))
             detail = {"digest": version.digest, "activate": activate}
             target = f"{name}@{version.version}"
             audit.add(session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail)
@@ -337,7 +349,7 @@ class Adapters(Transactions):
             detail = {"grantee": grantee, "version": version}
             audit.add(session, self._clock(), actor, "adapter.withdraw", tenant=owner, target=name, **detail)
 
-    async def resolve(self, tenant_id: str, selector: str, sticky: str = "") -> tuple[Adapter, AdapterVersion]:
+    async def resolve(self, tenant_id: str, selector: str, sticky: str = "") -> tuple[AdapterIdentity, AdapterVersion]:
         """The adapter version that a caller of this tenant means.
 
         Args:
@@ -350,8 +362,7 @@ class Adapters(Transactions):
         """
         parsed = parse_selector(selector)
         meant = await self._resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
-        version = pick(meant.choices, sticky)
-        return replace(meant.adapter, current=version), version
+        return meant.adapter, pick(meant.choices, sticky)
 
     async def _resolve(self, tenant_id: str, text: str, selector: Selector) -> Resolution:
         by = next(kind for kind in ("version", "digest", "alias") if getattr(selector, kind) is not None)
@@ -361,9 +372,9 @@ class Adapters(Transactions):
             found = (await session.execute(statement, values)).all()
             if not found:
                 raise model_not_found(text)
-            adapter, owner, version, _ = found[0]
+            adapter, owner, _, _ = found[0]
             return Resolution(
-                adapter=(await _records(session, [(adapter, owner)], {adapter.id: version}))[0],
+                adapter=AdapterIdentity(**_identity(adapter, owner)),
                 choices=tuple((_version(version), weight) for _, _, version, weight in found),
             )
 
@@ -417,24 +428,27 @@ def _meant_by(by: str, *, is_own: bool) -> Select[AdapterRow, str, VersionRow, i
     )
 
 
-async def _records(
-    session: AsyncSession,
-    adapters: Sequence[tuple[AdapterRow, str]],
-    meant: Mapping[str, VersionRow] | None = None,
-) -> tuple[Adapter, ...]:
-    """Records of adapters with their owners' names; `meant` has the `current` version where it is known."""
+def _identity(adapter: AdapterRow, owner: str) -> dict[str, Any]:
+    """The fields of an `AdapterIdentity`."""
+    return {
+        "id": adapter.id,
+        "tenant_id": adapter.tenant_id,
+        "tenant": owner,
+        "name": adapter.name,
+        "created_at": from_micros(adapter.created_at),
+    }
+
+
+async def _records(session: AsyncSession, adapters: Sequence[tuple[AdapterRow, str]]) -> tuple[Adapter, ...]:
+    """Records of adapters with their owners' names."""
     ids = [adapter.id for adapter, _ in adapters]
     aliases = await read_aliases(session, ids)
-    current = meant or {row.adapter_id: row for row in await session.scalars(_current_versions(ids))}
+    current = {row.adapter_id: row for row in await session.scalars(_current_versions(ids))}
     return tuple(
         Adapter(
-            id=adapter.id,
-            tenant_id=adapter.tenant_id,
-            tenant=owner,
-            name=adapter.name,
+            **_identity(adapter, owner),
             description=adapter.description,
             pinned=adapter.pinned,
-            created_at=from_micros(adapter.created_at),
             aliases=aliases[adapter.id],
             current=_version(current[adapter.id]),
         )

@@ -131,8 +131,8 @@ class AdapterVersion(VersionFacts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """An adapter as its owner sees it."""
+class AdapterIdentity:
+    """Which adapter it is: what each request asks for."""
 
     id: str
     tenant_id: str
@@ -140,21 +140,14 @@ class Adapter:
     tenant: str
     """The owner's name."""
     name: str
-    description: str | None
-    pinned: bool
     created_at: datetime
-    aliases: Mapping[str, Shares]
-    """What each alias means; `default` is what the plain name means, and may be missing."""
-    current: AdapterVersion
-    """The version that was asked for; where none was, what `default` means most often, else the latest."""
 
     def name_for(self, tenant_id: str | None) -> str:
         """How this tenant calls it: by its name, or as `owner/name`."""
         return self.name if tenant_id == self.tenant_id else f"{self.tenant}/{self.name}"
 
-    def ref(self, version: AdapterVersion | None = None) -> AdapterRef:
-        """The reference by which engine and residency know `version` (`current` when None)."""
-        version = version or self.current
+    def ref(self, version: AdapterVersion) -> AdapterRef:
+        """The reference by which engine and residency know a version."""
         return AdapterRef(
             tenant_id=self.tenant_id,
             adapter_id=self.id,
@@ -163,6 +156,18 @@ class Adapter:
             weights_sha256=version.weights_sha256,
             config=version.spec,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter(AdapterIdentity):
+    """An adapter as its owner sees it."""
+
+    description: str | None
+    pinned: bool
+    aliases: Mapping[str, Shares]
+    """What each alias means; `default` is what the plain name means, and may be missing."""
+    current: AdapterVersion
+    """The version that was asked for; where none was, what `default` means most often, else the latest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +217,7 @@ class Upload:
 class Resolution:
     """What a selector means to a caller."""
 
-    adapter: Adapter
+    adapter: AdapterIdentity
     choices: tuple[tuple[AdapterVersion, int], ...]
     """Versions with their weights; one, unless an alias splits its requests."""
 

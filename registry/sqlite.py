@@ -6,8 +6,9 @@ So a transaction that has read never fails when it comes to write. Knows nothing
 from __future__ import annotations
 
 import sqlite3
+from typing import cast
 
-from sqlalchemy import URL, Connection, event
+from sqlalchemy import URL, AdaptedConnection, Connection, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -52,8 +53,13 @@ def _set_up_connection(connection: DBAPIConnection, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("weft_writer", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    if connection.get_execution_options().get("weft_writer", False):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    else:
+        # Takes no lock, so it cannot fail, and one way to the connection's thread is enough; a cursor takes three.
+        cast(AdaptedConnection, connection.connection.dbapi_connection).run_async(
+            lambda driver: driver.execute("BEGIN")
+        )
 
 
 def _has_code(error: DBAPIError, code: int) -> bool:

@@ -57,7 +57,7 @@ async def settle_pins(services: Services) -> None:
                 await services.engine.pin_adapter(ref, False)
                 del services.told_pins[digest]
         for adapter in pinned:
-            ref = adapter.ref()
+            ref = adapter.ref(adapter.current)
             if ref.digest not in services.told_pins:
                 services.metrics.learn_adapter(ref.digest, adapter.tenant, adapter.name)
                 await services.engine.pin_adapter(ref, True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.adapters.ref import AdapterRef
 from weft.errors import InvalidRequestError, NotFoundError
-from weft.registry.records import Adapter, AdapterVersion
+from weft.registry.records import AdapterIdentity, AdapterVersion
 from weft.registry.registry import Registry
 from weft.registry.selectors import DEFAULT_ALIAS, model_not_found, parse_selector
 from weft.server.access import Caller
@@ -23,14 +23,14 @@ class ResolvedModel:
 
     name: str
     """What the client sent; echoed in the response."""
-    adapter: Adapter | None = None
+    adapter: AdapterIdentity | None = None
     """None is the base."""
     version: AdapterVersion | None = None
 
     @property
     def ref(self) -> AdapterRef | None:
         """The reference for the engine; None is the base."""
-        return self.adapter.ref(self.version) if self.adapter else None
+        return self.adapter.ref(self.version) if self.adapter and self.version else None
 
     @property
     def headers(self) -> dict[str, str]:

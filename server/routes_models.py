@@ -6,7 +6,7 @@ from datetime import datetime
 
 from fastapi import APIRouter
 
-from weft.registry.records import Adapter
+from weft.registry.records import Adapter, AdapterIdentity, AdapterVersion
 from weft.server.access import AnyCaller, Caller
 from weft.server.resolve import resolve_model
 from weft.server.responses import ModelList, ModelView
@@ -19,9 +19,15 @@ PAGE = 1000
 @router.get("/v1/models")
 async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
     """List the base and all adapters that the key may call."""
-    own = [_adapter_view(services, adapter, adapter.name) for adapter in await _own_adapters(services, caller)]
+    own = [
+        _adapter_view(services, adapter, adapter.current, adapter.name)
+        for adapter in await _own_adapters(services, caller)
+    ]
     granted = await services.registry.list_granted(caller.tenant_id) if caller.tenant_id else ()
-    foreign = [_adapter_view(services, adapter, _granted_name(adapter, version)) for adapter, version in granted]
+    foreign = [
+        _adapter_view(services, adapter, adapter.current, _granted_name(adapter, version))
+        for adapter, version in granted
+    ]
     return ModelList(data=[_base_view(services), *own, *foreign])
 
 
@@ -29,9 +35,9 @@ async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
 async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelView:
     """Show one model, by any name that a request may use."""
     model = await resolve_model(services.registry, caller, services.served_name, model_id)
-    if model.adapter is None:
+    if model.adapter is None or model.version is None:
         return _base_view(services)
-    return _adapter_view(services, model.adapter, model_id)
+    return _adapter_view(services, model.adapter, model.version, model_id)
 
 
 def _granted_name(adapter: Adapter, version: int | None) -> str:
@@ -62,12 +68,12 @@ def _base_view(services: Services) -> ModelView:
     )
 
 
-def _adapter_view(services: Services, adapter: Adapter, model_id: str) -> ModelView:
+def _adapter_view(services: Services, adapter: AdapterIdentity, version: AdapterVersion, model_id: str) -> ModelView:
     return ModelView(
         id=model_id,
         created=_seconds(adapter.created_at),
         owned_by=adapter.tenant,
-        root=adapter.current.digest,
+        root=version.digest,
         parent=services.served_name,
         max_model_len=services.ready.max_model_len,
     )

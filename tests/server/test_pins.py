@@ -67,7 +67,8 @@ async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes
         assert shown["pinned"] is pinned
         assert (await client.get("/v1/adapters/pirate")).json()["pinned"] is pinned
     acme = await api.services.registry.get_tenant("acme")
-    ref = (await api.services.registry.get_adapter(acme.id, "pirate")).ref()
+    adapter = await api.services.registry.get_adapter(acme.id, "pirate")
+    ref = adapter.ref(adapter.current)
     assert api.engine.told_pins == [(ref, True), (ref, False)]
     assert api.engine.requests == []
 

@@ -53,7 +53,8 @@ HONEST_SHARE = 0.3
 PROBE_AT = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
 """When probes come, as parts of the told time."""
 NORMAL_RATIO = 2.0
-"""Normal is a TTFT within this multiple of the idle one, three times in a row."""
+"""Normal is a TTFT within this multiple of the quiet tenant's beside a load at capacity, three times in a row: when no
+more arrive, answers that have begun and clients that were told to come back still fill the server."""
 _POLL_S = 0.1
 _TIMER_S = 0.001
 """So much too early may a timer be."""
@@ -102,19 +103,16 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
             made = server.calls(key, seed=len(SHARES) * options.seed + place)
             clients.enter_context(contextlib.closing(made.client))
             calls[name] = vary_lengths(made, own_adapter[0], options, place)
-        capacity = options.capacity or await measure_capacity(options, calls)
-        idle: list[Reply] = []
-        await closed_loop(itertools.islice(calls[QUIET], 10), 1, idle)
-        idle_s = statistics.median(reply.ttft_s for reply in idle)
-        print(f"capacity {capacity:.1f} requests/s, idle TTFT {1e3 * idle_s:.1f} ms", file=sys.stderr)
+        capacity, busy_s = await measure_capacity(options, calls)
+        print(f"capacity {capacity:.1f} requests/s, quiet TTFT beside it {1e3 * busy_s:.1f} ms", file=sys.stderr)
         phases = []
         for factor in options.factors:
             phase = Phase(plan_visits(options, calls, capacity, factor))
-            await carry_out(options, server, phase, calls[QUIET], NORMAL_RATIO * idle_s)
+            await carry_out(options, server, phase, calls[QUIET], NORMAL_RATIO * busy_s)
             phases.append(phase_result(options, phase, capacity, factor))
             server.wait_idle()
     goals = make_goals(max(phases, key=lambda each: float(each["times"])))
-    facts = {"capacity_requests_per_s": capacity, "idle_ttft_ms": 1e3 * idle_s}
+    facts = {"capacity_requests_per_s": capacity, "quiet_ttft_at_capacity_ms": 1e3 * busy_s}
     return {**facts, "phases": phases, "table": [_row(phase) for phase in phases], "goals": goals}
 
 
@@ -125,17 +123,24 @@ def vary_lengths(made: Calls, model: str, options: argparse.Namespace, seed: int
         yield made.make(model, options.input_tokens, draw.randint(length // 2, 3 * length // 2), index)
 
 
-async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]) -> float:
-    """Requests per second that a closed loop of the tenants in their shares comes to while it is full."""
+async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iterator[Call]]) -> tuple[float, float]:
+    """Capacity, by a closed loop of the tenants in their shares with the quiet tenant beside it.
+
+    Returns:
+        Requests per second while it is full, and the median TTFT of the quiet tenant in seconds.
+    """
     draw = random.Random(options.seed)
     mixed = (next(calls[draw.choices(list(SHARES), list(SHARES.values()))[0]]) for _ in itertools.count())
     replies: list[Reply] = []
+    quiet: list[Reply] = []
     start_s = time.perf_counter() + options.capacity_seconds / 3
     end_s = start_s + options.capacity_seconds
-    await closed_loop(mixed, options.in_flight, replies, until_s=end_s)
-    if failed := first_error(replies):
+    loads = ((mixed, options.in_flight, replies), (calls[QUIET], 1, quiet))
+    await asyncio.gather(*(closed_loop(*each, until_s=end_s) for each in loads))
+    if failed := first_error(replies + quiet):
         raise WeftError(f"The server cannot answer a load without overload: {failed}")
-    return tokens_per_s(replies, start_s, end_s) / float(options.output_tokens)
+    capacity = tokens_per_s(replies + quiet, start_s, end_s) / float(options.output_tokens)
+    return capacity, statistics.median(reply.ttft_s for reply in quiet)
 
 
 def plan_visits(
@@ -310,7 +315,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
     add("--seconds", type=float, default=60.0, help="of each")
-    add("--capacity", type=float, default=None, help="requests per second; measured when not given")
     add("--capacity-seconds", type=float, default=60.0, help="of the load that measures it")
     add("--in-flight", type=positive, default=96, help="requests of the closed loop that measures the capacity")
     add("--input-tokens", type=positive, default=32)

@@ -268,24 +268,28 @@ class EngineClient:
     async def _read(self, connection: EngineConnection) -> None:
         while True:
             message: FromEngine | None = await connection.receive()
-            num_outputs = 0
+            outputs: list[RequestOutput] = []
+            num_messages = 0
             while message is not None:
-                self._take(message)
-                num_outputs += isinstance(message, Outputs)
+                if isinstance(message, Outputs):
+                    outputs += message.outputs
+                    num_messages += 1
+                else:
+                    self._take(message)
                 message = connection.receive_now()
-            if num_outputs:
-                for _ in range(DELIVERY_TURNS):
-                    await asyncio.sleep(0)
-                self._tell(Taken(num_outputs))
+            if not num_messages:
+                continue
+            # First tokens first: each output waits for the event loop behind those that were passed on before it.
+            for output in sorted(outputs, key=_is_later):
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    stream.put(output)
+            for _ in range(DELIVERY_TURNS):
+                await asyncio.sleep(0)
+            self._tell(Taken(num_messages))
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case Outputs(outputs=outputs):
-                # First tokens first: each output waits for the event loop behind those that were passed on before it.
-                for output in sorted(outputs, key=lambda output: output.queue_s is None):
-                    stream = self._streams.get(output.request_id)
-                    if stream is not None:
-                        stream.put(output)
             case Load(load=load):
                 self.load = load
             case Status(query_id=query_id, status=status):
@@ -294,6 +298,11 @@ class EngineClient:
                     answer.set_result(status)
             case _:
                 logger.error("the engine said %s out of turn", type(message).__name__)
+
+
+def _is_later(output: RequestOutput) -> bool:
+    """Whether an output is not the first of its request."""
+    return output.queue_s is None
 
 
 def _copy_of(error: EngineUnavailableError) -> EngineUnavailableError:

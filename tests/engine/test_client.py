@@ -437,3 +437,29 @@ def test_the_client_knows_whose_weights_are_in_use(
         assert not client.uses(weights)
 
     engine.run(main())
+
+
+def test_a_first_token_is_passed_on_before_others_that_have_piled_up(engine: Engine, prompt: list[int]) -> None:
+    client, heard = engine.client, []
+    begun = {"old": asyncio.Event(), "new": asyncio.Event()}
+
+    async def listen(name: str) -> None:
+        async with aclosing(client.generate(endless(name, prompt))) as outputs:
+            async for _ in outputs:
+                heard.append(name)
+                begun[name].set()
+
+    async def main() -> None:
+        old = asyncio.create_task(listen("old"))
+        await begun["old"].wait()
+        new = asyncio.create_task(listen("new"))
+        await asyncio.sleep(0)  # it asks the engine
+        heard.clear()
+        time.sleep(1.0)  # noqa: ASYNC251 - the event loop is late: outputs of several steps wait for it
+        await begun["new"].wait()
+        assert heard[0] == "new"
+        for task in (old, new):
+            task.cancel()
+        await asyncio.gather(old, new, return_exceptions=True)
+
+    engine.run(main())

@@ -4,7 +4,8 @@
 
 Starts a server with 8 adapters (or with --model and --adapter, or takes one with --url), sends the interactive load,
 then a batch of --lines over all models with the load beside it. Prints the times to the first token and per token of
-both, and how fast the batch ran. Exit status 1 if any request or line failed, 2 if the arguments make no sense.
+both, and how fast the batch ran. With `--set scheduler.itl_target_ms=...` the time per token is held to it. Exit status
+1 if any request or line failed, 2 if the arguments make no sense.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from weft.benchmarks import load, serve
 from weft.benchmarks.arguments import positive
 from weft.benchmarks.metrics import RequestRecord, percentile
 from weft.benchmarks.own_server import call
+from weft.benchmarks.report import goal
 from weft.errors import WeftError
 
 Api = Callable[..., dict[str, Any]]
 """Asks the server: method, path below /v1 and what httpx takes."""
 PATH = "/v1/completions"
 LOOK_S = 0.2
+MAX_STEPS_MORE = 2
+"""How much later the first token may be beside a batch, in the steps that requests alone have."""
+_TARGET = "scheduler.itl_target_ms="
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -60,6 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "done_when_the_load_ended": done_beside,
         },
         "table": [{"interactive": name, **found} for name, found in loads.items()],
+        "goals": _goals(loads, options.set),
         "failures": [f"{name}: {count} requests failed" for name, count in failed.items() if count],
     }
 
@@ -84,6 +90,16 @@ def _until(api: Api, batch_id: str, *statuses: str) -> dict[str, Any]:
             raise WeftError(f"the batch ended as {batch['status']}: {batch['errors']}")
         time.sleep(LOOK_S)
     return batch
+
+
+def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[dict[str, Any]]:
+    alone, beside = loads["alone"], loads["beside"]
+    later = (beside["ttft_p95_ms"] - alone["ttft_p95_ms"]) / alone["tpot_p50_ms"]
+    targets_ms = [float(setting.removeprefix(_TARGET)) for setting in settings if setting.startswith(_TARGET)]
+    return [
+        goal("TTFT p95 beside the batch, steps more than alone", later, MAX_STEPS_MORE),
+        *(goal("time per token p95, ms", beside["tpot_p95_ms"], target_ms) for target_ms in targets_ms),
+    ]
 
 
 def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from operator import itemgetter
 
@@ -41,49 +42,78 @@ class Chunks:
         self._budget = budget
         self._page_tokens = page_tokens
         self._finish = finish
-        self._budget_used = 0
-        """Tokens of the budget in the step that was planned last."""
+        self._planned_units = 0.0
+        """Price of the step that was planned last."""
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether steps are kept to a length; then requests in the batch lane that decode are part of the budget."""
+        return self._budget.has_target or 0 < self._table.order.num_batch_rows < self._table.num_rows
 
     def tokens_left(self) -> int:
-        """Tokens for prompts beside the rows that decode, as of now."""
+        """Tokens for prompts, and see `_is_bounded`, as of now."""
         table = self._table
-        counted = sum(state.has_row for state in table.prefilling)
-        if self._budget.is_bounded:
-            batch = (state for state in table.running if state.in_batch_lane and state not in table.prefilling)
-            counted += sum(state.has_row for state in batch)
-        return self._budget.tokens(table.num_rows - counted)
+        if not self._is_bounded:
+            return self._budget.tokens(table.num_rows - sum(state.has_row for state in table.prefilling), 0.0)
+        decoding = [state for state in table.rows() if not self._is_counted(state)]
+        return self._budget.tokens(len(decoding), sum(self._price(state) for state in decoding))
 
     def note_step(self, seconds: float) -> None:
         """Take note of how long the step took that was planned last."""
-        self._budget.note_step(self._budget_used, seconds)
+        if self._planned_units:
+            self._budget.note_step(self._planned_units, seconds)
 
     def plan(self, draft: Draft) -> None:
         """Say what each row computes, the most entitled first where tokens or pages are short."""
         rows = self._with_leases(self._table.rows())
         draft.by_place = None  # rows changed hands
-        draft.budget = budget = self.tokens_left()
-        page_tokens, is_bounded, turn = self._page_tokens, self._budget.is_bounded, self._table.order.turn
-        needy: list[tuple[tuple[float, ...], bool, RequestState]] = []
-        for state in rows:
-            if state.next_chunk is None or (is_bounded and state.in_batch_lane):
-                is_free = state.num_left == 1 and not (is_bounded and state.in_batch_lane)
-                needy.append((turn(state), is_free, state))
+        draft.budget = self.tokens_left()
+        is_bounded, batch_units = self._is_bounded, self._batch_units(rows, draft.budget)
+        page_tokens, turn = self._page_tokens, self._table.order.turn
+        needy = [
+            (turn(state), state) for state in rows if state.next_chunk is None or (is_bounded and state.in_batch_lane)
+        ]
         needy.sort(key=itemgetter(0))
         counts: dict[RequestState, int] = {}
-        for _, is_free, state in needy:
+        for _, state in needy:
             if state.status != "running":
                 continue  # it was preempted for one that is more entitled
-            count = 1 if is_free else min(state.num_left, draft.budget)
+            count, price = 1, 0.0
+            if is_bounded and self._is_counted(state):
+                price = self._price(state)
+                units = min(draft.budget, batch_units) if state.in_batch_lane else draft.budget
+                count = min(state.num_left, max(math.ceil(units / price), 0))
+                batch_units -= count * price if state.in_batch_lane else 0.0
+            elif state.num_left != 1:
+                count, price = min(state.num_left, draft.budget), 1.0
             if count > 0 and not self._preemption.grow(state, state.num_computed + count, draft):
                 count = min(count, state.pages.table.num_blocks * page_tokens - state.num_computed)
             counts[state] = count
-            draft.budget -= 0 if is_free else count
-        self._budget_used = budget - draft.budget
+            draft.budget -= math.ceil(count * price)
+        self._planned_units = 0.0
         for state in rows:
             count = counts.get(state, 1)
             if count > 0 and state.has_row:  # it may have been preempted since
+                self._planned_units += count * self._price(state) if is_bounded else 0.0
                 draft.chunks.append(state.next_chunk or state.chunk(count))
                 state.last_step = draft.step
+
+    def _batch_units(self, rows: list[RequestState], budget: int) -> float:
+        """Units for the batch lane beside what interactive requests compute in this step."""
+        if not self._is_bounded:
+            return math.inf
+        interactive = [state for state in rows if not state.in_batch_lane]
+        prompts = [state for state in interactive if state.num_left > 1]
+        units = sum(self._price(state) for state in interactive if state.num_left == 1)
+        return self._budget.batch_units(units + min(sum(state.num_left for state in prompts), budget))
+
+    def _is_counted(self, state: RequestState) -> bool:
+        """Whether what it computes in a bounded step comes from the budget."""
+        return state.in_batch_lane or state in self._table.prefilling
+
+    def _price(self, state: RequestState) -> float:
+        """Units of its next token."""
+        return self._table.service.token_price(state)
 
     def _with_leases(self, rows: list[RequestState]) -> list[RequestState]:
         """The rows but for requests whose adapter slot is not what their lease says, which are ended; a bug's doing."""

@@ -98,6 +98,11 @@ class FairOrder:
         self.num_queued = 0
         """Requests without a row."""
 
+    @property
+    def num_batch_rows(self) -> int:
+        """Requests of batch lanes in the step."""
+        return sum(lane.rows for key, lane in self._root.stepping.items() if key)
+
     def enter(self, state: RequestState) -> None:
         """A request arrives, without a row."""
         flow = state.request.flow

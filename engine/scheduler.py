@@ -151,7 +151,9 @@ class Scheduler:
         """What happened to requests since the last call."""
         self._preemption = Preemption(self.table, geometry, pool)
         self._rows = Rows(self.table, self._preemption, clock, self.finish)
-        self._chunks = Chunks(self.table, self._preemption, StepBudget(config), geometry.page_tokens, self.finish)
+        self._chunks = Chunks(
+            self.table, self._preemption, StepBudget(config, costs.token_s), geometry.page_tokens, self.finish
+        )
         self._stall = Stall(self.table, self._preemption, pool, self.finish)
         self._deadlines = Deadlines(self.table.requests)
         self._last_units = 0.0

@@ -1,49 +1,100 @@
-"""How many tokens a step may compute besides those of the interactive requests that decode.
+"""How much a step may compute besides the interactive requests that decode: prompts, and the batch lane.
 
-Without a target that is what `scheduler.step_tokens` leaves. With `scheduler.itl_target_ms` it shrinks by a tenth after
-a step that took longer than the target, and grows by `GROWTH_TOKENS` after one that used all of it in time: the
-additive increase and multiplicative decrease of congestion control.
+Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves, and the batch lane makes a step with
+interactive requests longer by at most `scheduler.batch_stretch`. With a target both take what the target leaves.
+
+How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
+steps. Units are those of `weft.engine.prices`; one is the time of a prompt token, so the slope is known from the start.
 """
 
 from __future__ import annotations
+
+import math
 
 from weft.config import SchedulerConfig
 
 MIN_TOKENS = 16
 """However slow steps are, prompts go on."""
-GROWTH_TOKENS = 16
-DECREASE = 0.9
+KEPT = 0.98
+"""A step counts as much as the one after it, times this."""
+PRIOR_VARIANCE = 64.0
+"""Units squared; steps that differ by less tell little about the slope, and the one measured at start is kept."""
+MAX_SLOPE_ERROR = 4.0
+"""The slope is never off the one measured at start by more than this factor."""
+
+
+class StepTime:
+    """Predicts the seconds of a step from its units, by weighted least squares.
+
+    Args:
+        unit_s: Seconds of a unit, as measured at start.
+    """
+
+    def __init__(self, unit_s: float) -> None:
+        self._start_unit_s = unit_s
+        self._weight = self._units = self._seconds = self._variance = self._covariance = 0.0
+
+    def note(self, units: float, seconds: float) -> None:
+        """Learn from a step."""
+        self._weight = self._weight * KEPT + 1
+        share = 1 / self._weight
+        units_off, seconds_off = units - self._units, seconds - self._seconds
+        self._units += share * units_off
+        self._seconds += share * seconds_off
+        self._variance = (1 - share) * (self._variance + share * units_off * units_off)
+        self._covariance = (1 - share) * (self._covariance + share * units_off * seconds_off)
+
+    @property
+    def unit_s(self) -> float:
+        """Seconds of one more unit."""
+        start_s = self._start_unit_s
+        slope = (self._covariance + PRIOR_VARIANCE * start_s) / (self._variance + PRIOR_VARIANCE)
+        return min(max(slope, start_s / MAX_SLOPE_ERROR), start_s * MAX_SLOPE_ERROR)
+
+    @property
+    def overhead_units(self) -> float:
+        """What a step takes besides its units, in units."""
+        return max(self._seconds / self.unit_s - self._units, 0.0)
 
 
 class StepBudget:
-    """The token budget of steps.
+    """What steps may compute.
 
     Args:
-        config: The largest step, and the target.
+        config: The largest step, the target, and the stretch.
+        unit_s: Seconds of a unit, as measured at start.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, unit_s: float) -> None:
         self._max_tokens = config.step_tokens
         self._target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
-        self._allowed = config.step_tokens
-        self._planned = 0
+        self._stretch = config.batch_stretch
+        self._time = StepTime(unit_s)
 
     @property
-    def is_bounded(self) -> bool:
-        """Whether there is a target; then tokens of requests in the batch lane that decode are part of the budget."""
+    def has_target(self) -> bool:
+        """Whether steps have a target."""
         return self._target_s is not None
 
-    def tokens(self, num_decoding: int) -> int:
-        """Tokens left for prompts, and see `is_bounded`, in a step with so many decoding requests besides."""
-        self._planned = min(self._max_tokens - num_decoding, self._allowed)
-        return self._planned
+    def tokens(self, num_decoding: int, units: float) -> int:
+        """Tokens for prompts, and for the batch lane beside interactive requests.
 
-    def note_step(self, used: int, seconds: float) -> None:
-        """Learn from a step that computed `used` tokens of the budget."""
+        Args:
+            num_decoding: Other requests, with one token each.
+            units: Their price.
+        """
+        left = self._max_tokens - num_decoding
         if self._target_s is None:
-            return
-        if seconds > self._target_s and used:
-            # A step of few tokens says little about how many may be.
-            self._allowed = max(int(max(min(self._allowed, used), self._allowed // 2) * DECREASE), MIN_TOKENS)
-        elif used >= self._planned:
-            self._allowed = min(self._allowed + GROWTH_TOKENS, self._max_tokens)
+            return left
+        in_time = self._target_s / self._time.unit_s - self._time.overhead_units - units
+        return min(left, max(int(in_time), MIN_TOKENS))
+
+    def batch_units(self, units: float) -> float:
+        """Units for the batch lane in a step whose interactive requests have so many; enough for one token."""
+        if self._target_s is not None:
+            return math.inf  # part of the tokens
+        return max((self._stretch - 1) * (self._time.overhead_units + units), 1.0)
+
+    def note_step(self, units: float, seconds: float) -> None:
+        """Learn from a step of so many units."""
+        self._time.note(units, seconds)

@@ -115,6 +115,12 @@ class TenantService:
             prices.output + prices.context * context
         )
 
+    def token_price(self, state: RequestState) -> float:
+        """The price of a request's next token; at least 1."""
+        if state.num_left > 1:
+            return self.prices.prompt + self.prices.prompt_context * state.num_computed
+        return self.prices.output + self.prices.context * state.num_computed
+
     def charge(self, chunks: Sequence[tuple[RequestState, Chunk]]) -> list[tuple[RequestState, float]]:
         """The price of each chunk that was just computed, in units. Tokens computed again cost nothing.
 

@@ -343,6 +343,34 @@ def _short_e2e_s(engine: VirtualEngine) -> float:
     )
 
 
+# The batch lane beside interactive requests.
+
+
+@cache
+def _chats(policy: str, load_share: float, has_batch: bool) -> VirtualEngine:
+    """Chats at a share of the capacity, alone or beside 96 streams in the batch lane."""
+    chats = load.Client(tenant="chat").poisson(load_share * CAPACITY, SEED)
+    batch = load.Client(tenant="batch", lane=1).always(96 * has_batch, SEED)
+    return VirtualEngine(EngineSettings(policy=policy)).play(load.together(chats, batch), until_s=20)
+
+
+def steps_added_by_batch(policy: str, load_share: float) -> float:
+    """TTFT p95 of chats beside a batch less that of chats alone, in steps of the chats alone."""
+    alone, beside = (_chats(policy, load_share, has_batch) for has_batch in (False, True))
+    return (_ttft_p95(beside, "chat") - _ttft_p95(alone, "chat")) / alone.records.of("chat").itl_s(0.5)
+
+
+def stretch_by_batch(policy: str, load_share: float) -> float:
+    """The median time between two tokens of chats beside a batch, by that of chats alone."""
+    beside, alone = (_chats(policy, load_share, has_batch).records.of("chat").itl_s(0.5) for has_batch in (True, False))
+    return beside / alone
+
+
+def service_of_batch(policy: str, load_share: float) -> float:
+    """Units per second of the batch, by those of an engine that has nothing else to do."""
+    return _chats(policy, load_share, True).service.served("batch", 2, 20) / 18 / UNITS
+
+
 GOALS: tuple[Goal, ...] = (
     Goal(name="A-1 gap, units", measure=gap, at_most=10_000),
     Goal(name="A-1 gap with 100 adapters against 1, units", measure=gap_with_many_adapters, at_most=10_000),
@@ -375,4 +403,20 @@ GOALS: tuple[Goal, ...] = (
     Goal(name="W9 shares before and after weights change", measure=error_of_changed_weights, at_most=0.03),
     Goal(name="A-12 mean time of short calls with MLFQ, by FCFS", measure=short_with_mlfq, at_most=0.1),
     Goal(name="A-12 worst pause with MLFQ less a step, s", measure=pause_with_mlfq, at_most=0.5),
+    Goal(
+        name="TTFT p95 beside a batch, steps more", measure=lambda policy: steps_added_by_batch(policy, 0.5), at_most=2
+    ),
+    Goal(
+        name="time per token beside a batch, by alone",
+        measure=lambda policy: stretch_by_batch(policy, 0.5),
+        at_most=1.3,
+    ),
+    Goal(
+        name="service of a batch beside half a load", measure=lambda policy: service_of_batch(policy, 0.5), at_least=0.1
+    ),
+    Goal(
+        name="service of a batch beside a full load",
+        measure=lambda policy: service_of_batch(policy, 2.0),
+        at_least=0.04,
+    ),
 )

@@ -160,19 +160,11 @@ def _targets(value: object) -> list[str]:
 _TARGETS_SCHEMA = {
     "anyOf": [{"const": ALL_LINEAR}, {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1}]
 }
-_TOKENS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
-        _TOKENS_SCHEMA,
-        {"type": "array", "items": _TOKENS_SCHEMA},
-    ]
-}
-_STOP_SCHEMA = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}],
-}
-_BIAS_SCHEMA = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
+# What is sent, for the OpenAPI page; the functions above say themselves what is wrong with it.
+_Tokens = list[Annotated[int, Field(ge=0)]]
+_Prompt = str | list[str] | _Tokens | list[_Tokens]
+_Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+_Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 
 def _limits_schema(names: Sequence[str]) -> dict[str, Any]:
@@ -246,7 +238,7 @@ class GenerationBody(Body):
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops), WithJsonSchema(_STOP_SCHEMA)] = Field(default_factory=list)
+    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=_Stop)] = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     temperature: float = Field(1.0, ge=0, le=100)
@@ -256,7 +248,7 @@ class GenerationBody(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)] = Field(
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_Biases)] = Field(
         default_factory=dict
     )
 
@@ -318,7 +310,7 @@ class CompletionBody(GenerationBody):
 
     neutral_values = {**neutral.SHARED, **neutral.COMPLETIONS}
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
     max_tokens: int = Field(16, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=100)
     echo: bool = False
@@ -510,18 +502,9 @@ def _meaning(value: object) -> dict[int, int] | int | None:
 
 
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
-_SHARE_SCHEMA = {"type": "integer", "minimum": 1, "maximum": 10_000}
-_ALIASES_SCHEMA = {
-    "type": "object",
-    "maxProperties": 64,
-    "additionalProperties": {
-        "anyOf": [
-            {"type": "integer", "minimum": 1},
-            {"type": "object", "minProperties": 1, "maxProperties": 8, "additionalProperties": _SHARE_SCHEMA},
-            {"type": "null"},
-        ]
-    },
-}
+_VersionNumber = Annotated[int, Field(ge=1)]
+_Shares = Annotated[dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)]
+_Aliases = Annotated[dict[str, _VersionNumber | _Shares | None], Field(max_length=64)]
 
 
 class AdapterPatchBody(Body):
@@ -530,7 +513,7 @@ class AdapterPatchBody(Body):
     description: str | None = Field(None, max_length=4096)
     pinned: bool | None = None
     aliases: Annotated[
-        dict[str, dict[int, int] | int | None], BeforeValidator(_aliases), WithJsonSchema(_ALIASES_SCHEMA)
+        dict[str, dict[int, int] | int | None], BeforeValidator(_aliases, json_schema_input_type=_Aliases)
     ] = Field(default_factory=dict, max_length=64)
     """Merged into what is there: a version, versions by weight (a canary), or null to remove the alias."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -58,39 +59,21 @@ def takes_form(schema: dict[str, Any]) -> dict[str, Any]:
 
 def takes_retries() -> dict[str, Any]:
     """`openapi_extra` of a route that may be called again under the same key."""
-    header = {
-        "name": IDEMPOTENCY_KEY,
-        "in": "header",
-        "required": False,
-        "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]([ -~]*[!-~])?$"},
-        "description": "The same request under the same key is done once, and answered the same for 24 hours.",
-    }
-    return {"parameters": [header]}
+    schema = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]([ -~]*[!-~])?$"}
+    about = "The same request under the same key is done once, and answered the same for 24 hours."
+    return _header(IDEMPOTENCY_KEY, schema, about)
 
 
 def takes_file() -> dict[str, Any]:
     """`openapi_extra` of a route whose body is a file, or the part of it that is due."""
-    part = {
-        "name": "Content-Range",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "string"},
-        "description": "`bytes FIRST-LAST/SIZE`: goes on with byte FIRST; without it the file begins anew.",
-    }
+    about = "`bytes FIRST-LAST/SIZE`: goes on with byte FIRST; without it the file begins anew."
     body = _request_body("application/octet-stream", {"type": "string", "format": "binary"})
-    return {**body, "parameters": [part]}
+    return {**body, **_header("Content-Range", {"type": "string"}, about)}
 
 
 def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """A replacement of `app.openapi` that tells the truth about bodies and errors."""
-    made: dict[str, Any] = {}
-
-    def openapi() -> dict[str, Any]:
-        if not made:
-            made.update(_make(app))
-        return made
-
-    return openapi
+    return cache(lambda: _make(app))
 
 
 def _make(app: FastAPI) -> dict[str, Any]:
@@ -137,3 +120,8 @@ def _errors(path: str, method: str, operation: dict[str, Any]) -> list[int]:
 
 def _request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+
+
+def _header(name: str, schema: dict[str, Any], about: str) -> dict[str, Any]:
+    header = {"name": name, "in": "header", "required": False, "schema": schema, "description": about}
+    return {"parameters": [header]}

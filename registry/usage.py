@@ -19,6 +19,7 @@ from sqlalchemy import (
     FromClause,
     Label,
     Select,
+    String,
     Table,
     case,
     delete,
@@ -57,19 +58,6 @@ GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
     "status": ("status",),
     "service_class": ("service_class",),
 }
-_TEXTS = (
-    ("id", 64),
-    ("tenant_id", 64),
-    ("tenant", 63),
-    ("key_id", 64),
-    ("adapter_id", 64),
-    ("adapter", 127),
-    ("adapter_digest", 71),
-    ("endpoint", 64),
-    ("status", 64),
-    ("adapter_state", 16),
-    ("service_class", 16),
-)
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 _KEPT: tuple[tuple[Table, tuple[str, str]], ...] = (
@@ -79,6 +67,12 @@ _KEPT: tuple[tuple[Table, tuple[str, str]], ...] = (
 )
 """Tables of sums, each with a column and a value of it: events with this value do not count there."""
 _events = UsageEventRow.__table__.c
+_TEXTS = {
+    column.name: column.type.length or 0
+    for column in _events
+    if isinstance(column.type, String) and column.name != "request_id"
+}
+"""Texts by the characters that their columns take; what a request's own id has more is cut."""
 _adapters = UsageAdapterRow.__table__.c
 _TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow)
 
@@ -89,7 +83,7 @@ def checked_event(event: UsageEvent) -> UsageEvent:
     Raises:
         InvalidRequestError: A text, a count or a time cannot be stored.
     """
-    for name, max_length in _TEXTS:
+    for name, max_length in _TEXTS.items():
         text = getattr(event, name)
         if text is not None:
             check_text(text, name, max_length)
@@ -155,7 +149,7 @@ def sum_of(column: ColumnElement[int]) -> Label[int]:
 
 def _row(event: UsageEvent) -> dict[str, Any]:
     row = {name: getattr(event, name) for name in _events.keys()}  # noqa: SIM118 - a collection of columns
-    for name, _ in _TEXTS:
+    for name in _TEXTS:
         row[name] = row[name] or ""
     row["adapter_version"] = row["adapter_version"] or 0
     row["at"] = to_micros(event.at)

@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import cast
@@ -42,12 +41,6 @@ _NO_DIGEST = "0" * 64
 _WITH_TENANT = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    identity: Identity
-    expires_at: datetime | None
-
-
 class KeyRing:
     """Tells who holds a secret; remembers the answer for a short while, by the secret's full digest.
 
@@ -65,7 +58,8 @@ class KeyRing:
         self._pepper = pepper
         self._clock = clock
         self._admin_digest = None if admin_key is None else self.digest(admin_key)
-        self._recent: Recent[str, _Known] = Recent(monotonic, changes)
+        self._recent: Recent[str, tuple[Identity, datetime | None]] = Recent(monotonic, changes)
+        """Who holds a secret, and until when, by its digest."""
         self.sessions: Recent[str, tuple[Credential, int]] = Recent(monotonic)
         """What sessions stand for, and when they end, by the digest of their token."""
 
@@ -94,10 +88,10 @@ class KeyRing:
         if self._admin_digest is not None and hmac.compare_digest(credential.digest, self._admin_digest):
             shown = Credential("", credential.digest)
             return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES, credential=shown)
-        known = await self._recent.ask(credential.digest, lambda: _read_known(database, credential))
-        if known.expires_at is not None and known.expires_at <= self._clock():
+        identity, ends = await self._recent.ask(credential.digest, lambda: _read_known(database, credential))
+        if ends is not None and ends <= self._clock():
             raise _refusal()
-        return known.identity
+        return identity
 
     async def identify_session(self, database: Database, token: str) -> Identity:
         """Who began the session of this token.
@@ -290,11 +284,11 @@ class Keys(Transactions):
 async def _living(session: AsyncSession, key_id: str) -> tuple[KeyRow, str]:
     """The row of a key that was not revoked, and its tenant's name."""
     check_text(key_id, "id", 512)
-    statement = select(KeyRow, TenantRow.name).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
-    found = (await session.execute(statement.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None)))).one_or_none()
+    living = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
+    found = (await session.execute(living)).one_or_none()
     if found is None:
         raise NotFoundError("There is no such key.")
-    return found[0], found[1]
+    return found[0], found[1].name
 
 
 def _new_secret(ring: KeyRing, row: KeyRow) -> str:
@@ -313,7 +307,7 @@ def _check(name: str | None, scopes: Sequence[str] | None, expires_at: datetime 
         raise InvalidRequestError("expires_at must be in the future and have a timezone.", param="expires_at")
 
 
-async def _read_known(database: Database, credential: Credential) -> _Known:
+async def _read_known(database: Database, credential: Credential) -> tuple[Identity, datetime | None]:
     prefix = credential.prefix
     either = or_(KeyRow.prefix == prefix, KeyRow.previous_prefix == prefix)
     async with database.read() as session:
@@ -327,7 +321,7 @@ async def _read_known(database: Database, credential: Credential) -> _Known:
         ends = [end for end in (row.expires_at, row.previous_until if is_previous else None) if end is not None]
     if not hmac.compare_digest(credential.digest, stored) or row is None or owner is None or row.revoked_at is not None:
         raise _refusal()
-    return _Known(_identity(row, owner, credential), from_micros(min(ends)) if ends else None)
+    return _identity(row, owner, credential), from_micros(min(ends)) if ends else None
 
 
 def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> Identity:

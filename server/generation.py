@@ -6,7 +6,7 @@ Works on any `Engine`. Knows neither JSON nor usage.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -151,7 +151,7 @@ class Generation:
         if self._cut is not None:
             return  # before the engine was asked
         has_started = False
-        async with aclosing(_as_generator(self._engine.generate(choices[0].request))) as outputs:
+        async with aclosing(self._engine.generate(choices[0].request)) as outputs:
             async for output in outputs:
                 own = list(zip(choices, output.hypotheses or [output], strict=False))
                 for choice, part in own:
@@ -205,14 +205,3 @@ class Generation:
     def _note_failure(self, pump: asyncio.Task[None]) -> None:
         if not pump.cancelled() and (error := pump.exception()) is not None:
             self._arrived.put(error)
-
-
-async def _as_generator(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput, None]:
-    """Pass outputs on, and close their source when closed."""
-    try:
-        async for output in outputs:
-            yield output
-    finally:
-        close = getattr(outputs, "aclose", None)
-        if close is not None:
-            await close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Protocol
@@ -48,7 +48,7 @@ class Engine(Protocol):
     def load(self) -> EngineLoad | None:
         """What the engine last said it has to do; None while it is down and until it has worked."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request; closing the iterator aborts it. A refusal is an output with an error."""
 
     def abort(self, request_id: str) -> None:

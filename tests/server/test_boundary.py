@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import httpx
 import pytest
@@ -21,7 +21,7 @@ BODY = {"model": BASE, "prompt": "x"}
 def breaking_after(num_outputs: int, api: Api) -> None:
     whole = api.engine.generate
 
-    async def generate(request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         count = 0
         async for output in whole(request):
             if count == num_outputs:

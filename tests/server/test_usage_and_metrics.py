@@ -8,7 +8,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
@@ -252,7 +252,7 @@ async def test_cached_tokens_of_many_choices_are_those_of_the_first_also_when_it
     others_began = asyncio.Event()
     generate = api.engine.generate
 
-    async def first_choice_last(request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def first_choice_last(request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         if request.choice_index == 0:
             await others_began.wait()
         async for output in generate(request):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -132,7 +132,7 @@ class FakeEngine:
         self.pinned: set[str] = set()
         self.told_pins: list[tuple[AdapterRef, bool]] = []
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
         if self.ready is None:
             raise EngineUnavailableError("The engine restarts.", retry_after_s=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -100,19 +101,10 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 @functools.cache
 def native_kernels() -> Kernels:
     """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`; sampling is in torch operators."""
-    from weft.kernels import attention_native, rows_native, sgmv_native
+    from weft.kernels import attention_native, rows_native, sampling_cpu, sgmv_native
 
-    return replace(
-        torch_kernels(),
-        rms_norm=rows_native.rms_norm,
-        fused_add_rms_norm=rows_native.fused_add_rms_norm,
-        rope=rows_native.rope,
-        silu_and_mul=rows_native.silu_and_mul,
-        kv_write=rows_native.kv_write,
-        paged_attention=attention_native.paged_attention,
-        attend=attention_native.attend,
-        sgmv=sgmv_native.sgmv,
-    )
+    composed = _kernels_of(rows_native, attention_native, sgmv_native, sampling_cpu)
+    return replace(composed, attend=attention_native.attend)
 
 
 @functools.cache
@@ -120,17 +112,7 @@ def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without a compiler and for dtypes that the C++ ones do not know."""
     from weft.kernels import attention_cpu, rows_cpu, sampling_cpu, sgmv_cpu
 
-    return Kernels(
-        rms_norm=rows_cpu.rms_norm,
-        fused_add_rms_norm=rows_cpu.fused_add_rms_norm,
-        rope=rows_cpu.rope,
-        silu_and_mul=rows_cpu.silu_and_mul,
-        kv_write=rows_cpu.kv_write,
-        paged_attention=attention_cpu.paged_attention,
-        sgmv=sgmv_cpu.sgmv,
-        sample=sampling_cpu.sample,
-        logprobs=sampling_cpu.logprobs,
-    )
+    return _kernels_of(rows_cpu, attention_cpu, sgmv_cpu, sampling_cpu)
 
 
 @functools.cache
@@ -141,14 +123,19 @@ def triton_kernels() -> Kernels:
     """
     from weft.kernels import attention_triton, rows_triton, sampling_triton, sgmv_triton
 
+    return _kernels_of(rows_triton, attention_triton, sgmv_triton, sampling_triton)
+
+
+def _kernels_of(rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampling: ModuleType) -> Kernels:
+    """The operations by their names, which are the same in the modules of every kind."""
     return Kernels(
-        rms_norm=rows_triton.rms_norm,
-        fused_add_rms_norm=rows_triton.fused_add_rms_norm,
-        rope=rows_triton.rope,
-        silu_and_mul=rows_triton.silu_and_mul,
-        kv_write=rows_triton.kv_write,
-        paged_attention=attention_triton.paged_attention,
-        sgmv=sgmv_triton.sgmv,
-        sample=sampling_triton.sample,
-        logprobs=sampling_triton.logprobs,
+        rms_norm=rows.rms_norm,
+        fused_add_rms_norm=rows.fused_add_rms_norm,
+        rope=rows.rope,
+        silu_and_mul=rows.silu_and_mul,
+        kv_write=rows.kv_write,
+        paged_attention=attention.paged_attention,
+        sgmv=sgmv.sgmv,
+        sample=sampling.sample,
+        logprobs=sampling.logprobs,
     )

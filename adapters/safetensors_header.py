@@ -6,8 +6,9 @@ tensors, odd names, dtypes other than F32, F16 and BF16, gaps, overlaps and trai
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO, NoReturn
 
 from weft.adapters.findings import Findings
@@ -107,10 +108,7 @@ def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[Te
     for tensor in tensors:
         if tensor.dtype in DTYPE_BYTES:
             _check_bytes(tensor)
-    return tuple(
-        TensorEntry(tensor.name, tensor.dtype, tensor.shape, data_start + tensor.start, data_start + tensor.end)
-        for tensor in tensors
-    )
+    return tuple(replace(tensor, start=data_start + tensor.start, end=data_start + tensor.end) for tensor in tensors)
 
 
 def header_bytes(first: bytes | bytearray, file_size: int) -> int:
@@ -228,9 +226,7 @@ def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
 
 
 def _check_bytes(tensor: TensorEntry) -> None:
-    expected = DTYPE_BYTES[tensor.dtype]
-    for extent in tensor.shape:
-        expected *= extent
+    expected = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
     if expected != tensor.end - tensor.start:
         _refuse(
             "shape_invalid",

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -67,13 +69,7 @@ class Objective:
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Percentile with linear interpolation between closest ranks; NaN of nothing."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(np.percentile(values, percent)) if values else math.nan
 
 
 def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float | None]:

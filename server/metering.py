@@ -12,7 +12,7 @@ has computed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
 import structlog
@@ -211,9 +211,7 @@ class Meter:
             endpoint=self._endpoint,
             service_class=self._service_class,
             status=status,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            completion_tokens=usage.completion_tokens,
+            **asdict(usage),
             queue_s=self._queue_s,
             ttft_s=self._ttft_s,
             duration_s=self._services.monotonic() - self._started_s,

@@ -161,13 +161,18 @@ class AppliedModules(View):
     total: int
 
 
-class AdapterUsageView(View):
-    """All that was ever asked of an adapter."""
+class UsageSums(View):
+    """What every sum of usage has."""
 
     requests: int
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+
+
+class AdapterUsageView(UsageSums):
+    """All that was ever asked of an adapter."""
+
     last_used_at: Moment | None
 
 
@@ -369,13 +374,9 @@ class ModelList(View):
     data: list[ModelView]
 
 
-class UsageTotalsView(View):
+class UsageTotalsView(UsageSums):
     """Sums of usage."""
 
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
     cost: str | None = None
     """Exact, as a decimal number; absent where no prices are set."""
 

@@ -81,10 +81,7 @@ class LoadQueue:
 
     def take_done(self) -> list[LoadJob]:
         """Jobs that ended since the last call, in the order in which they did."""
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        return done
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
         """Drop what waits, and return when what runs is done."""

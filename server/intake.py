@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakValueDictionary
 
 from weft.errors import BusyError, RateLimitError
@@ -44,8 +44,7 @@ class Intake:
         self._streams: Counter[str] = Counter()
         self._reserved: Counter[str] = Counter()
 
-    @contextmanager
-    def retrying(self, who: str, key: str | None) -> Iterator[None]:
+    def retrying(self, who: str, key: str | None) -> AbstractContextManager[None]:
         """Make the change that a client knows by this key; None is no key.
 
         Raises:
@@ -56,11 +55,9 @@ class Intake:
             retry_after_s=RETRY_S,
             code="idempotency.in_progress",
         )
-        with self._taking([] if key is None else [("retry", who, key)], busy):
-            yield
+        return self._taking([] if key is None else [("retry", who, key)], busy)
 
-    @contextmanager
-    def writing(self, upload_id: str, *files: str) -> Iterator[None]:
+    def writing(self, upload_id: str, *files: str) -> AbstractContextManager[None]:
         """Be the only one at these files of an upload.
 
         Raises:
@@ -71,15 +68,13 @@ class Intake:
             retry_after_s=RETRY_S,
             code="upload.busy",
         )
-        with self._taking([("file", upload_id, file) for file in files], busy):
-            yield
+        return self._taking([("file", upload_id, file) for file in files], busy)
 
     def is_writing(self, upload_id: str) -> bool:
         """Whether somebody is at a file of the upload."""
         return any(token in self._taken for token in (("file", upload_id, file) for file in FILES))
 
-    @contextmanager
-    def stream(self, tenant_id: str) -> Iterator[None]:
+    def stream(self, tenant_id: str) -> AbstractContextManager[None]:
         """Take a file from the tenant.
 
         Raises:
@@ -91,8 +86,7 @@ class Intake:
                 retry_after_s=RETRY_S,
                 code="upload.too_many",
             )
-        with _counted(self._streams, tenant_id, 1):
-            yield
+        return _counted(self._streams, tenant_id, 1)
 
     async def check_once(self, content: Hashable, check: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:
         """The facts of an upload, found once for identical ones that come at once."""
@@ -102,11 +96,9 @@ class Intake:
         """Bytes that are coming from the tenant in uploads of one request."""
         return self._reserved[tenant_id]
 
-    @contextmanager
-    def reserving(self, tenant_id: str, num_bytes: int) -> Iterator[None]:
+    def reserving(self, tenant_id: str, num_bytes: int) -> AbstractContextManager[None]:
         """Count these bytes as coming."""
-        with _counted(self._reserved, tenant_id, num_bytes):
-            yield
+        return _counted(self._reserved, tenant_id, num_bytes)
 
     @contextmanager
     def _taking(self, tokens: list[Hashable], busy: BusyError) -> Iterator[None]:

@@ -47,7 +47,7 @@ class Files:
         async with self._database.read() as session:
             return await _bytes_left(session, tenant_id, limits, self._clock(), needed=1)
 
-    async def add(self, file: FileRow, limits: BatchConfig, store: Callable[[], Awaitable[None]]) -> None:
+    async def add(self, file: FileRow, limits: BatchConfig, store: Callable[[], Awaitable[object]]) -> None:
         """Keep a file; `store` makes its blob durable, last, so that nothing sweeps it before there is a row.
 
         Raises:

@@ -42,7 +42,7 @@ class Terms:
     retry: Retry | None = None
     upload_id: str | None = None
     """The upload in pieces that ends with this version."""
-    store: Callable[[], Awaitable[None]] | None = None
+    store: Callable[[], Awaitable[object]] | None = None
     """Makes the blob durable: last, when nothing but the commit is left, so that no refusal leaves one behind."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,10 +61,7 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         description = form.text("description")
         draft = Draft(name=name, description=description, activate=form.activate, config=form.config)
         form.check_digest(weights.sha256())
-
-        async def change(retry: Retry | None) -> Answer:
-            return await publish(services, owner, draft, weights, retry)
-
+        change = partial(publish, services, owner, draft, weights)
         parts = (draft.name, draft.description, draft.activate, draft.config, weights.sha256())
         digest = body_digest("POST /v1/adapters", *parts)
         return await change_once(services, owner.tenant_id, key, digest, change)
@@ -141,9 +139,7 @@ async def publish(
         body = adapter_view(adapter, pages, residency).model_dump(mode="json")
         return Answer(status=201 if is_new else 200, body=body)
 
-    async def store() -> None:
-        await in_thread(weights.commit)
-
+    store = partial(in_thread, weights.commit)
     terms = Terms(answer=answer, pages=pages, retry=retry, upload_id=upload_id, store=store)
     try:
         await in_thread(weights.prepare)

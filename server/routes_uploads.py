@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -35,10 +36,7 @@ async def create_upload(request: Request, services: Wired, caller: UploadCaller)
     with services.intake.retrying(caller.tenant_id or caller.actor, key):
         body = await json_body(request, UploadBody, services.config.server.max_body_bytes, services.pace)
         owner = await owner_of(services, caller, body.tenant)
-
-        async def change(retry: Retry | None) -> Answer:
-            return await piecewise.announce(services, owner, body, retry)
-
+        change = partial(piecewise.announce, services, owner, body)
         digest = body_digest("POST /v1/uploads", body.model_dump_json())
         return await change_once(services, owner.tenant_id, key, digest, change)
 
@@ -78,10 +76,7 @@ async def complete_upload(upload_id: str, request: Request, services: Wired, cal
     await services.registry.uploads.get(caller.tenant_id, upload_id)  # another tenant's is not even busy
     with services.drain.cancelling(), intake.retrying(caller.tenant_id, key), intake.writing(upload_id, *FILES):
         upload = await services.registry.uploads.get(caller.tenant_id, upload_id)
-
-        async def change(retry: Retry | None) -> Answer:
-            return await piecewise.complete(services, caller, upload, retry)
-
+        change = partial(piecewise.complete, services, caller, upload)
         digest = body_digest("POST /v1/uploads/complete", upload.id)
         return await change_once(services, caller.tenant_id, key, digest, change)
 

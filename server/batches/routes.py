@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -50,12 +51,8 @@ async def create_file(request: Request, services: Wired, caller: InferTenant) ->
         file = new_file(
             caller.tenant_id, form.filename, "batch", services.now(), size_bytes=blob.size, sha256=blob.sha256()
         )
-
-        async def store() -> None:
-            await in_thread(blob.commit)
-
         await in_thread(blob.prepare)
-        await files.add(file, limits, store)
+        await files.add(file, limits, partial(in_thread, blob.commit))
     return file
 
 

@@ -77,13 +77,8 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_t
 
 def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
     """Append the lists of several pieces, key by key; None when there is no piece."""
-    merged: dict[str, list[object]] | None = None
-    for piece in pieces:
-        if piece is not None:
-            merged = {key: [] for key in piece} if merged is None else merged
-            for key, values in piece.items():
-                merged[key].extend(values)
-    return merged
+    found = [piece for piece in pieces if piece is not None]
+    return {key: [value for piece in found for value in piece[key]] for key in found[0]} if found else None
 
 
 def token_label(tokenizer: Tokenizer, token_id: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from weft.adapters.peft_fields import UNUSED, is_one_of
 from weft.adapters.strict_json import named, shown
-from weft.errors import AdapterFormatError, AdapterIncompatibleError
+from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
 _KNOWN_FIELDS = frozenset(
@@ -83,29 +83,19 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
         )
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or parameters.get("rank") is None or parameters.get("scale") is None:
-        raise AdapterFormatError(
-            "lora_parameters must give rank and scale.",
-            code="config.field_missing",
-            param="lora_parameters",
-            mend=_AS_WRITTEN,
-        )
+        raise _wrong(AdapterFormatError, "field_missing", "lora_parameters must give rank and scale.", _AS_WRITTEN)
     rank, scale, alpha = parameters["rank"], parameters["scale"], parameters.get("alpha")
     if "fine_tune_type" not in config and alpha not in (None, rank):
         # mlx-lm multiplied with scale * alpha / rank once, and left alpha unused before it wrote fine_tune_type.
-        raise AdapterIncompatibleError(
+        message = (
             "lora_parameters gives alpha and scale, of which early versions of mlx-lm made another factor than later "
-            "ones.",
-            code="config.field_unsupported",
-            param="lora_parameters",
-            mend="Remove alpha, and let scale be the factor that was trained with.",
+            "ones."
         )
+        mend = "Remove alpha, and let scale be the factor that was trained with."
+        raise _wrong(AdapterIncompatibleError, "field_unsupported", message, mend)
     if type(rank) not in (int, float) or type(scale) not in (int, float):
-        raise AdapterFormatError(
-            f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}.",
-            code="config.value_invalid",
-            param="lora_parameters",
-            mend=_AS_WRITTEN,
-        )
+        message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."
+        raise _wrong(AdapterFormatError, "value_invalid", message, _AS_WRITTEN)
     for name, value in [*parameters.items(), *config.items()]:
         if name not in _KNOWN_FIELDS and not is_one_of(value, UNUSED):
             raise AdapterIncompatibleError(
@@ -116,3 +106,7 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
                 mend="Remove it if it does not, as where only the training needed it.",
             )
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
+
+
+def _wrong(kind: type[AdapterError], code: str, message: str, mend: str) -> AdapterError:
+    return kind(message, code=f"config.{code}", param="lora_parameters", mend=mend)

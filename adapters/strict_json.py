@@ -62,14 +62,13 @@ def parse(raw: bytes, max_depth: int) -> object:
     check_depth(raw, max_depth)
     try:
         text = raw.decode("utf-8")
-        parsed: object = json.loads(
+        return json.loads(
             text, object_pairs_hook=_unique, parse_int=_bounded_int, parse_float=_bounded_float, parse_constant=float
         )
     except UnicodeDecodeError:
         raise JsonRefusedError("not UTF-8") from None
     except json.JSONDecodeError as error:
         raise JsonRefusedError(f"{error.msg} at character {error.pos}") from None
-    return parsed
 
 
 def shown(value: object) -> str:

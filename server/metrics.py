@@ -233,12 +233,9 @@ class _CappedLabels:
         self._known: set[str] = set()
 
     def label(self, name: str) -> str:
-        if name in self._known:
-            return name
-        if len(self._known) >= MAX_LABELS:
-            return OTHER
-        self._known.add(name)
-        return name
+        if len(self._known) < MAX_LABELS:
+            self._known.add(name)
+        return name if name in self._known else OTHER
 
 
 class _CappedPairs:

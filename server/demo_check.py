@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,9 @@ async def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float 
         totals = (await client.call("GET", "/v1/usage", admin_key, params=asked))["totals"]
         rows = {**asked, "group_by": "tenant,adapter,status", "format": "csv"}
         table = csv.DictReader(io.StringIO((await client.answer("GET", "/v1/usage", admin_key, params=rows)).text))
-        from_csv = _sum(table)
+        from_csv = _sum(list(table))
     by_id = {event["request_id"]: event for event in events}
-    of_events = _sum({**event, "requests": 1} for event in events)
+    of_events = _sum([{**event, "requests": 1} for event in events])
     sums = {figure: totals[figure] for figure in FIGURES}
     differences = [
         f"{name}: {found}, but the API's totals: {sums}"
@@ -99,12 +99,8 @@ async def _events(
         await asyncio.sleep(POLL_S)
 
 
-def _sum(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    sums = dict.fromkeys(FIGURES, 0)
-    for row in rows:
-        for figure in FIGURES:
-            sums[figure] += int(row[figure])
-    return sums
+def _sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {figure: sum(int(row[figure]) for row in rows) for figure in FIGURES}
 
 
 def _differences(told: Told, event: Mapping[str, Any] | None) -> list[str]:

@@ -32,12 +32,12 @@ def open_sqlite(url: URL) -> AsyncEngine:
 
 def is_busy(error: DBAPIError) -> bool:
     """Whether another process holds a lock that SQLite does not wait for by itself."""
-    return _has_code(error, sqlite3.SQLITE_BUSY)
+    return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
 
 
 def is_full(error: DBAPIError) -> bool:
     """Whether the disk is full."""
-    return _has_code(error, sqlite3.SQLITE_FULL)
+    return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def _set_up_connection(connection: DBAPIConnection, _record: object) -> None:
@@ -60,7 +60,3 @@ def _begin(connection: Connection) -> None:
         cast(AdaptedConnection, connection.connection.dbapi_connection).run_async(
             lambda driver: driver.execute("BEGIN")
         )
-
-
-def _has_code(error: DBAPIError, code: int) -> bool:
-    return getattr(error.orig, "sqlite_errorcode", None) == code

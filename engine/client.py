@@ -10,8 +10,8 @@ import itertools
 import logging
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -41,8 +41,8 @@ from weft.errors import EngineUnavailableError, WeftError
 
 logger = logging.getLogger(__name__)
 
-DELIVERY_TURNS = 2
-"""Rounds of the event loop in which an output gets to its client: to the generation's task, and to the response's."""
+AT_ONCE = 8
+"""Outputs passed on in one round of the event loop."""
 
 
 def _write_to_stderr(line: str) -> None:
@@ -266,27 +266,34 @@ class EngineClient:
             reading.cancel()
 
     async def _read(self, connection: EngineConnection) -> None:
+        """Pass outputs on: first tokens at once, others a few in each round of the event loop.
+
+        Each output is a write to a client's socket. A request that arrives meanwhile takes several rounds to get to the
+        engine, and would wait in each for all that was passed on in it.
+        """
+        waiting: deque[list[RequestOutput]] = deque()  # of each message, what is to be passed on
         while True:
-            message: FromEngine | None = await connection.receive()
-            outputs: list[RequestOutput] = []
-            num_messages = 0
+            message = connection.receive_now() if waiting else await connection.receive()
             while message is not None:
                 if isinstance(message, Outputs):
-                    outputs += message.outputs
-                    num_messages += 1
+                    self._pass_on([output for output in message.outputs if output.queue_s is not None])
+                    waiting.append([output for output in message.outputs if output.queue_s is None])
                 else:
                     self._take(message)
                 message = connection.receive_now()
-            if not num_messages:
-                continue
-            # First tokens first: each output waits for the event loop behind those that were passed on before it.
-            for output in sorted(outputs, key=_is_later):
-                stream = self._streams.get(output.request_id)
-                if stream is not None:
-                    stream.put(output)
-            for _ in range(DELIVERY_TURNS):
+            if waiting:
+                self._pass_on(waiting[0][:AT_ONCE])
+                del waiting[0][:AT_ONCE]
                 await asyncio.sleep(0)
-            self._tell(Taken(num_messages))
+            if waiting and not waiting[0]:
+                waiting.popleft()
+                self._tell(Taken(1))
+
+    def _pass_on(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -298,11 +305,6 @@ class EngineClient:
                     answer.set_result(status)
             case _:
                 logger.error("the engine said %s out of turn", type(message).__name__)
-
-
-def _is_later(output: RequestOutput) -> bool:
-    """Whether an output is not the first of its request."""
-    return output.queue_s is None
 
 
 def _copy_of(error: EngineUnavailableError) -> EngineUnavailableError:

@@ -43,9 +43,11 @@ class GenerationRoute(APIRoute):
         """What answers a request; FastAPI's own reads dependencies, which are for the API page alone."""
 
         async def handle(request: Request) -> GenerationResponse:
+            services = services_of(request)
             caller = await admit_generation(request, request.query_params.get("tenant"))
+            await services.arrivals.turn(caller.tenant_id or "")
             plan: PlannedGeneration = await self.endpoint(request, caller)
-            return GenerationResponse(plan.generation, plan.shape, plan.meter, services_of(request).drain, plan.manner)
+            return GenerationResponse(plan.generation, plan.shape, plan.meter, services.drain, plan.manner)
 
         return handle
 

@@ -24,6 +24,7 @@ from weft.registry.prices import PriceTable
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapter_check import AdapterCheck
+from weft.server.arrivals import Arrivals
 from weft.server.drain import Drain
 from weft.server.engine_feed import EngineFeed
 from weft.server.gate import Gate
@@ -103,6 +104,8 @@ class Services:
     """How slowly clients may send."""
     gate: Gate
     """Who may wait in the engine."""
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    """Whose request the event loop goes on with."""
     batches_changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a batch was made or cancelled here, so that it need not be found by looking."""
     engine_feed: EngineFeed = field(default_factory=EngineFeed)

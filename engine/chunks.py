@@ -43,12 +43,15 @@ class Chunks:
         self._page_tokens = page_tokens
         self._finish = finish
         self._planned_units = 0.0
-        """Price of the step that was planned last."""
+        """Price of the step that was planned last, where it was bounded."""
+        self._has_interactive = False
+        """Whether it has a row that is not of the batch lane."""
 
     @property
     def _is_bounded(self) -> bool:
         """Whether steps are kept to a length; then requests in the batch lane that decode are part of the budget."""
-        return self._budget.has_target or 0 < self._table.order.num_batch_rows < self._table.num_rows
+        num_batch = self._table.order.num_batch_rows
+        return self._budget.has_target or (num_batch > 0 and (num_batch < self._table.num_rows or self._budget.is_calm))
 
     def tokens_left(self) -> int:
         """Tokens for prompts, and see `_is_bounded`, as of now."""
@@ -60,8 +63,7 @@ class Chunks:
 
     def note_step(self, seconds: float) -> None:
         """Take note of how long the step took that was planned last."""
-        if self._planned_units:
-            self._budget.note_step(self._planned_units, seconds)
+        self._budget.note_step(self._planned_units, seconds, self._has_interactive)
 
     def plan(self, draft: Draft) -> None:
         """Say what each row computes, the most entitled first where tokens or pages are short."""
@@ -91,6 +93,7 @@ class Chunks:
             counts[state] = count
             draft.budget -= math.ceil(count * price)
         self._planned_units = 0.0
+        self._has_interactive = self._table.num_rows > self._table.order.num_batch_rows
         for state in rows:
             count = counts.get(state, 1)
             if count > 0 and state.has_row:  # it may have been preempted since

@@ -1,7 +1,8 @@
 """How much a step may compute besides the interactive requests that decode: prompts, and the batch lane.
 
 Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves, and the batch lane makes a step with
-interactive requests longer by at most `scheduler.batch_stretch`. With a target both take what the target leaves.
+interactive requests longer by at most `scheduler.batch_stretch`. For a while after such steps its own steps are no
+longer than those, so that whoever comes next does not wait for a long one. With a target both take what that leaves.
 
 How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
 steps. Units are those of `weft.engine.prices`; one is the time of a prompt token, so the slope is known from the start.
@@ -19,6 +20,8 @@ KEPT = 0.98
 """A step counts as much as the one after it, times this."""
 PRIOR_VARIANCE = 64.0
 """Units squared; steps that differ by less tell little about the slope, and the one measured at start is kept."""
+CALM_S = 60.0
+"""So long after the last interactive request, by the time of steps, the batch lane fills whole steps again."""
 MAX_SLOPE_ERROR = 4.0
 """The slope is never off the one measured at start by more than this factor."""
 
@@ -70,11 +73,20 @@ class StepBudget:
         self._target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
         self._stretch = config.batch_stretch
         self._time = StepTime(unit_s)
+        self._usual_units = 0.0
+        """What interactive requests have in a step of late."""
+        self._batch_s = math.inf
+        """Time of steps since the last one with an interactive request."""
 
     @property
     def has_target(self) -> bool:
         """Whether steps have a target."""
         return self._target_s is not None
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether interactive requests were there of late, so that steps of the batch lane are kept short."""
+        return self._batch_s < CALM_S
 
     def tokens(self, num_decoding: int, units: float) -> int:
         """Tokens for prompts, and for the batch lane beside interactive requests.
@@ -93,8 +105,14 @@ class StepBudget:
         """Units for the batch lane in a step whose interactive requests have so many; enough for one token."""
         if self._target_s is not None:
             return math.inf  # part of the tokens
-        return max((self._stretch - 1) * (self._time.overhead_units + units), 1.0)
+        if units:
+            self._usual_units += (1 - KEPT) * (units - self._usual_units)
+            return max((self._stretch - 1) * (self._time.overhead_units + units), 1.0)
+        usual = self._usual_units
+        return max((self._stretch - 1) * (self._time.overhead_units + usual) + usual, 1.0)
 
-    def note_step(self, units: float, seconds: float) -> None:
-        """Learn from a step of so many units."""
-        self._time.note(units, seconds)
+    def note_step(self, units: float, seconds: float, has_interactive: bool) -> None:
+        """Learn from a step; its units are 0 where they were not counted."""
+        self._batch_s = 0.0 if has_interactive else self._batch_s + seconds
+        if units:
+            self._time.note(units, seconds)

@@ -48,7 +48,7 @@ def learned(config: SchedulerConfig) -> StepBudget:
     """A budget that knows steps of 50 ms and 1 ms a unit."""
     budget = StepBudget(config, UNIT_S)
     for units in (10.0, 200.0) * 300:
-        budget.note_step(units, 0.05 + UNIT_S * units)
+        budget.note_step(units, 0.05 + UNIT_S * units, True)
     return budget
 
 
@@ -68,6 +68,23 @@ def test_without_a_target_prompts_fill_the_step_and_a_batch_stretches_it() -> No
     assert budget.tokens(10, 20.0) == 502
     assert budget.batch_units(20.0) == pytest.approx(35, abs=1), "half of 50 ms and 20 units"
     assert StepBudget(SchedulerConfig(), UNIT_S).batch_units(0.0) == 1.0, "a batch is never shut out"
+
+
+def test_steps_of_a_batch_alone_are_as_long_as_those_beside_interactive_requests_for_a_while() -> None:
+    budget = learned(SchedulerConfig(batch_stretch=1.5))
+    for _ in range(500):
+        beside = 20 + budget.batch_units(20.0)
+    assert budget.batch_units(0.0) == pytest.approx(beside, rel=0.01)
+    were_calm = []
+    for has_interactive in (*[False] * 60, True):
+        were_calm.append(budget.is_calm)
+        budget.note_step(0.0, 1.0, has_interactive)
+    assert were_calm == [True] * 60 + [False]
+    assert budget.is_calm
+
+
+def test_a_batch_that_is_alone_from_the_start_fills_whole_steps() -> None:
+    assert not StepBudget(SchedulerConfig(), UNIT_S).is_calm
 
 
 def run_beside(num_batch: int) -> list[int]:

@@ -54,6 +54,8 @@ MIN_KEPT = 0.95
 MAX_WEIGHT_ERROR = 0.05
 RAMP_S = 4.0
 """From the first request of a flood to the first span: by then its streams are admitted, as far as there is room."""
+TURNS = 4
+"""Of each of the two kinds of spans."""
 _OTHERS = 1 << 16
 """Number of the adapter of quiet requests: none of those that the flood brings to the device."""
 
@@ -109,31 +111,38 @@ def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
 
 
 def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int) -> dict[str, Any]:
-    """One arm, once: a span with the quiet requests and one without, in the other order in every second repeat."""
+    """One arm, once: spans with the quiet requests and without take turns.
+
+    The speed of a shared machine drifts by more in a minute than what a quiet tenant takes: short turns even that out.
+    """
     replies: list[Reply] = []
     delays_s: list[float] = []
-    spans = {}
-    step_s = math.nan
+    spans: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
+    steps_s = [math.nan]
     with flood(arm.groups) as report:
         time.sleep(min(RAMP_S, options.seconds) if arm.groups else 0)
-        for name in ("with", "without") if repeat % 2 else ("without", "with"):
+        for turn in range(2 * TURNS):
+            name = ("with", "without")[(turn + turn // 2 + repeat) % 2]  # a b b a
             start_s = time.perf_counter()
             if arm.quiet and name == "with":
                 uvloop.run(_ask_quietly(options, server, *arm.quiet, replies, delays_s))
             elif arm.groups:
-                step_s = _watch_steps(options, server)
-            spans[name] = (start_s, time.perf_counter())
+                steps_s.append(_watch_steps(options, server))
+            spans[name].append((start_s, time.perf_counter()))
     server.wait_idle()
     if failed := first_error(replies) or first_error([reply for group in report.replies for reply in group]):
         raise WeftError(f"A request failed: {failed}")
-    rates = {name: [tokens_per_s(group, *span) for group in report.replies] for name, span in spans.items()}
+    rates = {
+        name: [statistics.mean(tokens_per_s(group, *span) for span in turns) for group in report.replies]
+        for name, turns in spans.items()
+    }
     return {
         "ttft_ms": [1e3 * reply.ttft_s for reply in replies if reply.token_times_s],
         "refused": sum(reply.is_refused for reply in replies),
         "client_delay_ms": [1e3 * delay for delay in delays_s],
         "flood_client_delay_ms": [1e3 * delay for delay in report.delays_s],
         "flood_refused": sum(reply.is_refused for group in report.replies for reply in group),
-        "flood_step_ms": 1e3 * step_s,
+        "flood_step_ms": 1e3 * statistics.mean(steps_s[1:] or steps_s),
         "rates": rates["with"],
         "kept": sum(rates["with"]) / sum(rates["without"]) if arm.groups else None,
     }
@@ -142,7 +151,7 @@ def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: 
 def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
     """Seconds per step while nothing but the flood is there."""
     first, start_s = int(server.engine()["num_steps"]), time.perf_counter()
-    time.sleep(options.seconds)
+    time.sleep(options.seconds / TURNS)
     steps = int(server.engine()["num_steps"]) - first
     return (time.perf_counter() - start_s) / max(1, steps)
 
@@ -150,12 +159,13 @@ def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
 async def _ask_quietly(
     options: argparse.Namespace, server: OwnServer, key: str, model: str, replies: list[Reply], delays_s: list[float]
 ) -> None:
-    """One request at a time until the time is over; the last one is waited for."""
+    """One request at a time until the time is over; the first one, which connects, is not counted."""
     watch = asyncio.create_task(watch_delay(delays_s))
-    draw = random.Random(options.seed)
+    draw = random.Random(f"{options.seed}/{len(replies)}")
     calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
     with contextlib.closing(calls.client):
-        end_s = time.perf_counter() + options.seconds
+        end_s = time.perf_counter() + options.seconds / TURNS
+        await calls.make(model, options.prompt_tokens, options.quiet_tokens, 0).send(Reply(model, due_s=0.0))
         while time.perf_counter() < end_s:
             await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
             replies.append(Reply(model, due_s=time.perf_counter()))
@@ -214,7 +224,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add its options."""
     add_demo_options(parser)
     add = parser.add_argument
-    add("--seconds", type=float, default=20.0, help="of a span; an arm has two")
+    add("--seconds", type=float, default=20.0, help="of an arm with the quiet requests, and without")
     add("--repeats", type=positive, default=3)
     add("--streams", type=positive, default=200, help="that the flood keeps open")
     add("--many", type=positive, default=100, help="adapters of the flood in the arm that is called hundred")

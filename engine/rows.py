@@ -17,10 +17,10 @@ from weft.engine.request_state import RequestState, WaitingReason
 from weft.engine.request_table import RequestTable
 from weft.errors import NeverFitsError
 
-MIN_LOOK_AHEAD = 64
-"""Requests without a row looked at in a step that has room; as many as the rows if that is more."""
-GLANCE = 16
-"""Requests looked at in a step whose rows are all taken."""
+LOOK_AHEAD = 64
+"""Requests without a row looked at in a step that has room, besides one for each row that is free."""
+GLANCE = 4
+"""Requests looked at in a step once its rows are all taken: where the most entitled get no row, others hardly do."""
 GLANCE_STEPS = 4
 """While all rows are taken and nothing changes, requests are looked at every so many steps."""
 WHOLE_LOOK_STEPS = 8
@@ -68,8 +68,8 @@ class Rows:
         for state in overdue[:1]:
             self._try_row(state, draft)
         blocked: list[RequestState] = []
-        num_bypassed = 0
-        line = self._order.candidates(max(MIN_LOOK_AHEAD, self._table.max_rows))
+        num_bypassed = num_glanced = 0
+        line = self._order.candidates(LOOK_AHEAD + self._table.max_rows - self._table.num_rows)
         for state in line:
             # Requests that are overdue keep waiting those that are not far more entitled.
             if state.status == "running" or all(self._order.is_behind(late, state) for late in overdue):
@@ -79,7 +79,8 @@ class Rows:
                     num_bypassed = len(blocked)
                 elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
                     blocked.append(state)
-            if len(looked) >= GLANCE and not is_whole_look and not self._table.has_free_row:
+            num_glanced += not self._table.has_free_row
+            if num_glanced >= GLANCE and not is_whole_look:
                 break
         line.close()
         for state in blocked[:num_bypassed]:

@@ -10,7 +10,7 @@ from weft.engine.preemption import Preemption
 from weft.engine.request import FinishReason, RequestError
 from weft.engine.request_state import RequestState
 from weft.engine.request_table import RequestTable
-from weft.engine.rows import MIN_LOOK_AHEAD
+from weft.engine.rows import LOOK_AHEAD
 from weft.engine.waiting import MAX_BYPASSES
 from weft.errors import CapacityError
 from weft.memory.pool import PagePool
@@ -75,7 +75,7 @@ class Stall:
         able = running or [state for state in awaited if not state.is_idle]
         if able:
             return min(able, key=table.order.place)
-        line = table.order.candidates(MIN_LOOK_AHEAD)
+        line = table.order.candidates(LOOK_AHEAD)
         first = next((state for state in line if not state.is_idle and not table.waiting.is_unread(state)), None)
         line.close()
         return first

@@ -58,7 +58,7 @@ class Chunks:
         table = self._table
         if not self._is_bounded:
             return self._budget.tokens(table.num_rows - sum(state.has_row for state in table.prefilling), 0.0)
-        decoding = [state for state in table.rows() if not self._is_counted(state)]
+        decoding = [state for state in table.rows() if not state.in_batch_lane and state not in table.prefilling]
         return self._budget.tokens(len(decoding), sum(self._price(state) for state in decoding))
 
     def note_step(self, seconds: float) -> None:
@@ -81,13 +81,13 @@ class Chunks:
             if state.status != "running":
                 continue  # it was preempted for one that is more entitled
             count, price = 1, 0.0
-            if is_bounded and self._is_counted(state):
+            if is_bounded and state.in_batch_lane:
                 price = self._price(state)
-                units = min(draft.budget, batch_units) if state.in_batch_lane else draft.budget
-                count = min(state.num_left, max(math.ceil(units / price), 0))
-                batch_units -= count * price if state.in_batch_lane else 0.0
+                count = min(state.num_left, max(math.ceil(min(draft.budget, batch_units) / price), 0))
+                batch_units -= count * price
             elif state.num_left != 1:
-                count, price = min(state.num_left, draft.budget), 1.0
+                price = self._price(state) if self._budget.has_target else 1.0
+                count = min(state.num_left, max(math.ceil(draft.budget / price), 0))
             if count > 0 and not self._preemption.grow(state, state.num_computed + count, draft):
                 count = min(count, state.pages.table.num_blocks * page_tokens - state.num_computed)
             counts[state] = count
@@ -109,10 +109,6 @@ class Chunks:
         prompts = [state for state in interactive if state.num_left > 1]
         units = sum(self._price(state) for state in interactive if state.num_left == 1)
         return self._budget.batch_units(units + min(sum(state.num_left for state in prompts), budget))
-
-    def _is_counted(self, state: RequestState) -> bool:
-        """Whether what it computes in a bounded step comes from the budget."""
-        return state.in_batch_lane or state in self._table.prefilling
 
     def _price(self, state: RequestState) -> float:
         """Units of its next token."""

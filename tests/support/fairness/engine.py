@@ -64,6 +64,7 @@ class EngineSettings:
     rows: int = 64
     """Most requests of a step."""
     step_tokens: int = 512
+    itl_target_ms: float | None = None
     num_pages: int = 12_000
     """Of the pool; the zero page comes on top."""
     host_pages: int = 16_000
@@ -325,6 +326,7 @@ def scheduler_config(settings: EngineSettings) -> SchedulerConfig:
     wanted: dict[str, Any] = {
         "max_running": settings.rows,
         "step_tokens": settings.step_tokens,
+        "itl_target_ms": settings.itl_target_ms,
         "max_waiting": settings.max_waiting,
         "policy": settings.policy,
         "inner": settings.inner,

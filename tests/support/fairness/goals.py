@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from statistics import fmean
 
@@ -343,6 +343,26 @@ def _short_e2e_s(engine: VirtualEngine) -> float:
     )
 
 
+# A target for the time between two tokens.
+
+
+@cache
+def _with_target(policy: str, itl_target_ms: float | None) -> VirtualEngine:
+    """Always 96 streams, whose prompts come in at any time."""
+    calls = load.Client(tenant="t").always(96, SEED)
+    return VirtualEngine(EngineSettings(policy=policy, itl_target_ms=itl_target_ms)).play(calls, until_s=20)
+
+
+def itl_by_target(policy: str, itl_target_ms: float) -> float:
+    """The time between two tokens, p99, by its target."""
+    return _with_target(policy, itl_target_ms).records.itl_s(0.99) / (itl_target_ms / 1e3)
+
+
+def tokens_with_target(policy: str, itl_target_ms: float) -> float:
+    """Tokens computed, by those without a target."""
+    return _with_target(policy, itl_target_ms).runner.num_tokens / _with_target(policy, None).runner.num_tokens
+
+
 # The batch lane beside interactive requests.
 
 
@@ -401,6 +421,22 @@ GOALS: tuple[Goal, ...] = (
     Goal(name="W8 TTFT p95 beside on and off, s", measure=steady_beside_on_and_off, at_most=0.15),
     Goal(name="W8 TTFT p95 beside an increasing tenant, s", measure=steady_beside_increasing, at_most=0.15),
     Goal(name="W9 shares before and after weights change", measure=error_of_changed_weights, at_most=0.03),
+    *(
+        goal
+        for target_ms, least in ((8.0, 0.88), (15.0, 0.94), (50.0, 1.0))
+        for goal in (
+            Goal(
+                name=f"A-9 ITL p99 by a target of {target_ms:g} ms",
+                measure=partial(itl_by_target, itl_target_ms=target_ms),
+                at_most=1.15,
+            ),
+            Goal(
+                name=f"A-9 tokens with a target of {target_ms:g} ms",
+                measure=partial(tokens_with_target, itl_target_ms=target_ms),
+                at_least=least,
+            ),
+        )
+    ),
     Goal(name="A-12 mean time of short calls with MLFQ, by FCFS", measure=short_with_mlfq, at_most=0.1),
     Goal(name="A-12 worst pause with MLFQ less a step, s", measure=pause_with_mlfq, at_most=0.5),
     Goal(

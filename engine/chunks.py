@@ -70,7 +70,8 @@ class Chunks:
         rows = self._with_leases(self._table.rows())
         draft.by_place = None  # rows changed hands
         draft.budget = self.tokens_left()
-        is_bounded, batch_units = self._is_bounded, self._batch_units(rows, draft.budget)
+        self._has_interactive = self._table.num_rows > self._table.order.num_batch_rows
+        is_bounded, batch_units = self._is_bounded, self._batch_units(rows)
         page_tokens, turn = self._page_tokens, self._table.order.turn
         needy = [
             (turn(state), state) for state in rows if state.next_chunk is None or (is_bounded and state.in_batch_lane)
@@ -93,7 +94,6 @@ class Chunks:
             counts[state] = count
             draft.budget -= math.ceil(count * price)
         self._planned_units = 0.0
-        self._has_interactive = self._table.num_rows > self._table.order.num_batch_rows
         for state in rows:
             count = counts.get(state, 1)
             if count > 0 and state.has_row:  # it may have been preempted since
@@ -101,14 +101,12 @@ class Chunks:
                 draft.chunks.append(state.next_chunk or state.chunk(count))
                 state.last_step = draft.step
 
-    def _batch_units(self, rows: list[RequestState], budget: int) -> float:
-        """Units for the batch lane beside what interactive requests compute in this step."""
+    def _batch_units(self, rows: list[RequestState]) -> float:
+        """Units for the batch lane beside the interactive requests of this step."""
         if not self._is_bounded:
             return math.inf
-        interactive = [state for state in rows if not state.in_batch_lane]
-        prompts = [state for state in interactive if state.num_left > 1]
-        units = sum(self._price(state) for state in interactive if state.num_left == 1)
-        return self._budget.batch_units(units + min(sum(state.num_left for state in prompts), budget))
+        prices = [self._price(state) for state in rows if not state.in_batch_lane and state.num_left == 1]
+        return self._budget.batch_units(sum(prices) if self._has_interactive else None)
 
     def _price(self, state: RequestState) -> float:
         """Units of its next token."""

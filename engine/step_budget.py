@@ -101,15 +101,19 @@ class StepBudget:
         in_time = self._target_s / self._time.unit_s - self._time.overhead_units - units
         return min(left, max(int(in_time), MIN_TOKENS))
 
-    def batch_units(self, units: float) -> float:
-        """Units for the batch lane in a step whose interactive requests have so many; enough for one token."""
+    def batch_units(self, units: float | None) -> float:
+        """Units for the batch lane; enough for one token.
+
+        Args:
+            units: Of the interactive requests that decode in the step. Prompts do not count: who waits for a first
+                token should not wait the longer for a batch, the longer the prompt. None: there is no such request.
+        """
         if self._target_s is not None:
             return math.inf  # part of the tokens
         if units:
             self._usual_units += (1 - KEPT) * (units - self._usual_units)
-            return max((self._stretch - 1) * (self._time.overhead_units + units), 1.0)
-        usual = self._usual_units
-        return max((self._stretch - 1) * (self._time.overhead_units + usual) + usual, 1.0)
+        alone = self._usual_units if units is None else 0.0
+        return max((self._stretch - 1) * (self._time.overhead_units + (units or alone)) + alone, 1.0)
 
     def note_step(self, units: float, seconds: float, has_interactive: bool) -> None:
         """Learn from a step; its units are 0 where they were not counted."""

@@ -68,13 +68,14 @@ def test_without_a_target_prompts_fill_the_step_and_a_batch_stretches_it() -> No
     assert budget.tokens(10, 20.0) == 502
     assert budget.batch_units(20.0) == pytest.approx(35, abs=1), "half of 50 ms and 20 units"
     assert StepBudget(SchedulerConfig(), UNIT_S).batch_units(0.0) == 1.0, "a batch is never shut out"
+    assert budget.batch_units(0.0) == pytest.approx(25, abs=1), "beside prompts alone, half of the overhead"
 
 
 def test_steps_of_a_batch_alone_are_as_long_as_those_beside_interactive_requests_for_a_while() -> None:
     budget = learned(SchedulerConfig(batch_stretch=1.5))
     for _ in range(500):
         beside = 20 + budget.batch_units(20.0)
-    assert budget.batch_units(0.0) == pytest.approx(beside, rel=0.01)
+    assert budget.batch_units(None) == pytest.approx(beside, rel=0.01)
     were_calm = []
     for has_interactive in (*[False] * 60, True):
         were_calm.append(budget.is_calm)

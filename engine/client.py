@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -41,8 +41,8 @@ from weft.errors import EngineUnavailableError, WeftError
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 8
-"""Outputs passed on in one round of the event loop."""
+REQUESTS_A_ROUND = 8
+"""Requests whose outputs are passed on in one round of the event loop."""
 
 
 def _write_to_stderr(line: str) -> None:
@@ -264,30 +264,43 @@ class EngineClient:
                 await connection.kill()
         finally:
             reading.cancel()
+            await asyncio.wait([reading])  # it passes on what has come
 
     async def _read(self, connection: EngineConnection) -> None:
-        """Pass outputs on: first tokens at once, others a few in each round of the event loop.
+        """Pass outputs on: first tokens at once, others of a few requests in each round of the event loop.
 
-        Each output is a write to a client's socket. A request that arrives meanwhile takes several rounds to get to the
-        engine, and would wait in each for all that was passed on in it.
+        Each is a write to a client's socket. A request that arrives meanwhile takes several rounds to get to the
+        engine, and would wait in each for all that was passed on in it. What comes while others are passed on waits for
+        its turn together: a server that is behind writes several tokens of a stream at once.
         """
-        waiting: deque[list[RequestOutput]] = deque()  # of each message, what is to be passed on
-        while True:
-            message = connection.receive_now() if waiting else await connection.receive()
-            while message is not None:
-                if isinstance(message, Outputs):
-                    self._pass_on([output for output in message.outputs if output.queue_s is not None])
-                    waiting.append([output for output in message.outputs if output.queue_s is None])
-                else:
-                    self._take(message)
-                message = connection.receive_now()
-            if waiting:
-                self._pass_on(waiting[0][:AT_ONCE])
-                del waiting[0][:AT_ONCE]
+        current: dict[str, list[RequestOutput]] = {}
+        following: dict[str, list[RequestOutput]] = {}
+        num_current = num_following = 0
+        try:
+            while True:
+                message = connection.receive_now() if num_current else await connection.receive()
+                while message is not None:
+                    if isinstance(message, Outputs):
+                        num_following += 1
+                        for output in message.outputs:
+                            if output.queue_s is not None:
+                                self._pass_on([output])
+                            else:
+                                following.setdefault(output.request_id, []).append(output)
+                    else:
+                        self._take(message)
+                    message = connection.receive_now()
+                if not num_current:
+                    current, following, num_current, num_following = following, {}, num_following, 0
+                for request_id in list(itertools.islice(current, REQUESTS_A_ROUND)):
+                    self._pass_on(current.pop(request_id))
                 await asyncio.sleep(0)
-            if waiting and not waiting[0]:
-                waiting.popleft()
-                self._tell(Taken(1))
+                if num_current and not current:
+                    self._tell(Taken(num_current))
+                    num_current = 0
+        finally:  # what has come before an engine died is nobody's loss
+            for outputs in (*current.values(), *following.values()):
+                self._pass_on(outputs)
 
     def _pass_on(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:

@@ -15,8 +15,9 @@ class Draft:
     step: int
     budget: int = 0
     """Tokens left for prompts."""
-    prefilling: list[tuple[tuple[float, ...], int]] = field(default_factory=list)
-    """Of each row whose prompt is not computed yet: its turn in the fair order, and the tokens left."""
+    prefilling: list[tuple[tuple[float, ...], int, bool]] = field(default_factory=list)
+    """Of each row whose prompt is not computed yet: its turn in the fair order, the tokens left, and whether it is in
+    the batch lane."""
     started: set[str] = field(default_factory=set)
     """Requests that got pages in this plan."""
     chunks: list[Chunk] = field(default_factory=list)

@@ -62,7 +62,9 @@ class Rows:
             return
         self._waiting.has_changed = False
         prefilling = self._table.prefilling
-        draft.prefilling = [(self._order.turn(state), state.num_left) for state in prefilling if state.has_row]
+        draft.prefilling = [
+            (self._order.turn(state), state.num_left, state.in_batch_lane) for state in prefilling if state.has_row
+        ]
         overdue = self._waiting.overdue()
         looked = {state.request_id: state for state in overdue[:1]}
         for state in overdue[:1]:
@@ -71,6 +73,7 @@ class Rows:
         num_bypassed = num_glanced = 0
         line = self._order.candidates(LOOK_AHEAD + self._table.max_rows - self._table.num_rows)
         for state in line:
+            reason: WaitingReason | None = None
             # Requests that are overdue keep waiting those that are not far more entitled.
             if state.status == "running" or all(self._order.is_behind(late, state) for late in overdue):
                 looked[state.request_id] = state
@@ -79,7 +82,7 @@ class Rows:
                     num_bypassed = len(blocked)
                 elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
                     blocked.append(state)
-            num_glanced += not self._table.has_free_row
+            num_glanced += reason == "NEW" and not self._table.has_free_row
             if num_glanced >= GLANCE and not is_whole_look:
                 break
         line.close()
@@ -157,7 +160,10 @@ class Rows:
     def _start(self, state: RequestState, row: RequestState | None, draft: Draft) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
         turn = self._order.turn(state)
-        num_ahead = sum(left for other, left in draft.prefilling if other < turn)
+        # Prompts of the batch lane that are ahead have few tokens in a step with interactive requests.
+        num_ahead = sum(
+            left for other, left, is_batch in draft.prefilling if other < turn and (state.in_batch_lane or not is_batch)
+        )
         is_free = state.beam is not None and state.leader is not None  # one token, like those that decode
         if num_ahead >= draft.budget and not is_free:
             return "NEW"
@@ -176,7 +182,7 @@ class Rows:
         self._take_row(row, draft)
         self._table.run(state)
         if state.num_left > 1:
-            draft.prefilling.append((turn, state.num_left))
+            draft.prefilling.append((turn, state.num_left, state.in_batch_lane))
         draft.started.add(state.request_id)
         if state.queue_s is None:
             self._note_first_start(state)

@@ -313,6 +313,7 @@ class Scheduler:
             self._preemption.undo_start(state, plan.step)
         self.table.lose_swapped(plan.step)
         self._last_units = 0.0
+        self._chunks.forget_step()
 
     def fail_running(self) -> None:
         """End all running requests with an internal error, after a plan that failed."""

@@ -1,8 +1,9 @@
 """How much a step may compute besides the interactive requests that decode: prompts, and the batch lane.
 
-Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves, and the batch lane makes a step with
-interactive requests longer by at most `scheduler.batch_stretch`. For a while after such steps its own steps are no
-longer than those, so that whoever comes next does not wait for a long one. With a target both take what that leaves.
+Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves. The batch lane makes the decoding
+part of a step with interactive requests longer by at most `scheduler.batch_stretch`. For a while after such steps its
+own steps are no longer than those, so that whoever comes next does not wait for a long one. With a target all keep to
+it.
 
 How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
 steps. Units are those of `weft.engine.prices`; one is the time of a prompt token, so the slope is known from the start.
@@ -15,15 +16,19 @@ import math
 from weft.config import SchedulerConfig
 
 MIN_TOKENS = 16
-"""However slow steps are, prompts go on."""
+"""However slow steps are, prompts of interactive requests go on."""
 KEPT = 0.98
 """A step counts as much as the one after it, times this."""
 PRIOR_VARIANCE = 64.0
 """Units squared; steps that differ by less tell little about the slope, and the one measured at start is kept."""
-CALM_S = 60.0
-"""So long after the last interactive request, by the time of steps, the batch lane fills whole steps again."""
 MAX_SLOPE_ERROR = 4.0
 """The slope is never off the one measured at start by more than this factor."""
+MAX_SURPRISE = 3.0
+"""A step that took longer than this multiple of what was predicted counts as that: the machine paused."""
+USUAL_SHARE = 0.05
+"""What the last step counts in the mean of steps with interactive requests."""
+KEEPS_SHORT_S = 60.0
+"""So long after the last interactive request, by the time of steps, the batch lane fills whole steps again."""
 
 
 class StepTime:
@@ -39,6 +44,8 @@ class StepTime:
 
     def note(self, units: float, seconds: float) -> None:
         """Learn from a step."""
+        if self._weight > 1 / (1 - KEPT) / 2:
+            seconds = min(seconds, MAX_SURPRISE * max(self.seconds(units), 0.0))
         self._weight = self._weight * KEPT + 1
         share = 1 / self._weight
         units_off, seconds_off = units - self._units, seconds - self._seconds
@@ -54,10 +61,13 @@ class StepTime:
         slope = (self._covariance + PRIOR_VARIANCE * start_s) / (self._variance + PRIOR_VARIANCE)
         return min(max(slope, start_s / MAX_SLOPE_ERROR), start_s * MAX_SLOPE_ERROR)
 
-    @property
-    def overhead_units(self) -> float:
-        """What a step takes besides its units, in units."""
-        return max(self._seconds / self.unit_s - self._units, 0.0)
+    def seconds(self, units: float) -> float:
+        """How long a step of so many units takes; negative where units say more than they cost."""
+        return self._seconds + self.unit_s * (units - self._units)
+
+    def units(self, seconds: float) -> float:
+        """Units of a step that takes so long."""
+        return self._units + (seconds - self._seconds) / self.unit_s
 
 
 class StepBudget:
@@ -73,8 +83,8 @@ class StepBudget:
         self._target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
         self._stretch = config.batch_stretch
         self._time = StepTime(unit_s)
-        self._usual_units = 0.0
-        """What interactive requests have in a step of late."""
+        self._usual_s = 0.0
+        """What steps with interactive requests take of late, without the part of the batch lane."""
         self._batch_s = math.inf
         """Time of steps since the last one with an interactive request."""
 
@@ -84,39 +94,43 @@ class StepBudget:
         return self._target_s is not None
 
     @property
-    def is_calm(self) -> bool:
+    def keeps_short(self) -> bool:
         """Whether interactive requests were there of late, so that steps of the batch lane are kept short."""
-        return self._batch_s < CALM_S
+        return self._batch_s < KEEPS_SHORT_S
 
-    def tokens(self, num_decoding: int, units: float) -> int:
-        """Tokens for prompts, and for the batch lane beside interactive requests.
+    def tokens(self, num_decoding: int) -> int:
+        """Tokens for prompts, and for the batch lane beside interactive requests, with so many others in the step."""
+        return self._max_tokens - num_decoding
 
-        Args:
-            num_decoding: Other requests, with one token each.
-            units: Their price.
-        """
-        left = self._max_tokens - num_decoding
-        if self._target_s is None:
-            return left
-        in_time = self._target_s / self._time.unit_s - self._time.overhead_units - units
-        return min(left, max(int(in_time), MIN_TOKENS))
+    def units(self, decoding: float) -> float:
+        """Units that a target leaves beside interactive requests that decode for so many; may be below 0."""
+        return math.inf if self._target_s is None else self._time.units(self._target_s) - decoding
 
-    def batch_units(self, units: float | None) -> float:
-        """Units for the batch lane; enough for one token.
+    def batch_units(self, decoding: float | None) -> float:
+        """Units for the batch lane, besides the bound of `units`.
 
         Args:
-            units: Of the interactive requests that decode in the step. Prompts do not count: who waits for a first
-                token should not wait the longer for a batch, the longer the prompt. None: there is no such request.
+            decoding: Units of the interactive requests that decode in the step. Prompts do not count: the longer one
+                is, the longer a first token waits anyway. None: no interactive request is in the step.
         """
         if self._target_s is not None:
-            return math.inf  # part of the tokens
-        if units:
-            self._usual_units += (1 - KEPT) * (units - self._usual_units)
-        alone = self._usual_units if units is None else 0.0
-        return max((self._stretch - 1) * (self._time.overhead_units + (units or alone)) + alone, 1.0)
+            return math.inf
+        if decoding is None:
+            return self._time.units(self._stretch * self._usual_s)
+        return (self._stretch - 1) * max(self._time.seconds(decoding), 0.0) / self._time.unit_s
 
-    def note_step(self, units: float, seconds: float, has_interactive: bool) -> None:
-        """Learn from a step; its units are 0 where they were not counted."""
+    def note_step(self, units: float, batch_units: float, seconds: float, has_interactive: bool) -> None:
+        """Learn from a step.
+
+        Args:
+            units: What it computed, priced; 0 where it was not counted.
+            batch_units: The part of the batch lane.
+            seconds: How long it took.
+            has_interactive: Whether an interactive request was in it.
+        """
         self._batch_s = 0.0 if has_interactive else self._batch_s + seconds
         if units:
             self._time.note(units, seconds)
+        if has_interactive:
+            own_s = max(seconds - batch_units * self._time.unit_s, 0.0)
+            self._usual_s += (own_s - self._usual_s) * (USUAL_SHARE if self._usual_s else 1.0)

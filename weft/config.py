@@ -146,12 +146,12 @@ class SchedulerConfig:
     """Milliseconds that a step should take at most: prompts are computed in smaller chunks, and batches wait, to keep
     it. None fills each step up to step_tokens."""
     batch_stretch: float = 1.25
-    """How many times longer a step with interactive requests may become by the batch lane, where itl_target_ms does
-    not say how long steps may be."""
+    """How many times longer a step in which interactive requests decode may become by the batch lane, where
+    itl_target_ms does not say how long steps may be."""
 
     def __post_init__(self) -> None:
         _check_bounds("scheduler", self, max_running=(1, 4096), max_waiting=(1, 1 << 20), max_wait_s=(0.1, 3600))
-        _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.01, 100))
+        _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.1, 100))
         _check_choices("scheduler", self, policy=Policy, inner=Inner)
         _require(
             self.max_running <= self.step_tokens <= 1 << 20,

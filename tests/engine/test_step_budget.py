@@ -10,7 +10,7 @@ import pytest
 from engine_simulator import Simulator, request
 from weft.config import SchedulerConfig
 from weft.engine.request import FlowKey
-from weft.engine.step_budget import MIN_TOKENS, StepBudget, StepTime
+from weft.engine.step_budget import StepBudget, StepTime
 
 UNIT_S = 0.001
 
@@ -21,7 +21,8 @@ def test_overhead_and_slope_are_found_from_steps_of_different_lengths() -> None:
         units = draw.uniform(10, 200)
         time.note(units, 0.05 + 0.002 * units)
     assert time.unit_s == pytest.approx(0.002, rel=0.02)
-    assert time.overhead_units == pytest.approx(25, rel=0.1)
+    assert time.seconds(0.0) == pytest.approx(0.05, rel=0.1)
+    assert time.units(0.25) == pytest.approx(100, rel=0.02)
 
 
 def test_steps_that_are_all_alike_say_nothing_of_the_slope() -> None:
@@ -29,7 +30,7 @@ def test_steps_that_are_all_alike_say_nothing_of_the_slope() -> None:
     for _ in range(300):
         time.note(40.0, 0.06)
     assert time.unit_s == pytest.approx(UNIT_S)
-    assert time.overhead_units == pytest.approx(20)
+    assert time.seconds(0.0) == pytest.approx(0.02)
 
 
 def test_one_slow_step_bends_the_slope_within_bounds_and_is_forgotten() -> None:
@@ -41,55 +42,87 @@ def test_one_slow_step_bends_the_slope_within_bounds_and_is_forgotten() -> None:
         units = draw.uniform(10, 200)
         time.note(units, 0.05 + UNIT_S * units)
     assert time.unit_s == pytest.approx(UNIT_S, rel=0.02)
-    assert time.overhead_units == pytest.approx(50, rel=0.1)
+    assert time.seconds(0.0) == pytest.approx(0.05, rel=0.1)
 
 
-def learned(config: SchedulerConfig) -> StepBudget:
+def test_a_pause_of_the_machine_counts_as_a_slow_step_and_no_more() -> None:
+    time, draw = StepTime(UNIT_S), random.Random(1)
+    for _ in range(300):
+        units = draw.uniform(10, 200)
+        time.note(units, 0.05 + UNIT_S * units)
+    time.note(20.0, 5.0)
+    assert time.seconds(20.0) < 0.1
+
+
+def learned(config: SchedulerConfig, *, has_interactive: bool = True) -> StepBudget:
     """A budget that knows steps of 50 ms and 1 ms a unit."""
     budget = StepBudget(config, UNIT_S)
     for units in (10.0, 200.0) * 300:
-        budget.note_step(units, 0.05 + UNIT_S * units, True)
+        budget.note_step(units, 0.0, 0.05 + UNIT_S * units, has_interactive)
     return budget
 
 
 def test_a_target_leaves_prompts_what_overhead_and_decoding_leave() -> None:
     budget = learned(SchedulerConfig(itl_target_ms=200))
-    assert budget.tokens(10, 20.0) == pytest.approx(130, abs=2)
-    assert budget.batch_units(20.0) == math.inf, "a batch shares the tokens"
-    assert budget.tokens(500, 20.0) == 12, "a step is never larger than step_tokens"
-
-
-def test_a_target_that_cannot_be_kept_lets_prompts_go_on_slowly() -> None:
-    assert learned(SchedulerConfig(itl_target_ms=20)).tokens(10, 20.0) == MIN_TOKENS
+    assert budget.units(20.0) == pytest.approx(130, abs=2)
+    assert budget.units(500.0) < 0
+    assert budget.batch_units(20.0) == math.inf, "a batch shares what the target leaves"
+    assert budget.tokens(500) == 12, "a step is never larger than step_tokens"
 
 
 def test_without_a_target_prompts_fill_the_step_and_a_batch_stretches_it() -> None:
     budget = learned(SchedulerConfig(batch_stretch=1.5))
-    assert budget.tokens(10, 20.0) == 502
+    assert (budget.tokens(10), budget.units(20.0)) == (502, math.inf)
     assert budget.batch_units(20.0) == pytest.approx(35, abs=1), "half of 50 ms and 20 units"
-    assert StepBudget(SchedulerConfig(), UNIT_S).batch_units(0.0) == 1.0, "a batch is never shut out"
     assert budget.batch_units(0.0) == pytest.approx(25, abs=1), "beside prompts alone, half of the overhead"
 
 
 def test_steps_of_a_batch_alone_are_as_long_as_those_beside_interactive_requests_for_a_while() -> None:
     budget = learned(SchedulerConfig(batch_stretch=1.5))
-    for _ in range(500):
-        beside = 20 + budget.batch_units(20.0)
-    assert budget.batch_units(None) == pytest.approx(beside, rel=0.01)
-    were_calm = []
+    for _ in range(200):
+        budget.note_step(60.0, 40.0, 0.11, True)  # 20 units of its own, and 40 of a batch
+    assert budget.batch_units(None) == pytest.approx(0.5 * 70 + 20, rel=0.05)
+    keeps_short = []
     for has_interactive in (*[False] * 60, True):
-        were_calm.append(budget.is_calm)
-        budget.note_step(0.0, 1.0, has_interactive)
-    assert were_calm == [True] * 60 + [False]
-    assert budget.is_calm
+        keeps_short.append(budget.keeps_short)
+        budget.note_step(0.0, 0.0, 1.0, has_interactive)
+    assert keeps_short == [True] * 60 + [False]
+    assert budget.keeps_short
 
 
 def test_a_batch_that_is_alone_from_the_start_fills_whole_steps() -> None:
-    assert not StepBudget(SchedulerConfig(), UNIT_S).is_calm
+    assert not learned(SchedulerConfig(), has_interactive=False).keeps_short
+
+
+@pytest.mark.parametrize("num_pages", [8, 10, 14, 20])
+@pytest.mark.parametrize("num_lines", [3, 6])
+def test_lines_that_wait_for_pages_leave_the_little_that_a_batch_may_compute_to_others(
+    num_pages: int, num_lines: int
+) -> None:
+    simulator = Simulator(num_pages=num_pages, max_running=16, step_tokens=64)
+    simulator.core.submit(request("chat", max_tokens=8))
+    for index in range(num_lines):
+        flow = FlowKey(tenant="batch", lane=1)
+        simulator.core.submit(request(f"line{index}", prompt=8, max_tokens=20, flow=flow))
+    simulator.run()
+    assert {simulator.last(f"line{index}").finish_reason for index in range(num_lines)} == {"length"}
+
+
+def test_a_long_prompt_of_a_batch_does_not_keep_an_interactive_request_from_starting() -> None:
+    simulator = Simulator(num_pages=400, max_running=16, step_tokens=64)
+    simulator.core.submit(request("chat", max_tokens=200))
+    simulator.core.submit(request("line", prompt=300, max_tokens=2, flow=FlowKey(tenant="batch", lane=1)))
+    for _ in range(20):
+        simulator.pump()
+    simulator.core.submit(request("next", prompt=60, max_tokens=2))
+    for _ in range(4):
+        simulator.pump()
+    assert simulator.last("next").finish_reason == "length"
+    simulator.run()
 
 
 def run_beside(num_batch: int) -> list[int]:
-    """Tokens of the batch lane in each step of two interactive requests that decode, in steps of a second."""
+    """Tokens of the batch lane in each step of two interactive requests that decode, in steps that take no time."""
     simulator = Simulator(num_pages=400, max_running=16, step_tokens=64)
     for index in range(2):
         simulator.core.submit(request(f"chat{index}", max_tokens=60))

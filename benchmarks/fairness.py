@@ -164,8 +164,10 @@ async def _ask_quietly(
     draw = random.Random(f"{options.seed}/{len(replies)}")
     calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
     with contextlib.closing(calls.client):
+        await calls.make(model, options.prompt_tokens, options.quiet_tokens, 0).send(first := Reply(model, due_s=0.0))
+        if first.error:
+            raise WeftError(f"A request failed: {first.error}")
         end_s = time.perf_counter() + options.seconds / TURNS
-        await calls.make(model, options.prompt_tokens, options.quiet_tokens, 0).send(Reply(model, due_s=0.0))
         while time.perf_counter() < end_s:
             await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
             replies.append(Reply(model, due_s=time.perf_counter()))

@@ -140,7 +140,7 @@ async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iter
     if failed := first_error(replies + quiet):
         raise WeftError(f"The server cannot answer a load without overload: {failed}")
     capacity = tokens_per_s(replies + quiet, start_s, end_s) / float(options.output_tokens)
-    return capacity, statistics.median(reply.ttft_s for reply in quiet)
+    return capacity, statistics.median(reply.ttft_s for reply in quiet[len(quiet) // 4 :])
 
 
 def plan_visits(

@@ -56,7 +56,7 @@ def _begin(connection: Connection) -> None:
     if connection.get_execution_options().get("weft_writer", False):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
     else:
-        # Takes no lock, so it cannot fail, and one way to the connection's thread is enough; a cursor takes three.
+        # Takes no lock, and one way to the connection's thread is enough; a cursor takes three.
         cast(AdaptedConnection, connection.connection.dbapi_connection).run_async(
             lambda driver: driver.execute("BEGIN")
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-AT_ONCE = 4
+REQUESTS_A_ROUND = 4
 """Requests that are let in in one round of the event loop."""
 
 
@@ -17,7 +17,7 @@ class Arrivals:
     """Lets requests in. Thread: one event loop."""
 
     def __init__(self) -> None:
-        self._room = AT_ONCE
+        self._room = REQUESTS_A_ROUND
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
         """Who waits, by tenant; the tenant that is next is the first."""
         self._is_counting = False
@@ -37,8 +37,8 @@ class Arrivals:
 
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
         """Let the next in. Rounds are counted as long as somebody comes or waits."""
-        self._is_counting = self._room < AT_ONCE or bool(self._lines)
-        self._room = AT_ONCE
+        self._is_counting = self._room < REQUESTS_A_ROUND or bool(self._lines)
+        self._room = REQUESTS_A_ROUND
         while self._room and self._lines:
             tenant, line = next(iter(self._lines.items()))
             del self._lines[tenant]

@@ -27,6 +27,10 @@ class ResolvedModel:
     """None is the base."""
     version: AdapterVersion | None = None
 
+    def __post_init__(self) -> None:
+        if (self.adapter is None) != (self.version is None):
+            raise ValueError("an adapter is resolved with its version: without one it would be taken for the base")
+
     @property
     def ref(self) -> AdapterRef | None:
         """The reference for the engine; None is the base."""

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from weft.server.arrivals import AT_ONCE, Arrivals
+from weft.server.arrivals import REQUESTS_A_ROUND, Arrivals
 
 pytestmark = pytest.mark.anyio
 
@@ -31,29 +31,29 @@ async def test_a_quiet_tenant_is_not_behind_all_that_a_flood_sent_before() -> No
     tasks += [asyncio.create_task(come(arrivals, name, entered)) for name in ("quiet", "other")]
     await asyncio.gather(*tasks)
     assert len(entered) == 102
-    assert entered.index("quiet") <= AT_ONCE + 1
-    assert entered.index("other") <= AT_ONCE + 2
+    assert entered.index("quiet") <= REQUESTS_A_ROUND + 1
+    assert entered.index("other") <= REQUESTS_A_ROUND + 2
 
 
 async def test_a_few_enter_in_each_round() -> None:
     arrivals, entered = Arrivals(), list[str]()
-    tasks = [asyncio.create_task(come(arrivals, "t", entered)) for _ in range(5 * AT_ONCE)]
+    tasks = [asyncio.create_task(come(arrivals, "t", entered)) for _ in range(5 * REQUESTS_A_ROUND)]
     counts = []
     while len(entered) < len(tasks):
         before = len(entered)
         await asyncio.sleep(0)
         counts.append(len(entered) - before)
-    assert max(counts) == AT_ONCE
+    assert max(counts) == REQUESTS_A_ROUND
     await asyncio.gather(*tasks)
 
 
 async def test_one_that_leaves_while_it_waits_takes_nobodys_place() -> None:
     arrivals, entered = Arrivals(), list[str]()
-    tasks = [asyncio.create_task(come(arrivals, "t", entered)) for _ in range(3 * AT_ONCE)]
+    tasks = [asyncio.create_task(come(arrivals, "t", entered)) for _ in range(3 * REQUESTS_A_ROUND)]
     await asyncio.sleep(0)
-    for task in tasks[AT_ONCE : 2 * AT_ONCE]:
+    for task in tasks[REQUESTS_A_ROUND : 2 * REQUESTS_A_ROUND]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert len(entered) == 2 * AT_ONCE
+    assert len(entered) == 2 * REQUESTS_A_ROUND
     await come(arrivals, "t", entered)
-    assert len(entered) == 2 * AT_ONCE + 1
+    assert len(entered) == 2 * REQUESTS_A_ROUND + 1

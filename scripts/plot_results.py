@@ -145,7 +145,7 @@ def fairness(result: dict[str, Any]) -> None:
             left.hlines(limits[name], place - 0.4, place + 0.4, color=INK, ls="--", lw=1, label=label)
     left.set(title="Quiet tenant's time to first token, ms", yscale="log")
     left.set_xticks(places, list(arms))
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="upper left")
     flooded = {name: arm["kept"] for name, arm in arms.items() if arm["kept"]}
     _bars(right, list(flooded), list(flooded.values()), GREEN)
     right.axhline(0.95, color=INK, lw=1, ls="--")

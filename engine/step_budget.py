@@ -24,7 +24,8 @@ PRIOR_VARIANCE = 64.0
 MAX_SLOPE_ERROR = 4.0
 """The slope is never off the one measured at start by more than this factor."""
 MAX_SURPRISE = 3.0
-"""A step that took longer than this multiple of what was predicted counts as that: the machine paused."""
+"""A step that took longer than this multiple of what was predicted, and of the mean, counts as that: the machine
+paused."""
 USUAL_SHARE = 0.05
 """What the last step counts in the mean of steps with interactive requests."""
 KEEPS_SHORT_S = 60.0
@@ -45,7 +46,7 @@ class StepTime:
     def note(self, units: float, seconds: float) -> None:
         """Learn from a step."""
         if self._weight > 1 / (1 - KEPT) / 2:
-            seconds = min(seconds, MAX_SURPRISE * max(self.seconds(units), 0.0))
+            seconds = min(seconds, MAX_SURPRISE * max(self.seconds(units), self._seconds))
         self._weight = self._weight * KEPT + 1
         share = 1 / self._weight
         units_off, seconds_off = units - self._units, seconds - self._seconds

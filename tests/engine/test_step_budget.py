@@ -54,6 +54,16 @@ def test_a_pause_of_the_machine_counts_as_a_slow_step_and_no_more() -> None:
     assert time.seconds(20.0) < 0.1
 
 
+def test_short_steps_are_learnt_where_long_ones_predict_less_than_nothing_for_them() -> None:
+    time = StepTime(UNIT_S)
+    for units in (300.0, 500.0) * 200:
+        time.note(units, 0.002 * (units - 100))
+    assert time.seconds(10.0) < 0
+    for _ in range(400):
+        time.note(10.0, 0.03)
+    assert time.seconds(10.0) == pytest.approx(0.03, rel=0.1)
+
+
 def learned(config: SchedulerConfig, *, has_interactive: bool = True) -> StepBudget:
     """A budget that knows steps of 50 ms and 1 ms a unit."""
     budget = StepBudget(config, UNIT_S)

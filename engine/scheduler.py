@@ -202,7 +202,9 @@ class Scheduler:
             ContextLengthError: Prompt and output are longer than the model takes.
             NeverFitsError: Even the empty pool is too small, as far as is known.
         """
-        if len(self.table.waiting) >= self._config.max_waiting:
+        # Those for whom there is a row only wait for the next plan.
+        num_free_rows = max(self._config.max_running - self.num_rows, 0)
+        if len(self.table.waiting) >= self._config.max_waiting + num_free_rows:
             raise QueueFullError(
                 f"{len(self.table.waiting)} requests wait already. Try again later.",
                 retry_after_s=self.table.service.retry_after_s(len(self.table.waiting)),

@@ -387,11 +387,15 @@ def test_an_id_in_use_is_refused() -> None:
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     simulator = Simulator(max_waiting=2, max_running=1)
     run_all(simulator, [request("a", max_tokens=4), request("b", max_tokens=4)])
-    for name in ("c", "d"):
+    for name in ("c", "d", "e"):  # one of them has the free row in the next plan
         simulator.core.submit(request(name))
     with pytest.raises(QueueFullError) as refusal:
-        simulator.core.submit(request("e"))
-    assert refusal.value.retry_after_s == pytest.approx(2 * 4.0)
+        simulator.core.submit(request("f"))
+    assert refusal.value.retry_after_s == pytest.approx(3 * 4.0)
+    simulator.pump()
+    assert (simulator.scheduler.num_rows, simulator.scheduler.num_waiting) == (1, 2)
+    with pytest.raises(QueueFullError):
+        simulator.core.submit(request("f"))
 
 
 def test_a_request_without_output_ends_after_its_prompt_with_its_logprobs() -> None:

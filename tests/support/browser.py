@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response, Route, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response, Route, expect, sync_playwright
 
 from system_tools import require
 
@@ -16,6 +16,9 @@ DESKTOP = (1440, 900)
 PHONE = (390, 844)
 REFUSAL = "Failed to load resource: the server responded with a status of"
 """What Chromium writes for every answer that is an error; those are looked at by their status."""
+
+TIMEOUT_MS = 15_000
+"""A machine that does other things as well is slow to draw a page."""
 
 
 @dataclass
@@ -62,7 +65,8 @@ def watched_page(
         accept_downloads=True,
         reduced_motion="reduce",
     )
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(TIMEOUT_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     watch = Watch()
     _keep_home(context, watch)
     page = context.new_page()

@@ -144,4 +144,4 @@ class Chunks:
 
 def _whole(units: float, price: float) -> int:
     """Tokens of a price for so many units, at least one where there are any."""
-    return math.ceil(units / price) if 0 < units < math.inf else 0 if units <= 0 else 1 << 30
+    return math.ceil(max(units, 0.0) / price)

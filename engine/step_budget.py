@@ -1,9 +1,9 @@
 """How much a step may compute besides the interactive requests that decode: prompts, and the batch lane.
 
 Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves. The batch lane makes the decoding
-part of a step with interactive requests longer by at most `scheduler.batch_stretch`. For a while after such steps its
-own steps are no longer than those, so that whoever comes next does not wait for a long one. With a target all keep to
-it.
+part of a step with interactive requests longer by at most `scheduler.batch_stretch`. For a minute after such a step,
+its own steps are kept as short, so that the next interactive request does not wait long. With a target, all steps
+keep it.
 
 How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
 steps. Units are those of `weft.engine.prices`; one is the time of a prompt token, so the slope is known from the start.

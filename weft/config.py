@@ -143,8 +143,8 @@ class SchedulerConfig:
     """Order among requests of one adapter of one tenant: arrival, fewest predicted tokens, least time to the deadline,
     or a multi-level feedback queue, in which long answers pause for short ones, for about half a second at most."""
     itl_target_ms: float | None = None
-    """Milliseconds that a step should take at most: prompts are computed in smaller chunks, and batches wait, to keep
-    it. None fills each step up to step_tokens."""
+    """Milliseconds that a step should take at most: prompts are computed in smaller chunks, and batches get what is
+    left, to keep it. None fills each step up to step_tokens."""
     batch_stretch: float = 1.25
     """How many times longer a step in which interactive requests decode may become by the batch lane, where
     itl_target_ms does not say how long steps may be."""

@@ -55,6 +55,7 @@ class Lease:
         self._reserved: int | None = None
         self._taken: dict[int, int] = {}
         """Reserved tokens by the slot in which they were taken, oldest first."""
+        self.admitted_s = 0.0
 
     def admit(
         self, shares: Sequence[Share], monotonic: Callable[[], float], on_refusal: Callable[[str], None], tokens: int
@@ -71,7 +72,7 @@ class Lease:
             RateLimitError: A limit is reached; nothing was taken.
         """
         self._shares, self._monotonic, self._on_refusal = shares, monotonic, on_refusal
-        now_s = monotonic()
+        self.admitted_s = now_s = monotonic()
         self._check(now_s, tokens, is_new=True)
         for share in shares:
             self._request_slot = share.account.requests.take(now_s, 1)

@@ -57,7 +57,7 @@ class Meter:
         services: Ledger, metrics and clocks.
         caller: Who asked, and for which tenant.
         model: What was asked.
-        lease: What was reserved of the limits; settled when the event is recorded.
+        lease: What was reserved of the limits; settled when the event is recorded. Times count from its admission.
         endpoint: The route.
         request_id: The id that the client knows.
         line_id: The event's id, for a line of a batch: the same whenever the line runs again.
@@ -82,7 +82,7 @@ class Meter:
         self._lease = lease
         self._endpoint = endpoint
         self._request_id = request_id[:MAX_REQUEST_ID]
-        self._started_s = services.monotonic()
+        self._started_s = lease.admitted_s
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens = 0
         self._tokens: dict[int, int] = {}

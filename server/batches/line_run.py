@@ -122,6 +122,7 @@ class LineRunner:
         if services.engine.ready is None:
             raise CapacityError("The engine is starting.")
         caller = await self._caller()
+        await services.arrivals.turn(caller.tenant_id or "")
         lease.admit(await shares_of(services, caller), services.monotonic, lambda _: None, 1)
         origin = Origin(
             services=services,

@@ -194,6 +194,21 @@ async def test_metrics_show_requests_and_the_engine(api: Api) -> None:
     assert "weft_pages" not in away.text
 
 
+async def test_the_wait_to_be_let_in_counts_for_the_first_token(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_s = 0.3
+
+    async def turn(_: str) -> None:
+        await asyncio.sleep(wait_s)
+
+    monkeypatch.setattr(api.services.arrivals, "turn", turn)
+    await api.tenant("acme")
+    await ask(api, "acme")
+    text = (await api.admin.get("/metrics")).text
+    found = re.search(r"weft_ttft_seconds_sum (.*)", text)
+    assert found, text
+    assert float(found[1]) >= wait_s
+
+
 async def test_every_answer_is_counted_by_its_class(api: Api) -> None:
     async def counted() -> dict[str, float]:
         text = (await api.admin.get("/metrics")).text

@@ -95,10 +95,10 @@ class AdapterSlots:
                 f"{self._leases[lease.slot]}, expected {lease}"
             )
 
-    def stale(self, leases: Iterable[SlotLease]) -> set[SlotLease]:
+    def stale(self, leases: Iterable[SlotLease | None]) -> set[SlotLease]:
         """Those of leases, from `lease`, that do not hold any more."""
         current = self._leases
-        return {lease for lease in leases if current[lease.slot] is not lease}
+        return {lease for lease in leases if lease is not None and current[lease.slot] is not lease}
 
     def check(self, owners: Mapping[int, str]) -> None:
         """Verify that exactly these slots are taken, by these adapters.

@@ -250,7 +250,7 @@ class Residency:
         """
         self._slots.check_lease(SlotLease(slot, generation, digest))
 
-    def stale_leases(self, leases: Iterable[SlotLease]) -> set[SlotLease]:
+    def stale_leases(self, leases: Iterable[SlotLease | None]) -> set[SlotLease]:
         """Those of leases, from `acquire`, whose slots were reused or freed."""
         return self._slots.stale(leases)
 
@@ -515,11 +515,8 @@ class Residency:
     def _worth(self, entry: Entry) -> tuple[float, int]:
         """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
         page_s = self._costs.copy_s if entry.ref.digest in self._images else self._costs.copy_s + self._costs.load_s
-        group_s, group_pages = self._group_worth(entry.ref.digest)
+        group_s, group_pages = (0.0, 0) if self._prefixes is None else self._prefixes.group_worth(entry.ref.digest)
         return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
-
-    def _group_worth(self, digest: str) -> tuple[float, int]:
-        return (0.0, 0) if self._prefixes is None else self._prefixes.group_worth(digest)
 
     def _rescore(self, digest: str) -> None:
         """Offer an adapter anew, if it is offered, because what it takes to have it again has changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from weft.engine.draft import Draft
 from weft.engine.failures import INTERNAL
@@ -133,7 +133,7 @@ class Chunks:
 
     def _with_leases(self, rows: list[RequestState]) -> list[RequestState]:
         """The rows but for requests whose adapter slot is not what their lease says, which are ended; a bug's doing."""
-        stale = self._table.residency.stale_leases([state.lease for state in rows if state.lease is not None])
+        stale = self._table.residency.stale_leases(map(attrgetter("lease"), rows))
         if not stale:
             return rows
         for state in [state for state in rows if state.lease in stale]:

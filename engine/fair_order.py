@@ -49,18 +49,21 @@ class _Rows:
 
     def __init__(self, node: Share) -> None:
         self._node = node
-        self.farthest = max([share.now for share in node.stepping.values()], default=0.0)
+        farthest = most = 0.0
+        for share in node.stepping.values():  # there may be as many as rows; `share.now` would be a call for each
+            place = share.counter + share.quantum * share.rows / share.weight
+            rows = (share.rows - 1) / share.weight
+            farthest = place if place > farthest else farthest
+            most = rows if rows > most else most
+        self.farthest = farthest
         """The place of the child that makes way first."""
+        self.most = most
+        """The most rows that a child keeps when it gives one, over its weight."""
 
     @cached_property
     def shares(self) -> list[Share]:
         """Children with rows, the one that makes way first at the beginning."""
         return sorted(self._node.stepping.values(), key=attrgetter("now"), reverse=True)
-
-    @cached_property
-    def most(self) -> float:
-        """The most rows that a child keeps when it gives one, over its weight."""
-        return max([(share.rows - 1) / share.weight for share in self._node.stepping.values()], default=0.0)
 
 
 class FairOrder:

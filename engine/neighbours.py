@@ -51,7 +51,7 @@ class AdapterResidency(Protocol):
     def waiting_reason(self, digest: str, /) -> Literal["LOADING", "NO_ROOM"]:
         """Why a wanted adapter is not on the device yet."""
 
-    def stale_leases(self, leases: Iterable[SlotLease], /) -> Set[SlotLease]:
+    def stale_leases(self, leases: Iterable[SlotLease | None], /) -> Set[SlotLease]:
         """Those of leases, from `acquire`, whose slots were reused or freed."""
 
     def residents(self) -> Sequence[ResidentAdapter]:

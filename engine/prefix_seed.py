@@ -23,7 +23,7 @@ def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
         kv_dtype: Element type of keys and values.
         rope: The rotary embedding in them.
     """
-    rope_settings = _canonical(asdict(rope))
+    rope_settings = json.dumps(asdict(rope), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def seed(request: GenerationRequest) -> bytes:
         adapter = request.adapter
@@ -31,13 +31,8 @@ def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
             request.flow.tenant,
             base_digest,
             "" if adapter is None else adapter.digest,
-            "" if adapter is None else _canonical(adapter.config.canonical()),
             kv_dtype,
             rope_settings,
         )
 
     return seed
-
-
-def _canonical(fields: dict[str, object]) -> str:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine_simulator import adapter, request
-from weft.adapters.ref import LoraSpec
+from weft.adapters.ref import LoraSpec, content_digest
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import FlowKey
@@ -21,7 +21,7 @@ def test_equal_requests_share_a_seed_whoever_sends_them_and_whatever_they_ask_fo
 
 def test_each_part_of_the_seed_counts() -> None:
     ref = adapter("a")
-    scaled = replace(ref, config=LoraSpec(rank=8, alpha=16.0))
+    scaled = replace(ref, digest=content_digest(LoraSpec(rank=8, alpha=16.0), ref.weights_sha256))
     seed = prefix_seed("base", "float32", RopeSpec())
     seeds = [
         seed(ONE),

@@ -320,10 +320,10 @@ class SimulatedResidency:
         entry = self._entries.get(digest)
         return "LOADING" if entry is None or entry.loaded_at > self._now else "NO_ROOM"
 
-    def stale_leases(self, leases: Iterable[SlotLease]) -> set[SlotLease]:
+    def stale_leases(self, leases: Iterable[SlotLease | None]) -> set[SlotLease]:
         return {
             lease
-            for lease in leases
+            for lease in filter(None, leases)
             if lease.digest in self.stale
             or lease != (self._entries[lease.digest].slot, self._generations[lease.slot], lease.digest)
         }

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,6 +20,7 @@ from weft.adapters.blobs import LocalBlobs
 from weft.adapters.checkpoint import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig, environment
+from weft.engine import client as client_module
 from weft.engine.client import EngineClient
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.sampling_params import SamplingParams
@@ -167,6 +169,38 @@ def test_adapters_are_mixed_in_one_batch(engine: Engine, refs: dict[str, Adapter
     engine.run(main())
 
 
+def test_outputs_of_a_few_requests_are_passed_on_in_a_round_of_the_loop(
+    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "REQUESTS_A_ROUND", 2)
+    came: defaultdict[int, set[str]] = defaultdict(set)
+    round_index = 0
+
+    async def count() -> None:
+        nonlocal round_index
+        while True:
+            round_index += 1
+            await asyncio.sleep(0)
+
+    async def read(name: str) -> list[int]:
+        outputs: list[RequestOutput] = []
+        async for output in engine.client.generate(question(name, prompt, max_tokens=100, ignore_eos=True)):
+            if outputs:  # first tokens are passed on at once
+                came[round_index].add(name)
+            outputs.append(output)
+        return tokens_of(outputs)
+
+    async def main() -> None:
+        counting = asyncio.create_task(count())
+        answers = await asyncio.gather(*(read(f"round{number}") for number in range(8)))
+        counting.cancel()
+        assert len({tuple(answer) for answer in answers}) == 1
+        assert len(answers[0]) == 100
+
+    engine.run(main())
+    assert max(len(names) for names in came.values()) == 2
+
+
 def test_a_refusal_is_an_output(engine: Engine, prompt: list[int]) -> None:
     (refusal,) = engine.run(collect(engine.client, question("long", prompt, max_tokens=5000)))
     assert refusal.finish_reason == "error"
@@ -218,7 +252,7 @@ def test_an_abort_ends_the_iterator(engine: Engine, prompt: list[int]) -> None:
 
 def test_the_output_after_an_abort_tells_what_was_computed(engine: Engine, prompt: list[int]) -> None:
     async def main() -> None:
-        outputs = []
+        outputs: list[RequestOutput] = []
         async for output in engine.client.generate(endless("cut", prompt)):
             outputs.append(output)
             if len(outputs) == 3:

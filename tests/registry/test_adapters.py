@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Engine, event
 
 from registry_samples import NOON, StandingClock, facts
 from weft.adapters.ref import AdapterRef
@@ -51,6 +52,24 @@ async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Reg
         weights_sha256=uploaded.weights_sha256,
         config=uploaded.spec,
     )
+
+
+async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: Tenant) -> None:
+    for content in "ab":
+        await registry.publish_version(acme.id, "support", facts(content))
+    statements: list[str] = []
+
+    def keep(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if "audit_log" not in statement:  # whether anything has changed is looked up beside it
+            statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", keep)
+    try:
+        for selector in ("support", "support@1", "acme/support@default"):
+            await registry.resolve(acme.id, selector)
+    finally:
+        event.remove(Engine, "before_cursor_execute", keep)
+    assert len([statement for statement in statements if statement.startswith("SELECT")]) == 3, statements
 
 
 async def test_each_upload_is_the_next_version_and_moves_the_plain_name(registry: Registry, acme: Tenant) -> None:

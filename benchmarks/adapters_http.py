@@ -3,37 +3,39 @@
     weft bench adapters-http [--counts 5,100,2000] [--shape demo] [--json benchmarks/results/adapters-http-cpu.json]
 
 32 requests in flight for adapters by Zipf's law with exponent 1, against a server that has just started, so that every
-adapter comes from the store. The control is the same requests with every adapter on the device beforehand, at another
-start of the same server: a first pass over all of them brings them there. It tells what distinct adapters cost by
-themselves. Cold is the first span of a run, warm the last. One more arm, tight, has twice as many adapters as fit the
-pool beside the KV cache. Prints tables and, last, one JSON line.
+adapter comes from the store. The control is the same requests at a second server with every adapter on the device
+beforehand: a first pass over all of them brings them there. It tells what distinct adapters cost by themselves. The
+two are loaded in turns of some seconds, so that a slow minute of the machine hits both. Cold is the first span of a
+server's load, warm the last. One more arm, tight, has twice as many adapters as fit the pool beside the KV cache.
+Prints tables and, last, one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import hashlib
 import itertools
 import json
 import shutil
+import statistics
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from weft.benchmarks.arguments import counts, positive
-from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
-from weft.benchmarks.generator import Call, Reply, closed_loop
-from weft.benchmarks.metrics import distribution, percentile
+from weft.benchmarks.calls import Calls, first_error, tokens_per_s
+from weft.benchmarks.generator import Reply, closed_loop
+from weft.benchmarks.metrics import percentile
 from weft.benchmarks.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
 from weft.benchmarks.report import DEFAULT_CACHE, goal, spread
-from weft.benchmarks.rounds import ratios, take_turns
+from weft.benchmarks.rounds import ratios
 from weft.benchmarks.workloads import zipf_adapters
 from weft.errors import WeftError
 
@@ -44,6 +46,8 @@ MAX_TTFT_RATIO = 2.0
 """Warm TTFT p99 in the control's."""
 MAX_COLD_TTFT_MS = 300.0
 """Demo model."""
+TURN_S = 10.0
+"""Of the load of one server, then it is the other one's turn."""
 _PASS_IN_FLIGHT = 8
 _SAMPLE = 40
 """Adapters whose pages are asked for; copies repeat after a few."""
@@ -81,30 +85,29 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> dict[str, Any]:
-    """Restart the server before each run of the load and of its control; adapters are uploaded once and kept."""
+    """Start both servers anew in each repeat; adapters are uploaded once and kept."""
     chosen = hashlib.sha256(f"own weights {options.model} {options.adapters}".encode()).hexdigest()[:8]
     folder = options.cache / f"adapters-http-{chosen}-{count}"
     registered = register(options, folder, count)
-    settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": options.control_set}
-    delays_s: list[float] = []
+    settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": []}
 
-    def run(kind: str, repeat: int) -> dict[str, Any]:
-        with plain_server(options.model, [*options.set, *settings[kind]], folder=folder) as server:
-            calls = server.calls(registered["key"], repeat)
-            load = _put_load(options, server, calls, registered["names"], kind == "control", delays_s)
-            return uvloop.run(load)
+    def run(repeat: int) -> dict[str, dict[str, Any]]:
+        with contextlib.ExitStack() as stack:
+            servers = {}
+            copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-", dir=options.cache)))
+            for kind, own in settings.items():
+                copy = shutil.copytree(folder, copies / kind)
+                servers[kind] = stack.enter_context(plain_server(options.model, [*options.set, *own], folder=copy))
+            return _load_in_turns(options, servers, registered["key"], registered["names"], repeat)
 
-    runs = take_turns(settings, options.repeats, run, first=1)
-    merged = {
-        kind: {span: _merged([each[span] for each in found]) for span in MIN_RATIO} for kind, found in runs.items()
-    }
-    rates = {kind: {span: merged[kind][span]["tokens_per_s"]["repeats"] for span in MIN_RATIO} for kind in runs}
+    runs = [run(repeat) for repeat in range(1, options.repeats + 1)]
+    merged = {kind: {span: _merged([each[kind][span] for each in runs]) for span in MIN_RATIO} for kind in settings}
+    rates = {kind: {span: merged[kind][span]["tokens_per_s"]["repeats"] for span in MIN_RATIO} for kind in merged}
     return {
         "adapters": count,
         "settings": settings,
         "runs": merged,
         "ratio": {span: ratios(rates["served"][span], rates["control"][span]) for span in MIN_RATIO},
-        "client_delay_ms": distribution(delays_s, 1e3),
     }
 
 
@@ -131,48 +134,61 @@ def _half_of_pool(
     return [f"memory.gib={(needed + 1.5) * geometry['page_bytes'] / (1 << 30):.6f}"]
 
 
-async def _put_load(
-    options: argparse.Namespace,
-    server: OwnServer,
-    calls: Calls,
-    names: Sequence[str],
-    is_control: bool,
-    delays_s: list[float],
-) -> dict[str, Any]:
-    numbers = itertools.count()
+def _load_in_turns(
+    options: argparse.Namespace, servers: dict[str, OwnServer], key: str, names: Sequence[str], seed: int
+) -> dict[str, dict[str, Any]]:
+    """Cold and warm spans of both servers, which get the same requests."""
+    num_turns = max(round(options.seconds / TURN_S), 1)
+    turn_s = options.seconds / num_turns
+    adapters = {kind: enumerate(zipf_adapters(len(names), seed=seed), 1 << 20) for kind in servers}
 
-    def call(model: str, tokens: int = options.output_tokens) -> Call:
-        return calls.make(model, options.input_tokens, tokens, next(numbers))
-
-    with contextlib.closing(calls.client):
-        await closed_loop((call(BASE_NAME) for _ in range(4 * options.in_flight)), options.in_flight, [])
-        if is_control:
-            await closed_loop((call(name, 1) for name in names), _PASS_IN_FLIGHT, [])
-            found = sum(resident["tier"] == "device" for resident in server.engine()["residents"])
-            if found < len(names):
-                raise WeftError(
-                    f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass "
-                    "over them. Give it room with --control-set, for example adapter.slots=4096 or memory.gib=8."
-                )
-        numbers = itertools.count(1 << 20)  # the same requests, whatever went before
+    async def turn(kind: str) -> dict[str, Any]:
         replies: list[Reply] = []
-        watch = asyncio.create_task(watch_delay(delays_s))
-        start_s = time.perf_counter()
-        load: Iterator[Call] = (call(names[adapter]) for adapter in zipf_adapters(len(names), seed=calls.seed))
-        await closed_loop(load, options.in_flight, replies, until_s=start_s + options.seconds)
-        watch.cancel()
-    if failed := first_error(replies):
-        raise WeftError(f"A request failed: {failed}")
-    ends = {"cold": options.span_s, "warm": options.seconds}
-    return {span: _span(replies, start_s + end - options.span_s, start_s + end) for span, end in ends.items()}
+        with contextlib.closing((calls := servers[kind].calls(key, seed)).client):
+            load = (
+                calls.make(names[adapter], options.input_tokens, options.output_tokens, number)
+                for number, adapter in adapters[kind]
+            )
+            end_s = time.perf_counter() + turn_s
+            await closed_loop(load, options.in_flight, replies, until_s=end_s)
+        if failed := first_error(replies):
+            raise WeftError(f"A request failed: {failed}")
+        return {
+            "tokens_per_s": tokens_per_s(replies, end_s - turn_s, end_s),
+            "ttft_ms": [1e3 * reply.ttft_s for reply in replies],
+            "states": Counter(reply.headers.get(b"x-weft-adapter-state", b"none").decode() for reply in replies),
+        }
+
+    turns: dict[str, list[dict[str, Any]]] = {kind: [] for kind in servers}
+    for kind, server in servers.items():
+        uvloop.run(_warm_up(options, server, server.calls(key, seed), names if kind == "control" else []))
+    for index in range(2 * num_turns):
+        kind = list(servers)[(index + index // 2) % 2]  # a b b a
+        turns[kind].append(uvloop.run(turn(kind)))
+    count = min(max(round(options.span_s / turn_s), 1), num_turns)
+    return {kind: {"cold": _span(each[:count]), "warm": _span(each[-count:])} for kind, each in turns.items()}
 
 
-def _span(replies: Sequence[Reply], start_s: float, end_s: float) -> dict[str, Any]:
-    sent = [reply for reply in replies if start_s <= reply.sent_s < end_s]
+async def _warm_up(options: argparse.Namespace, server: OwnServer, calls: Calls, names: Sequence[str]) -> None:
+    """Some requests for the base, then one for each of these adapters, which are on the device then."""
+    with contextlib.closing(calls.client):
+        base = (calls.make(BASE_NAME, options.input_tokens, options.output_tokens, number) for number in range(128))
+        await closed_loop(base, options.in_flight, [])
+        one_each = (calls.make(name, options.input_tokens, 1, number) for number, name in enumerate(names, 128))
+        await closed_loop(one_each, _PASS_IN_FLIGHT, [])
+    found = sum(resident["tier"] == "device" for resident in server.engine()["residents"])
+    if found < len(names):
+        raise WeftError(
+            f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass over them. "
+            "Give it room, for example with --set memory.gib=8."
+        )
+
+
+def _span(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "tokens_per_s": tokens_per_s(replies, start_s, end_s),
-        "ttft_ms": [1e3 * reply.ttft_s for reply in sent],
-        "states": Counter(reply.headers.get(b"x-weft-adapter-state", b"none").decode() for reply in sent),
+        "tokens_per_s": statistics.mean(turn["tokens_per_s"] for turn in turns),
+        "ttft_ms": [value for turn in turns for value in turn["ttft_ms"]],
+        "states": sum((turn["states"] for turn in turns), Counter[str]()),
     }
 
 
@@ -194,12 +210,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shape", choices=("demo", "0.5b"), default="demo", help="0.5b: random weights, adapters of rank 8 on q and v")
     add("--tight", type=int, default=100, help="adapters of the arm whose pool holds half of them; 0 leaves it out")
     add("--in-flight", type=positive, default=32)
-    add("--seconds", type=float, default=90.0, help="of a run")
-    add("--span-s", type=float, default=30.0, help="of a run's begin and of its end")
+    add("--seconds", type=float, default=90.0, help="of load of each server")
+    add("--span-s", type=float, default=30.0, help="of a load's begin and of its end")
     add("--repeats", type=positive, default=1)
     add("--input-tokens", type=positive, default=32)
     add("--output-tokens", type=positive, default=32)
-    add(
-        "--control-set", action="append", default=[], metavar="NAME=VALUE", help="more settings of the control's server"
-    )
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder where checkpoints and registered adapters are kept")

@@ -54,7 +54,7 @@ MIN_KEPT = 0.95
 MAX_WEIGHT_ERROR = 0.05
 RAMP_S = 4.0
 """From the first request of a flood to the first span: by then its streams are admitted, as far as there is room."""
-TURNS = 4
+TURNS = 10
 """Of each of the two kinds of spans."""
 _OTHERS = 1 << 16
 """Number of the adapter of quiet requests: none of those that the flood brings to the device."""
@@ -113,7 +113,8 @@ def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
 def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int) -> dict[str, Any]:
     """One arm, once: spans with the quiet requests and without take turns.
 
-    The speed of a shared machine drifts by more in a minute than what a quiet tenant takes: short turns even that out.
+    The speed of a shared machine drifts by more in a minute than what a quiet tenant takes, and the flood's streams
+    begin and end in waves of some seconds: short turns even both out.
     """
     replies: list[Reply] = []
     delays_s: list[float] = []

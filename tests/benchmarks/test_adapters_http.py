@@ -68,6 +68,6 @@ def test_a_small_run_weighs_cold_and_warm_against_the_control(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_control_without_room_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--counts", "4", "--tight", "0", *SMALL, "--cache", str(tmp_path), "--control-set", "adapter.slots=2"]
+    arguments = ["--counts", "4", "--tight", "0", *SMALL, "--cache", str(tmp_path), "--set", "adapter.slots=2"]
     assert main("adapters-http", arguments) == 1
     assert "The control needs all 4 adapters on the device" in capsys.readouterr().err

@@ -81,7 +81,10 @@ def make_result(
     """Median TTFT on both engines, and their ratio within rounds."""
     by_active = {}
     for active, rounds in runs.items():
-        ttft = {name: [_median_ttft_ms(each[name]) for each in rounds] for name in ENGINES}
+        ttft = {
+            name: [1e3 * percentile([record.ttft_s for record in each[name].records], 50) for each in rounds]
+            for name in ENGINES
+        }
         saturated = [each["full"].output_tokens_per_s / options.output_tokens for each in rounds]
         by_active[str(active)] = {
             "saturated_requests_per_s": spread(saturated),
@@ -111,10 +114,6 @@ def make_result(
             for active, found in by_active.items()
         ],
     }
-
-
-def _median_ttft_ms(run: PoolRun) -> float:
-    return 1e3 * percentile([record.ttft_s for record in run.records], 50)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -122,12 +122,13 @@ def max_model_len(config: Config, spec: DecoderSpec, plan: MemoryPlan) -> int:
 def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
     """The plan in a few lines for people."""
     geometry = ready.geometry
+    layers = f" of {geometry.layers_per_group} layers" if geometry.num_groups > 1 else ""
     return "\n".join(
         (
             f"{ready.model_path} on {ready.device} in {ready.dtype}, at most {ready.max_model_len:,} tokens a request",
             f"  weights  {_gib(plan.weight_bytes)}",
             f"  pool     {_gib(plan.arena_bytes)}: {plan.num_pages:,} pages of {geometry.page_bytes / 1024:,.0f} KiB, "
-            f"each {geometry.page_tokens} tokens of KV cache" + _group_note(geometry),
+            f"each {geometry.page_tokens} tokens of KV cache{layers}",
             f"           room for {plan.kv_tokens:,} tokens, or {plan.rank16_adapters:,} adapters of rank "
             f"{REFERENCE_RANK} ({plan.rank16_pages} pages each), or any mix",
             f"  tables   {_gib(plan.table_bytes)}: at most {plan.slots:,} adapters of any size on the device at once",
@@ -135,10 +136,6 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
             f"{plan.host_pages // plan.rank16_pages:,} adapters of rank {REFERENCE_RANK} kept ready",
         )
     )
-
-
-def _group_note(geometry: PageGeometry) -> str:
-    return "" if geometry.num_groups == 1 else f" of {geometry.layers_per_group} layers"
 
 
 def _weight_bytes(spec: DecoderSpec, dtype_bytes: int, on_cpu: bool) -> int:

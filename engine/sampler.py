@@ -69,7 +69,11 @@ class Sampler:
         """
         reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
         original = logits[reported] if reported else logits
-        penalties = [_penalties(row, spec) for row, spec in enumerate(specs) if _has_penalties(spec)]
+        penalties = [
+            _penalties(row, spec)
+            for row, spec in enumerate(specs)
+            if spec.params.needs_history or spec.params.logit_bias
+        ]
         if penalties:
             tensors = PenaltyTensors.build(penalties, logits.shape[1], logits.device)
             self._kernels.apply_penalties(logits, tensors)
@@ -130,10 +134,6 @@ def _clear_unsound_rows(logits: torch.Tensor) -> set[int]:
     for row in unsound:
         logits[row] = 0.0
     return set(unsound)
-
-
-def _has_penalties(spec: SampleSpec) -> bool:
-    return spec.params.needs_history or bool(spec.params.logit_bias)
 
 
 def _penalties(row: int, spec: SampleSpec) -> RowPenalties:

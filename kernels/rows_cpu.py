@@ -33,16 +33,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     expect("weight", weight, (x.shape[-1],), x.dtype, x.device)
     wide = x.float()
     norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scales = torch.addcmul(_constant(eps), norms, norms, value=1 / x.shape[-1]).rsqrt_()
+    scales = torch.addcmul(torch.full((1,), eps), norms, norms, value=1 / x.shape[-1]).rsqrt_()
     normed = torch.mul(wide, scales) if wide is x else wide.mul_(scales)
     return normed.mul_(weight).to(x.dtype)
 
 
 @functools.cache
-def _constant(value: float) -> torch.Tensor:
-    return torch.full((1,), value)
-
-
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from weft.server.demo_check import UsageCheck
 from weft.server.demo_client import DemoClient
-from weft.server.demo_round import BASE_NAME, Answer, Round, SharedStep
+from weft.server.demo_round import BASE_NAME, Round, SharedStep
 from weft.server.demo_traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, plan
 
 DEFAULT_FOLDER = Path("weft-demo")
@@ -27,7 +27,8 @@ def show_answers(console: Console, shown: Round, seconds: float) -> None:
     for column in ("model", "tenant", "adapter", "answer"):
         table.add_column(column, overflow="fold")
     for answer in shown.answers:
-        table.add_row(answer.model, answer.tenant, answer.detail or "none: the base", _answer_text(answer))
+        text = Text(answer.text, style="bold" if answer.model == BASE_NAME else "")
+        table.add_row(answer.model, answer.tenant, answer.detail or "none: the base", text)
     console.print(table)
     console.print(describe_step(shown.shared, len(shown.answers)), soft_wrap=True)
     wrong = [answer.model for answer in shown.answers if not answer.is_expected]
@@ -144,10 +145,6 @@ answer = client.chat.completions.create(
     temperature=0,
 )
 print(answer.choices[0].message.content)"""
-
-
-def _answer_text(answer: Answer) -> Text:
-    return Text(answer.text, style="bold" if answer.model == BASE_NAME else "")
 
 
 def _key_for(shown: Round, model: str) -> str:

@@ -13,11 +13,7 @@ def iso(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _as_text(value: object) -> object:
-    return iso(value) if isinstance(value, datetime) else value
-
-
-Moment = Annotated[str, BeforeValidator(_as_text)]
+Moment = Annotated[str, BeforeValidator(lambda value: iso(value) if isinstance(value, datetime) else value)]
 """A time as clients see it, made of a datetime."""
 
 

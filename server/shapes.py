@@ -66,7 +66,8 @@ class CompletionShape(Shape):
         """Text, after the prompt's own where it is echoed; log-probabilities likewise."""
         text = step.delta.text
         if self._body.echo and step.choice.index not in self._echoed:
-            echo = self._prompt_text(step.choice)
+            prompt = step.choice.prompt
+            echo = self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
             self._echoed[step.choice.index] = echo
             text = echo + text
         return Part(
@@ -101,9 +102,6 @@ class CompletionShape(Shape):
             )
         )
         return merge(pieces)
-
-    def _prompt_text(self, choice: Choice) -> str:
-        return choice.prompt.text if choice.prompt.text is not None else self._tokenizer.decode(choice.prompt.token_ids)
 
 
 class ChatShape(Shape):

@@ -278,7 +278,7 @@ class EngineClient:
         num_current = num_following = 0
         try:
             while True:
-                message = connection.receive_now() if num_current else await connection.receive()
+                message = connection.receive_now() if num_current or num_following else await connection.receive()
                 while message is not None:
                     if isinstance(message, Outputs):
                         num_following += 1

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -22,8 +22,10 @@ from weft.adapters.ref import AdapterRef, content_digest
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig, environment
 from weft.engine import client as client_module
 from weft.engine.client import EngineClient
+from weft.engine.messages import FromEngine, Outputs, Ready, ToEngine
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.status import EngineReady
 from weft.engine.supervisor import EngineProcess
 from weft.engine.tokenizer import Tokenizer
 from weft.errors import ConfigError, EngineUnavailableError
@@ -199,6 +201,62 @@ def test_outputs_of_a_few_requests_are_passed_on_in_a_round_of_the_loop(
 
     engine.run(main())
     assert max(len(names) for names in came.values()) == 2
+
+
+class ScriptedConnection:
+    """Says what a script has: a message for each `receive`, then what `receive_now` finds until there is nothing."""
+
+    script: ClassVar[list[list[FromEngine | None]]] = []
+    ready: ClassVar[EngineReady]
+    pid = None
+
+    def __init__(self, _config: Config) -> None:
+        self.exited = asyncio.get_running_loop().create_future()
+        self._is_asked = asyncio.Event()
+        self._there: list[FromEngine | None] = []
+
+    async def start(self) -> Ready:
+        return Ready(ready=self.ready, memory_plan="")
+
+    async def receive(self) -> FromEngine:
+        await self._is_asked.wait()
+        if not self.script:
+            await asyncio.Event().wait()  # nothing comes any more
+        first, *self._there = self.script.pop(0)
+        assert first is not None
+        return first
+
+    def receive_now(self) -> FromEngine | None:
+        return self._there.pop(0) if self._there else None
+
+    def send(self, _message: ToEngine) -> None:
+        self._is_asked.set()
+
+    async def close(self) -> None:
+        self.exited.cancel()
+
+
+def test_what_comes_while_others_are_passed_on_waits_for_no_further_message(
+    engine: Engine, config: Config, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(token_id: int, **fields: Any) -> Outputs:
+        return Outputs(outputs=[RequestOutput(request_id=name, token_ids=[token_id], **fields) for name in ("a", "b")])
+
+    script = [[both(1, queue_s=0.0)], [both(2), None, both(3, finish_reason="length")]]
+    monkeypatch.setattr(client_module, "REQUESTS_A_ROUND", 1)
+    monkeypatch.setattr(ScriptedConnection, "ready", engine.ready, raising=False)
+    monkeypatch.setattr(ScriptedConnection, "script", script)
+    monkeypatch.setattr(client_module, "EngineConnection", ScriptedConnection)
+
+    async def main() -> list[list[RequestOutput]]:
+        client = EngineClient(config, announce=lambda _: None)
+        await client.start()
+        reading = asyncio.gather(*(collect(client, question(name, prompt)) for name in ("a", "b")))
+        outputs = await asyncio.wait_for(reading, 20)
+        await client.close()
+        return outputs
+
+    assert [tokens_of(outputs) for outputs in engine.run(main())] == [[1, 2, 3], [1, 2, 3]]
 
 
 def test_a_refusal_is_an_output(engine: Engine, prompt: list[int]) -> None:

@@ -55,9 +55,6 @@ logger = logging.getLogger(__name__)
 SWAP_SHARE = 2
 """KV of preempted requests may have one in so many host pages; the others are left to the images of adapters."""
 
-IDLE_CORE_SHARE = 0.25
-"""The least share of a core for loads where steps leave a core idle. Only the interpreter's lock is shared then."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
@@ -193,12 +190,9 @@ def _allocate(
     arena = Arena(geometry, num_pages, device, dtype)
     poison = arena.poison if config.memory.poison else None
     pool = PagePool(num_pages, poison, on_first_use=poison)
-    share = config.adapter.load_share
-    if device.type != "cpu":
-        share = 1.0  # a GPU's steps leave the cores to others
-    elif has_idle_core():
-        share = max(share, IDLE_CORE_SHARE)
-    pace = LoadPace(share)
+    # A GPU's steps leave the cores to others, as do those of a tiny model.
+    is_in_the_way = device.type == "cpu" and not has_idle_core()
+    pace = LoadPace(config.adapter.load_share if is_in_the_way else 1.0)
     slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
     return _Memory(
         arena=arena,

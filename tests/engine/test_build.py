@@ -18,7 +18,7 @@ from weft.adapters.blobs import LocalBlobs
 from weft.adapters.load_pace import LoadPace
 from weft.adapters.ref import AdapterRef
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
-from weft.engine.build import IDLE_CORE_SHARE, EngineParts, build_engine
+from weft.engine.build import EngineParts, build_engine
 from weft.engine.memory_plan import format_plan
 from weft.engine.model.device import has_idle_core
 from weft.engine.model.weights import base_digest
@@ -130,7 +130,7 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
 
     class WatchedPace(LoadPace):
         def __init__(self, share: float) -> None:
-            assert share == (IDLE_CORE_SHARE if has_idle_core() else config.adapter.load_share)
+            assert share == (1.0 if has_idle_core() else config.adapter.load_share)
             super().__init__(share)
 
         def set_stepping(self, running: int, held_up: int = 0) -> None:

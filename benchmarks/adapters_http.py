@@ -151,8 +151,7 @@ def _load_in_turns(
             )
             end_s = time.perf_counter() + turn_s
             await closed_loop(load, options.in_flight, replies, until_s=end_s)
-        if failed := first_error(replies):
-            raise WeftError(f"A request failed: {failed}")
+        _check(replies)
         return {
             "tokens_per_s": tokens_per_s(replies, end_s - turn_s, end_s),
             "ttft_ms": [1e3 * reply.ttft_s for reply in replies],
@@ -171,17 +170,24 @@ def _load_in_turns(
 
 async def _warm_up(options: argparse.Namespace, server: OwnServer, calls: Calls, names: Sequence[str]) -> None:
     """Some requests for the base, then one for each of these adapters, which are on the device then."""
+    replies: list[Reply] = []
     with contextlib.closing(calls.client):
         base = (calls.make(BASE_NAME, options.input_tokens, options.output_tokens, number) for number in range(128))
-        await closed_loop(base, options.in_flight, [])
+        await closed_loop(base, options.in_flight, replies)
         one_each = (calls.make(name, options.input_tokens, 1, number) for number, name in enumerate(names, 128))
-        await closed_loop(one_each, _PASS_IN_FLIGHT, [])
+        await closed_loop(one_each, _PASS_IN_FLIGHT, replies)
+    _check(replies)
     found = sum(resident["tier"] == "device" for resident in server.engine()["residents"])
     if found < len(names):
         raise WeftError(
             f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass over them. "
             "Give it room, for example with --set memory.gib=8."
         )
+
+
+def _check(replies: Sequence[Reply]) -> None:
+    if failed := first_error(replies):
+        raise WeftError(f"A request failed: {failed}")
 
 
 def _span(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from weft.config import SchedulerConfig
 
 MIN_TOKENS = 16
 """However slow steps are, prompts of interactive requests go on."""
+TARGET_AIM = 0.9
+"""Steps are to take this part of the target: half of them take longer than predicted, and then there is the way to the
+client."""
 KEPT = 0.98
 """A step counts as much as the one after it, times this."""
 PRIOR_VARIANCE = 64.0
@@ -81,7 +84,7 @@ class StepBudget:
 
     def __init__(self, config: SchedulerConfig, unit_s: float) -> None:
         self._max_tokens = config.step_tokens
-        self._target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+        self._target_s = None if config.itl_target_ms is None else TARGET_AIM * config.itl_target_ms / 1000
         self._stretch = config.batch_stretch
         self._time = StepTime(unit_s)
         self._usual_s = 0.0

@@ -10,7 +10,7 @@ import pytest
 from engine_simulator import Simulator, request
 from weft.config import SchedulerConfig
 from weft.engine.request import FlowKey
-from weft.engine.step_budget import StepBudget, StepTime
+from weft.engine.step_budget import TARGET_AIM, StepBudget, StepTime
 
 UNIT_S = 0.001
 
@@ -73,7 +73,7 @@ def learned(config: SchedulerConfig, *, has_interactive: bool = True) -> StepBud
 
 
 def test_a_target_leaves_prompts_what_overhead_and_decoding_leave() -> None:
-    budget = learned(SchedulerConfig(itl_target_ms=200))
+    budget = learned(SchedulerConfig(itl_target_ms=200 / TARGET_AIM))
     assert budget.units(20.0) == pytest.approx(130, abs=2)
     assert budget.units(500.0) < 0
     assert budget.batch_units(20.0) == math.inf, "a batch shares what the target leaves"

@@ -261,6 +261,7 @@ FAIR: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "adapters-http-cpu": ("Many adapters over HTTP, demo model", table_lines),
     "adapters-http-0.5b-cpu": ("Many adapters over HTTP, 0.5B shape", table_lines),
     "batches-cpu": ("Interactive requests beside a batch, 0.5B shape", table_lines),
+    "batches-target-cpu": ("The same with a target for the time of a step", table_lines),
     "batching-cpu": ("Three generations of batching", table_lines),
 }
 """Title and text of each result in docs/fairness.md, in its order; those that are there."""

@@ -220,10 +220,10 @@ class FairOrder:
         all blocked leaves candidates to others, however far ahead of it they are.
         """
         flow = _flow(state)
-        self._close(flow)
-        if flow.parent is not None:
-            flow.parent.promised *= 2
-            flow.parent.has_grown = True
+        if self._is_fair:  # else requests for other adapters are in the same queue
+            self._close(flow)
+            flow.tenant.promised *= 2
+            flow.tenant.has_grown = True
 
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""

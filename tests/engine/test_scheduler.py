@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -77,8 +78,9 @@ def test_the_first_output_alone_tells_where_the_adapter_was_and_how_long_it_wait
     assert simulator.outputs["base"][0].adapter_state == "base"
 
 
-def test_a_request_whose_adapter_loads_does_not_block_those_behind_it() -> None:
-    simulator = Simulator(load_ticks=10)
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_a_request_whose_adapter_loads_does_not_block_those_behind_it(policy: Literal["fair", "fcfs"]) -> None:
+    simulator = Simulator(load_ticks=10, policy=policy)
     simulator.core.submit(request("slow", ref=adapter("a")))
     simulator.core.submit(request("base"))
     simulator.pump()

@@ -202,16 +202,15 @@ class Adapters(Transactions):
         """Every tenant's versions of these digests as `tenant/name@version`, by digest; for admins only."""
         wanted = sorted(set(digests))
         found: dict[str, list[tuple[str, str, int]]] = {}
-        async with self._database.read() as session:
-            for start in range(0, len(wanted), _CHUNK):
-                statement = (
-                    select(VersionRow.digest, TenantRow.name, AdapterRow.name, VersionRow.version)
-                    .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
-                    .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
-                    .where(VersionRow.digest.in_(wanted[start : start + _CHUNK]))
-                )
-                for digest, owner, name, version in await session.execute(statement):
-                    found.setdefault(digest, []).append((owner, name, version))
+        for start in range(0, len(wanted), _CHUNK):
+            statement = (
+                select(VersionRow.digest, TenantRow.name, AdapterRow.name, VersionRow.version)
+                .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
+                .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+                .where(VersionRow.digest.in_(wanted[start : start + _CHUNK]))
+            )
+            for digest, owner, name, version in await self._database.rows(statement):
+                found.setdefault(digest, []).append((owner, name, version))
         return {
             digest: tuple(f"{owner}/{name}@{version}" for owner, name, version in sorted(versions))
             for digest, versions in found.items()
@@ -368,15 +367,14 @@ class Adapters(Transactions):
         by = next(kind for kind in ("version", "digest", "alias") if getattr(selector, kind) is not None)
         statement = _meant_by(by, is_own=selector.tenant is None)
         values = {"name": selector.name, "caller": tenant_id, "owner": selector.tenant, "by": getattr(selector, by)}
-        async with self._database.read() as session:
-            found = (await session.execute(statement, values)).all()
-            if not found:
-                raise model_not_found(text)
-            adapter, owner, _, _ = found[0]
-            return Resolution(
-                adapter=AdapterIdentity(**_identity(adapter, owner)),
-                choices=tuple((_version(version), weight) for _, _, version, weight in found),
-            )
+        found = await self._database.rows(statement, values)
+        if not found:
+            raise model_not_found(text)
+        adapter, owner, _, _ = found[0]
+        return Resolution(
+            adapter=AdapterIdentity(**_identity(adapter, owner)),
+            choices=tuple((_version(version), weight) for _, _, version, weight in found),
+        )
 
     async def _first(self, statement: Select[AdapterRow, str], limit: int) -> tuple[tuple[Adapter, ...], bool]:
         """The first adapters of a listing, and whether there are more."""

@@ -8,6 +8,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry.clock import from_micros, to_micros
+from weft.registry.database import Database
 from weft.registry.models import AuditRow
 from weft.registry.names import check_integer, check_text, storable
 from weft.registry.records import AuditEntry
@@ -33,9 +34,10 @@ def add(
     )
 
 
-async def last_entry(session: AsyncSession) -> int:
+async def last_entry(database: Database) -> int:
     """Id of the newest entry; 0 while there is none."""
-    return await session.scalar(select(func.max(AuditRow.id))) or 0
+    ((newest,),) = await database.rows(select(func.max(AuditRow.id)))
+    return newest or 0
 
 
 async def list_entries(

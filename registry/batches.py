@@ -132,8 +132,7 @@ class Batches:
         free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
         turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
         due = select(BatchRow.id).where(*free).order_by(BatchRow.owner != owner, turn, BatchRow.id).limit(MAX_HELD)
-        async with self._database.read() as session:
-            ids = (await session.scalars(due)).all()
+        ids = [row.id for row in await self._database.rows(due)]
         if not ids:
             return ()
         claimed = update(BatchRow).where(BatchRow.id.in_(ids), *free).values(owner=owner, lease_until=now + LEASE_S)
@@ -184,15 +183,13 @@ class Batches:
 
     async def done_lines(self, batch_id: str) -> frozenset[int]:
         """Lines that have a result."""
-        async with self._database.read() as session:
-            done = select(BatchResultRow.line).where(BatchResultRow.batch_id == batch_id)
-            return frozenset(await session.scalars(done))
+        done = select(BatchResultRow.line).where(BatchResultRow.batch_id == batch_id)
+        return frozenset(row.line for row in await self._database.rows(done))
 
     async def results(self, batch_id: str, after: int, limit: int) -> Sequence[BatchResultRow]:
         """Results by line, those behind the line `after`."""
         found = select(BatchResultRow).where(BatchResultRow.batch_id == batch_id, BatchResultRow.line > after)
-        async with self._database.read() as session:
-            return (await session.scalars(found.order_by(BatchResultRow.line).limit(limit))).all()
+        return [row for (row,) in await self._database.rows(found.order_by(BatchResultRow.line).limit(limit))]
 
     async def end(
         self, batch_id: str, owner: str, status: str, files: Mapping[str, FileRow], store: Callable[[], Awaitable[None]]

@@ -152,8 +152,7 @@ class Keys(Transactions):
             AuthenticationError: The key was revoked or has expired, or its tenant is gone.
         """
         of_key = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
-        async with self._database.read() as session:
-            found = (await session.execute(of_key)).one_or_none()
+        found = next(iter(await self._database.rows(of_key)), None)
         if found is None or (found[0].expires_at is not None and found[0].expires_at <= to_micros(self._clock())):
             raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
         return _identity(found[0], found[1], None)
@@ -310,8 +309,7 @@ def _check(name: str | None, scopes: Sequence[str] | None, expires_at: datetime 
 async def _read_known(database: Database, credential: Credential) -> tuple[Identity, datetime | None]:
     prefix = credential.prefix
     either = or_(KeyRow.prefix == prefix, KeyRow.previous_prefix == prefix)
-    async with database.read() as session:
-        found = (await session.execute(_WITH_TENANT.where(either))).one_or_none()
+    found = next(iter(await database.rows(_WITH_TENANT.where(either))), None)
     row, owner = found or (None, None)
     # The comparison is made for unknown prefixes too, so that they take as long.
     stored, ends = _NO_DIGEST, []

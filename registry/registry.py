@@ -79,17 +79,13 @@ class Registry(Tenants, Keys, Sessions, Adapters):
         secret = await asyncio.to_thread(_prepare, data_dir, pepper)
         database = await Database.open(database_url, data_dir)
 
-        async def last_change() -> int:
-            async with database.read() as session:
-                return await audit.last_entry(session)
-
         try:
             ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), clock=clock, monotonic=monotonic)
             await ledger.start()
         except BaseException:
             await database.close()
             raise
-        changes = Changes(last_change, monotonic)
+        changes = Changes(lambda: audit.last_entry(database), monotonic)
         key_ring = KeyRing(secret, admin_key, clock, monotonic, changes)
         return cls(database, ledger, key_ring, clock, monotonic, changes)
 

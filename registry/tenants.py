@@ -55,8 +55,7 @@ class Tenants(Transactions):
         statement = select(TenantRow).order_by(TenantRow.name).limit(limit + 1)
         if after is not None:
             statement = statement.where(TenantRow.name > check_text(after, "after", 63))
-        async with self._database.read() as session:
-            rows = (await session.scalars(statement)).all()
+        rows = [row for (row,) in await self._database.rows(statement)]
         more = len(rows) > limit
         return Page(items=tuple(_tenant(row) for row in rows[:limit]), next=rows[limit - 1].name if more else None)
 
@@ -73,20 +72,18 @@ class Tenants(Transactions):
         """Names of the tenants with these ids; ids that no tenant has are absent."""
         wanted = sorted(set(ids))
         names: dict[str, str] = {}
-        async with self._database.read() as session:
-            for start in range(0, len(wanted), MAX_PAGE):
-                some = TenantRow.id.in_(wanted[start : start + MAX_PAGE])
-                found = await session.execute(select(TenantRow.id, TenantRow.name).where(some))
-                names.update((row.id, row.name) for row in found)
+        for start in range(0, len(wanted), MAX_PAGE):
+            some = TenantRow.id.in_(wanted[start : start + MAX_PAGE])
+            found = await self._database.rows(select(TenantRow.id, TenantRow.name).where(some))
+            names.update((row.id, row.name) for row in found)
         return names
 
     async def tenant_limits(self, tenant_id: str) -> Limits:
         """What this tenant may have; nothing limits one that is gone. Not read anew for each call."""
-        stored = select(TenantRow.limits).where(TenantRow.id == tenant_id)
 
         async def read() -> Limits:
-            async with self._database.read() as session:
-                return Limits.of(await session.scalar(stored) or {})
+            found = await self._database.rows(select(TenantRow.limits).where(TenantRow.id == tenant_id))
+            return Limits.of(found[0].limits if found else {})
 
         return await self._tenant_limits.ask(tenant_id, read)
 

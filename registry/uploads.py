@@ -200,8 +200,7 @@ class Uploads:
     async def open_ids(self) -> frozenset[str]:
         """Every tenant's uploads that still take bytes."""
         is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(self._clock()))
-        async with self._database.read() as session:
-            return frozenset(await session.scalars(select(UploadRow.id).where(*is_open)))
+        return frozenset(row.id for row in await self._database.rows(select(UploadRow.id).where(*is_open)))
 
 
 def _checked(description: str | None) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy import Connection, bindparam, create_engine, inspect, select, text
 from sqlalchemy.exc import IntegrityError
 
 from postgres_server import OwnPostgres, fresh_database
@@ -356,6 +356,22 @@ async def test_what_is_being_read_ends_before_the_connections_do(tmp_path: Path,
     await database.close()
     assert await quick == 1
     assert slow.cancelled()
+
+
+async def test_rows_are_those_that_were_committed_and_come_before_the_connections_close(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    database = await Database.open(database_url, tmp_path)
+    async with database.write() as session:
+        session.add(AuditRow(at=1, actor="a", action="b", tenant="c", target="d", detail={"e": 1}))
+    of_actor = select(AuditRow, AuditRow.target).where(AuditRow.actor == bindparam("who"))
+    assert await database.rows(of_actor, {"who": "nobody"}) == []
+    ((entry, target),) = await database.rows(of_actor, {"who": "a"})
+    assert (entry.action, entry.detail, target) == ("b", {"e": 1}, "d")
+    reading = [asyncio.create_task(database.rows(select(AuditRow.id))) for _ in range(20)]
+    await asyncio.sleep(0)
+    await database.close()
+    assert [len(await task) for task in reading] == [1] * 20
 
 
 async def test_a_read_within_a_read_does_not_end_the_outer_one(tmp_path: Path, database_url: str | None) -> None:

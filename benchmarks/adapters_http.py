@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> dict[str, Any]:
-    """Start both servers anew in each repeat; adapters are uploaded once and kept."""
+    """Measure one number of adapters: two new servers in each repeat, with adapters that were uploaded once."""
     chosen = hashlib.sha256(f"own weights {options.model} {options.adapters}".encode()).hexdigest()[:8]
     folder = options.cache / f"adapters-http-{chosen}-{count}"
     registered = register(options, folder, count)

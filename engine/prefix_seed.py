@@ -27,6 +27,7 @@ def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
 
     def seed(request: GenerationRequest) -> bytes:
         adapter = request.adapter
+        # The adapter's digest is of its weights and of its config.
         return chain_seed(
             request.flow.tenant,
             base_digest,

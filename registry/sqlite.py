@@ -33,7 +33,7 @@ def open_sqlite(url: URL) -> AsyncEngine:
 
 def open_sqlite_reader(url: URL) -> Engine:
     """A second engine for the same file, for reads in a thread: with aiosqlite a statement takes six ways to one."""
-    engine = create_engine(url, pool_size=MAX_READERS)
+    engine = create_engine(url.set(drivername="sqlite"), pool_size=MAX_READERS)
     event.listen(engine, "connect", _set_up_connection)
     return engine
 

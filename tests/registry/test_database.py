@@ -374,6 +374,14 @@ async def test_rows_are_those_that_were_committed_and_come_before_the_connection
     assert [len(await task) for task in reading] == [1] * 20
 
 
+async def test_a_url_that_names_the_driver_is_read_in_both_ways(tmp_path: Path) -> None:
+    database = await Database.open(f"sqlite+aiosqlite:///{tmp_path}/own.sqlite", tmp_path)
+    assert await database.rows(select(AuditRow)) == []
+    async with database.read() as session:
+        assert (await session.execute(select(AuditRow))).all() == []
+    await database.close()
+
+
 async def test_a_read_within_a_read_does_not_end_the_outer_one(tmp_path: Path, database_url: str | None) -> None:
     database = await Database.open(database_url, tmp_path)
     is_inner_done, is_closing = asyncio.Event(), asyncio.Event()

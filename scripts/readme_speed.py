@@ -259,6 +259,7 @@ FAIR: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "overload-cpu": ("Overload, demo model", table_lines),
     "overload-0.5b-cpu": ("Overload, 0.5B shape", table_lines),
     "adapters-http-cpu": ("Many adapters over HTTP, demo model", table_lines),
+    "adapters-http-2000-cpu": ("2,000 adapters, four repeats", table_lines),
     "adapters-http-0.5b-cpu": ("Many adapters over HTTP, 0.5B shape", table_lines),
     "batches-cpu": ("Interactive requests beside a batch, 0.5B shape", table_lines),
     "batches-target-cpu": ("The same with a target for the time of a step", table_lines),

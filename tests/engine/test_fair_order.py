@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Literal
 
 import pytest
 
@@ -197,21 +198,29 @@ def test_rows_do_not_change_hands_for_less_than_a_quantum() -> None:
     assert crowd.order.row_for(other) is row
 
 
-def test_the_more_are_paused_the_longer_a_turn_is() -> None:
+@pytest.mark.parametrize("status", ["running", "waiting"])
+def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_pages_or_not(
+    status: Literal["running", "waiting"],
+) -> None:
     crowd = Crowd(num_rows=4)
-    first, *paused = crowd.run("a", "a", "a")
-    for state in paused:
+
+    def stop(state: RequestState) -> None:
+        state.status = status
         crowd.order.stop(state)
-    assert crowd.order.paused == set(paused)
+
+    first, *stopped = crowd.run("a", "a", "a")
+    for state in stopped:
+        stop(state)
+    assert crowd.order.paused == (set(stopped) if status == "running" else set())
     other = crowd.arrive("b")
     crowd.order.charge([(first, 2 * QUANTUM - 1)])
-    assert crowd.order.row_for(other) is None, "half as many are paused as there are rows: a turn is twice as long"
+    assert crowd.order.row_for(other) is None, "half as many were stopped as there are rows: a turn is twice as long"
     crowd.order.charge([(first, 1.0)])
     assert crowd.order.row_for(other) is first
     for state in crowd.run("c", "c"):
-        crowd.order.stop(state)
+        stop(state)
     crowd.order.charge([(first, 1e9)])
-    assert crowd.order.row_for(other) is None, "as many are paused as there are rows: who has begun ends first"
+    assert crowd.order.row_for(other) is None, "as many were stopped as there are rows: who has begun ends first"
 
 
 def test_who_has_more_rows_gives_one_up_however_many_are_paused() -> None:

@@ -223,6 +223,17 @@ def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_page
     assert crowd.order.row_for(other) is None, "as many were stopped as there are rows: who has begun ends first"
 
 
+def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> None:
+    crowd = Crowd(num_rows=64)
+    first, *_ = crowd.run(*"abcd")
+    for state in crowd.run(*"efgh"):
+        state.status = "waiting"
+        crowd.order.stop(state)
+    other = crowd.arrive("z")
+    crowd.order.charge([(first, 1e9)])
+    assert crowd.order.row_for(other) is None
+
+
 def test_who_has_more_rows_gives_one_up_however_many_are_paused() -> None:
     crowd = Crowd(num_rows=4)
     states = crowd.run(*"aaaaaaaa")

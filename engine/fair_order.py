@@ -356,7 +356,8 @@ class FairOrder:
         The more requests wait to go on the farther that is: between equals rows only take turns. Those count that were
         preempted, too: else equals that lack pages would take them from each other, and each turn would cost loads.
         """
-        free = 1 - len(self._stopped) / max(self._root.rows, MIN_STOPPED)
+        num_rows = sum(lane.rows for lane in self._root.children.values())
+        free = 1 - len(self._stopped) / max(num_rows, MIN_STOPPED)
         return share.after + self._slack(share) / free if free > 0 else math.inf
 
     def _is_ahead(self, other: Share, place: float, share: Share, rows: int | None = None) -> bool:

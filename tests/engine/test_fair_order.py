@@ -230,8 +230,11 @@ def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> Non
         state.status = "waiting"
         crowd.order.stop(state)
     other = crowd.arrive("z")
-    crowd.order.charge([(first, 1e9)])
-    assert crowd.order.row_for(other) is None
+    crowd.run("i")
+    crowd.order.charge([(first, 5 * QUANTUM - 1)])
+    assert crowd.order.row_for(other) is None, "four of five were stopped: a turn is five times as long"
+    crowd.order.charge([(first, 2.0)])
+    assert crowd.order.row_for(other) is first
 
 
 def test_who_has_more_rows_gives_one_up_however_many_are_paused() -> None:

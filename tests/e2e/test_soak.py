@@ -175,5 +175,6 @@ def test_what_is_lost_in_each_round_is_noticed_and_what_only_wavers_is_not(
         counts = {name: at + lost.get(name, 0) * number for name, at in STILL.items()}
         counts["threads"] += number % 3 == 0
         counts["rss_bytes"] += 20_000_000 * (number > 30)
+        counts["fds"] += 3 * (number > 30)  # a connection that SQLite's pool had not made before
         samples.append(Sample(requests=ROUND * number, **counts))
     assert list(growth(samples, max_bytes_per_request=MAX_BYTES_PER_REQUEST)) == ([noticed] if noticed else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from weft.errors import PageAccountingError, StaleSlotError
@@ -94,11 +94,6 @@ class AdapterSlots:
                 f"adapter slot {lease.slot} is at generation {self._generations[lease.slot]} as "
                 f"{self._leases[lease.slot]}, expected {lease}"
             )
-
-    def stale(self, leases: Iterable[SlotLease | None]) -> set[SlotLease]:
-        """Those of leases, from `lease`, that do not hold any more."""
-        current = self._leases
-        return {lease for lease in leases if lease is not None and current[lease.slot] is not lease}
 
     def check(self, owners: Mapping[int, str]) -> None:
         """Verify that exactly these slots are taken, by these adapters.

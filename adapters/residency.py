@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from weft.adapters.adapter_slots import AdapterSlots
@@ -249,10 +249,6 @@ class Residency:
             StaleSlotError: The slot was reused or freed, or never held that adapter.
         """
         self._slots.check_lease(SlotLease(slot, generation, digest))
-
-    def stale_leases(self, leases: Iterable[SlotLease | None]) -> set[SlotLease]:
-        """Those of leases, from `acquire`, whose slots were reused or freed."""
-        return self._slots.stale(leases)
 
     def pin(self, ref: AdapterRef, pinned: bool) -> None:
         """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""

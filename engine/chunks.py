@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 from weft.engine.draft import Draft
-from weft.engine.failures import INTERNAL
 from weft.engine.preemption import Preemption
-from weft.engine.request import FinishReason, RequestError
 from weft.engine.request_state import RequestState
 from weft.engine.request_table import RequestTable
 from weft.engine.step_budget import MIN_TOKENS, StepBudget
-
-logger = logging.getLogger(__name__)
 
 
 class Chunks:
@@ -26,22 +20,13 @@ class Chunks:
         preemption: Where pages come from that others have.
         budget: Tokens of a step.
         page_tokens: Tokens of a page.
-        finish: Ends a request that cannot go on.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        preemption: Preemption,
-        budget: StepBudget,
-        page_tokens: int,
-        finish: Callable[[str, FinishReason, RequestError], None],
-    ) -> None:
+    def __init__(self, table: RequestTable, preemption: Preemption, budget: StepBudget, page_tokens: int) -> None:
         self._table = table
         self._preemption = preemption
         self._budget = budget
         self._page_tokens = page_tokens
-        self._finish = finish
         self._planned_units = self._batch_units = 0.0
         """Price of the step that was planned last, and of its batch lane, where it was bounded."""
         self._has_interactive = False
@@ -70,7 +55,7 @@ class Chunks:
 
     def plan(self, draft: Draft) -> None:
         """Say what each row computes, the most entitled first where tokens or pages are short."""
-        rows = self._with_leases(self._table.rows())
+        rows = self._table.rows()
         draft.by_place = None  # rows changed hands
         is_bounded = self._is_bounded
         self._has_interactive = self._table.num_rows > self._table.order.num_batch_rows
@@ -103,15 +88,16 @@ class Chunks:
                 units -= count * price
                 batch_units -= count * price
         self._planned_units = self._batch_units = 0.0
+        step, chunks = draft.step, draft.chunks
         for state in rows:
-            count = counts.get(state, 1)
+            count = counts.get(state, 1) if is_bounded or state.next_chunk is None else 1
             if count > 0 and state.has_row:  # it may have been preempted since
                 if is_bounded:
                     price = count * self._price(state)
                     self._planned_units += price
                     self._batch_units += price * state.in_batch_lane
-                draft.chunks.append(state.next_chunk or state.chunk(count))
-                state.last_step = draft.step
+                chunks.append(state.next_chunk or state.chunk(count))
+                state.last_step = step
 
     def _left(self) -> tuple[int, float]:
         """Tokens and units besides those of the rows that decode."""
@@ -130,16 +116,6 @@ class Chunks:
     def _price(self, state: RequestState) -> float:
         """Units of its next token."""
         return self._table.service.token_price(state)
-
-    def _with_leases(self, rows: list[RequestState]) -> list[RequestState]:
-        """The rows but for requests whose adapter slot is not what their lease says, which are ended; a bug's doing."""
-        stale = self._table.residency.stale_leases(map(attrgetter("lease"), rows))
-        if not stale:
-            return rows
-        for state in [state for state in rows if state.lease in stale]:
-            logger.error("request %s lost its adapter slot: %s", state.request_id, state.lease)
-            self._finish(state.request_id, "error", INTERNAL)
-        return self._table.rows()
 
 
 def _whole(units: float, price: float) -> int:

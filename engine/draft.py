@@ -18,6 +18,8 @@ class Draft:
     prefilling: list[tuple[tuple[float, ...], int, bool]] = field(default_factory=list)
     """Of each row whose prompt is not computed yet: its turn in the fair order, the tokens left, and whether it is in
     the batch lane."""
+    needed: int = 0
+    """Pages that requests which wait for their adapters need to start: with theirs on the host, in the fair order."""
     started: set[str] = field(default_factory=set)
     """Requests that got pages in this plan."""
     chunks: list[Chunk] = field(default_factory=list)

@@ -315,7 +315,7 @@ class FairOrder:
     def tick(self, now_s: float) -> None:
         """Let time change the inner order of requests that had a row and lost it. Comes before each plan."""
         self._now_s = now_s
-        for state in [state for state in self._stopped.values() if self._inner.is_due(state, now_s)]:
+        for state in self._inner.due(self._stopped.values(), now_s):
             self._unqueue(state)
             self._inner.renew(state)
             self.queue(state)

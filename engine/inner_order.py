@@ -27,8 +27,8 @@ class InnerOrder(Protocol):
     def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
         """Take note of units computed for requests that are in the step."""
 
-    def is_due(self, stopped: RequestState, now_s: float) -> bool:
-        """Whether the key of a request that lost its row changes now: it is taken out of the queue and put back."""
+    def due(self, stopped: Iterable[RequestState], now_s: float) -> list[RequestState]:
+        """Of the requests that lost their rows, those whose keys change now: they leave the queue and come back."""
 
     def renew(self, state: RequestState) -> None:
         """Change what the key of a request that is due is made of."""
@@ -48,9 +48,9 @@ class Fifo:
     def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
         """Nothing to count."""
 
-    def is_due(self, stopped: RequestState, now_s: float) -> bool:  # noqa: ARG002 - of the protocol
+    def due(self, stopped: Iterable[RequestState], now_s: float) -> list[RequestState]:  # noqa: ARG002 - of the protocol
         """Keys never change."""
-        return False
+        return []
 
     def renew(self, state: RequestState) -> None:
         """Never called."""
@@ -123,9 +123,10 @@ class Mlfq(Fifo):
             elif level != AT_THE_FRONT and state.level_units >= FIRST_QUANTUM * 2**level:
                 state.level, state.level_units = min(level + 1, NUM_LEVELS - 1), 0.0
 
-    def is_due(self, stopped: RequestState, now_s: float) -> bool:
-        """Whether it has been without a row for long, with its pages or without."""
-        return stopped.level != AT_THE_FRONT and now_s - stopped.paused_s >= MAX_PAUSE_S
+    def due(self, stopped: Iterable[RequestState], now_s: float) -> list[RequestState]:
+        """Those that have been without a row for long, with their pages or without."""
+        before_s = now_s - MAX_PAUSE_S
+        return [state for state in stopped if state.level != AT_THE_FRONT and state.paused_s <= before_s]
 
     def renew(self, state: RequestState) -> None:
         """Go to the front."""

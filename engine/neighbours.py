@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from weft.adapters.adapter_slots import SlotLease
@@ -50,9 +50,6 @@ class AdapterResidency(Protocol):
 
     def waiting_reason(self, digest: str, /) -> Literal["LOADING", "NO_ROOM"]:
         """Why a wanted adapter is not on the device yet."""
-
-    def stale_leases(self, leases: Iterable[SlotLease | None], /) -> Set[SlotLease]:
-        """Those of leases, from `acquire`, whose slots were reused or freed."""
 
     def residents(self) -> Sequence[ResidentAdapter]:
         """Adapters on the device, in the host slab, or on their way."""

@@ -10,8 +10,6 @@ from weft.engine.request_table import RequestTable
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool
 
-HOLD_PAUSE_STEPS = 16
-"""Steps without new holds after running requests needed the pages of held adapters."""
 PAUSED_SHARE = 2
 """Paused requests keep one in so many pages of the pool at most; the next one to lose its row loses its pages too."""
 GROWTH_SHARE = 16
@@ -76,12 +74,11 @@ class Preemption:
         if count == 0:
             return True
         while self._kv.num_available < count + draft.promised:
-            if self._waiting.yield_hold():
-                self._waiting.no_holds_until = draft.step + HOLD_PAUSE_STEPS
-            elif (victim := self._less_entitled(state, draft)) is not None:
+            if not self._waiting.yield_hold():
+                victim = self._less_entitled(state, draft)
+                if victim is None:
+                    return False
                 self.preempt(victim, draft)
-            else:
-                return False
         if self._kv.grow(state, count, draft):
             draft.started.add(state.request_id)  # a batch may go before those that are more entitled to pages
             return True
@@ -115,9 +112,28 @@ class Preemption:
             self.preempt(victim, draft)
         return True
 
+    def has_room_for_adapter(self, state: RequestState, draft: Draft) -> bool:
+        """Whether a waiting request could start if its adapter came to the device now, beside those ahead of it.
+
+        An adapter that came earlier would lose its pages to what the running requests grow, and come again. One that is
+        still to be read does not come at once.
+        """
+        if not self._table.running or self._table.residency.state(state.digest or "") != "host":
+            return True
+        needed = draft.needed + self._pages_to_start(state, draft)
+        if not state.is_holding and needed + self.room_to_grow() > self._kv.num_available:
+            return False
+        draft.needed = needed
+        return True
+
+    def _pages_to_start(self, state: RequestState, draft: Draft) -> int:
+        """Pages of a request's adapter, and of the tokens that it computes first."""
+        num_tokens = max(min(state.num_tokens, draft.budget), state.tokens_to_reserve)
+        return (state.adapter_pages or 0) + self._kv.lacking(state, num_tokens)
+
     def make_way_for_adapter(self, state: RequestState, draft: Draft) -> None:
         """Have pages, or a slot, come free for the adapter of a waiting request."""
-        num_pages = (state.adapter_pages or 0) + self.room_to_grow()
+        num_pages = self._pages_to_start(state, draft) + self.room_to_grow()
         self.make_way(state, num_pages, draft)
         if draft.has_looked_for_slot or self._kv.num_available < num_pages or self._waiting.is_unread(state):
             return

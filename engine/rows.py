@@ -116,7 +116,7 @@ class Rows:
             else:
                 self._take_row(row, draft)
                 self._order.start(state)
-        elif reason == "NO_ROOM" and state.is_holding:
+        elif reason == "NO_ROOM" and state.digest != draft.leaving_adapter:
             self._preemption.make_way_for_adapter(state, draft)
         if reason is not None and state.status == "waiting":
             state.waiting_reason = reason
@@ -138,10 +138,11 @@ class Rows:
                 return "NEW"
             if adapter.digest == draft.leaving_adapter:
                 return "NO_ROOM"
-            if draft.step >= self._waiting.no_holds_until or not self._table.running:
-                self._waiting.hold(state)
+            if not self._preemption.has_room_for_adapter(state, draft):
+                return "NO_ROOM"
+            self._waiting.hold(state)
             if self._residency.state(adapter.digest) != "device":
-                return self._residency.waiting_reason(adapter.digest) if state.is_holding else "NO_ROOM"
+                return self._residency.waiting_reason(adapter.digest)
         if self.waits_for_leader(state):
             return "FORK"
         return None if self._kv.may_look_up(state) else "NEW"

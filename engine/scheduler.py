@@ -26,7 +26,8 @@ no lease, so nobody waits for it but a fork (5), and what nobody runs with can b
    a quantum ahead of its own, if these have enough. If not, it is overtaken in at most `MAX_BYPASSES` steps. Then it is
    overdue: only requests of shares that are more than a quantum behind its own may still be admitted before it, which
    their service ends, and the pages of those that run come to it. While its adapter is still to be read, which may
-   hang, others go on.
+   hang, others go on. An adapter on the host takes pages only when there are enough for its request to start, too, or
+   when nothing runs.
 4. When nothing can be computed although something wants to, only adapters can be in the way: cached prefixes that
    nobody runs with are evicted for whoever needs the pages. All holds but those of the first in line are dropped, so
    that their adapters can be evicted too. If that changes nothing while nothing is being copied and no freed page is in
@@ -151,9 +152,8 @@ class Scheduler:
         """What happened to requests since the last call."""
         self._preemption = Preemption(self.table, geometry, pool)
         self._rows = Rows(self.table, self._preemption, clock, self.finish)
-        self._chunks = Chunks(
-            self.table, self._preemption, StepBudget(config, costs.token_s), geometry.page_tokens, self.finish
-        )
+        budget = StepBudget(config, costs.token_s)
+        self._chunks = Chunks(self.table, self._preemption, budget, geometry.page_tokens)
         self._stall = Stall(self.table, self._preemption, pool, self.finish)
         self._deadlines = Deadlines(self.table.requests)
         self._last_units = 0.0

@@ -54,7 +54,6 @@ class Stall:
         if first is None or self._pool.num_quarantined or self._table.residency.is_copying:
             return
         waiting.drop_holds(keep=first.digest)
-        waiting.no_holds_until = 0
         if first.status == "waiting":
             waiting.bypass(first, MAX_BYPASSES)
         in_the_way = [state for state in self._table.running if state.is_idle and not _are_beams(state, first)]

@@ -30,8 +30,6 @@ class WaitingQueue:
         """Those that were overtaken as often as may be."""
         self.has_changed = False
         """Whether a request came; the reader resets it."""
-        self.no_holds_until = 0
-        """The step up to which nobody gets a new hold, because running requests needed the pages of held adapters."""
         self.by_tenant: Counter[str] = Counter()
         """How many wait, by tenant; only tenants that have some."""
 
@@ -115,27 +113,19 @@ class WaitingQueue:
             self._unhold(state)
 
     def yield_hold(self) -> bool:
-        """Drop the newest hold on an adapter that has pages, for a running request that lacks some.
+        """Drop the newest hold on an adapter with pages, for a running request that lacks some; False without one."""
+        holders = self._holders.values()
+        with_pages = [state for state in holders if self._residency.state(state.digest or "") == "device"]
+        if with_pages:
+            self._unhold(max(with_pages, key=lambda state: state.age_key))
+        return bool(with_pages)
 
-        Without such a hold all others go, so that their adapters take no pages. Returns whether there was a hold.
-        """
-        with_pages = [
-            state
-            for state in self._holders.values()
-            if state.digest is not None and self._residency.state(state.digest) == "device"
-        ]
-        if not with_pages:
-            return self.drop_holds(keep=None)
-        self._unhold(max(with_pages, key=lambda state: state.age_key))
-        return True
-
-    def drop_holds(self, keep: str | None) -> bool:
-        """Drop all holds but those on one adapter; returns whether there were any."""
+    def drop_holds(self, keep: str | None) -> None:
+        """Drop all holds but those on one adapter."""
         dropped = [state for state in self._holders.values() if state.digest != keep]
         self._residency.drop_holds(keep)
         for state in dropped:
             self._forget_hold(state)
-        return bool(dropped)
 
     def num_loading(self) -> int:
         """Requests near the front that wait for their adapters to be loaded, and for nothing else."""

@@ -264,6 +264,42 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
     assert len(steps) - steps.count(0) == runs
 
 
+def test_an_adapter_comes_from_the_host_only_when_its_request_can_start() -> None:
+    simulator = Simulator(num_pages=14, max_running=2, step_tokens=64, adapter_pages=2)
+    simulator.residency.on_host.add(adapter("a").digest)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=40))  # 2 pages, 12 in the end
+    simulator.core.submit(request("waits", prompt=44, max_tokens=2, ref=adapter("a")))  # 2 pages and 11
+    while not simulator.outputs.get("runs") or simulator.last("runs").finish_reason is None:
+        assert simulator.residency.state(adapter("a").digest) == "host"
+        simulator.pump()
+    simulator.run()
+    assert simulator.tokens("waits") == expected_tokens(request("waits", 44, ref=adapter("a")), 2)
+
+
+def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapter() -> None:
+    simulator = Simulator(num_pages=14, max_running=3, step_tokens=64, adapter_pages=2)
+    for name in ("a", "b"):
+        simulator.residency.on_host.add(adapter(name).digest)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=30))
+    simulator.core.submit(request("large", prompt=40, max_tokens=2, ref=adapter("a")))
+    simulator.core.submit(request("small", prompt=4, max_tokens=2, ref=adapter("b")))
+    ended: list[str] = []
+    while len(ended) < 3:
+        ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
+    assert ended == ["small", "runs", "large"]
+
+
+def test_a_running_request_that_lacks_pages_leaves_loads_that_have_none_alone() -> None:
+    simulator = Simulator(num_pages=4, max_running=2, load_ticks=40, adapter_pages=2, costs=RECOMPUTES)
+    simulator.core.submit(request("old", prompt=4, max_tokens=9))
+    simulator.core.submit(request("new", prompt=4, max_tokens=9))
+    simulator.core.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
+    while simulator.num_preemptions == 0:
+        simulator.pump()
+        assert simulator.residency.num_holds() == 1
+    simulator.run()
+
+
 def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
     simulator = Simulator(num_pages=14, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
     simulator.core.submit(request("old", prompt=8, max_tokens=49))  # 14 pages in the end

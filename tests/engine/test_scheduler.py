@@ -520,20 +520,6 @@ def test_the_chunk_of_a_token_becomes_that_of_the_next_only_while_its_page_has_r
     ]
 
 
-def test_a_stale_slot_ends_its_requests_and_nobody_else() -> None:
-    simulator = Simulator()
-    simulator.core.submit(request("stale", ref=adapter("a"), max_tokens=20))
-    simulator.core.submit(request("fine", ref=adapter("b"), max_tokens=20))
-    for _ in range(6):
-        simulator.pump()
-    simulator.residency.stale.add(adapter("a").digest)
-    simulator.run()
-    error = simulator.last("stale").error
-    assert error is not None
-    assert error.kind == "internal"
-    assert simulator.tokens("fine") == expected_tokens(request("fine", ref=adapter("b")), 20)
-
-
 def waiting(simulator: Simulator) -> None:
     simulator.core.submit(request("x", prompt=12, ref=adapter("a")))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -248,8 +248,9 @@ class SimulatedResidency:
         self._entries: dict[str, _Entry] = {}
         self._now = 0
         self.broken: set[str] = set()
+        self.on_host: set[str] = set()
+        """Digests of adapters that were read before: they take no time to come."""
         self.pinned: set[str] = set()
-        self.stale: set[str] = set()
         self.known_pages = True
         self.loads: dict[str, int] = {}
         self.load_seconds = 0.0
@@ -271,14 +272,15 @@ class SimulatedResidency:
     def state(self, digest: str) -> Literal["device", "host", "stored"]:
         entry = self._entries.get(digest)
         if entry is None or (entry.slot < 0 and entry.loaded_at > self._now):
-            return "stored"
+            return "host" if digest in self.on_host else "stored"
         return "device" if entry.slot >= 0 else "host"
 
     def pages_needed(self, ref: AdapterRef) -> int | None:
         return self._size(ref.digest) if self.known_pages else None
 
     def want(self, ref: AdapterRef) -> None:
-        entry = self._entries.setdefault(ref.digest, _Entry(ref, self._evict, loaded_at=self._now + self._ticks))
+        ticks = 0 if ref.digest in self.on_host else self._ticks
+        entry = self._entries.setdefault(ref.digest, _Entry(ref, self._evict, loaded_at=self._now + ticks))
         entry.holds += 1
         self._settle(entry)
 
@@ -319,14 +321,6 @@ class SimulatedResidency:
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
         entry = self._entries.get(digest)
         return "LOADING" if entry is None or entry.loaded_at > self._now else "NO_ROOM"
-
-    def stale_leases(self, leases: Iterable[SlotLease | None]) -> set[SlotLease]:
-        return {
-            lease
-            for lease in filter(None, leases)
-            if lease.digest in self.stale
-            or lease != (self._entries[lease.digest].slot, self._generations[lease.slot], lease.digest)
-        }
 
     def residents(self) -> list[ResidentAdapter]:
         return [

@@ -10,8 +10,8 @@ the paper:
   `quantum` units a row, instead of giving whole steps in turns.
 * A request in the step makes way for one that is not only when the shares differ by more than a quantum. So rows change
   hands once per quantum and not in every step, and requests of one adapter stay together. The more requests were
-  stopped for others, paused or preempted, the longer a quantum is, without end as they become as many as the step
-  holds: where more tenants wait than there are rows or pages for, answers that have begun are finished first.
+  stopped for others, paused or preempted, the longer a quantum is, without end as they become half as many as the
+  step holds: where more tenants wait than there are rows or pages for, answers that have begun are finished first.
 * A share that becomes active is lifted to the least counter of those that are served and want more, or, where nobody
   does, to the most that any was given, the last leaver included. A share that had all it wanted is lifted as far but
   for a quantum a row when it wants more. So neither idle nor modest time is credit, for it or for a newcomer.
@@ -40,8 +40,9 @@ INTERACTIVE_WEIGHT, BATCH_WEIGHT = 0.95, 0.05
 """Lane 0 and each lane above it: a batch gets a twentieth of the service while interactive requests take the rest."""
 MAX_STOPPED_PER_ROW = 2
 """Requests of one adapter take rows from each other only until so many for each row wait to have theirs back."""
+STOPPED_SHARE = 0.5
 MIN_STOPPED = 4
-"""Requests may be stopped in turns for each other up to as many as are in the step, or this where those are few."""
+"""Requests of equal shares take turns until so many for each in the step are stopped, or this many in a small step."""
 
 
 class _Rows:
@@ -357,7 +358,7 @@ class FairOrder:
         preempted, too: else equals that lack pages would take them from each other, and each turn would cost loads.
         """
         num_rows = sum(lane.rows for lane in self._root.children.values())
-        free = 1 - len(self._stopped) / max(num_rows, MIN_STOPPED)
+        free = 1 - len(self._stopped) / max(STOPPED_SHARE * num_rows, MIN_STOPPED)
         return share.after + self._slack(share) / free if free > 0 else math.inf
 
     def _is_ahead(self, other: Share, place: float, share: Share, rows: int | None = None) -> bool:

@@ -9,6 +9,7 @@ and in every step 4 requests end and as many arrive and start; with longer answe
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import sys
@@ -57,6 +58,8 @@ def main() -> int:
 
     for _ in range(args.waiting + args.running):
         arrive()
+    gc.freeze()  # as the engine's process has it
+    gc.set_threshold(10_000, 20)
     plan_s, commit_s = [], []
     scheduler = engine.scheduler
     for step in range(args.steps + WARM_UP_STEPS):

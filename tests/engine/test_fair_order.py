@@ -225,14 +225,14 @@ def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_page
 
 def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> None:
     crowd = Crowd(num_rows=64)
-    first, *_ = crowd.run(*"abcd")
-    for state in crowd.run(*"efgh"):
+    first, *_ = crowd.run(*"abcdefghi")
+    for state in crowd.run(*"jklm"):
         state.status = "waiting"
         crowd.order.stop(state)
     other = crowd.arrive("z")
-    crowd.run("i")
+    crowd.run("n")
     crowd.order.charge([(first, 5 * QUANTUM - 1)])
-    assert crowd.order.row_for(other) is None, "four of five were stopped: a turn is five times as long"
+    assert crowd.order.row_for(other) is None, "four were stopped beside ten: a turn is five times as long"
     crowd.order.charge([(first, 2.0)])
     assert crowd.order.row_for(other) is first
 

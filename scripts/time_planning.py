@@ -21,8 +21,8 @@ from fairness.engine import EngineSettings, VirtualEngine
 WARM_UP_STEPS = 64
 
 
-def main() -> int:
-    """The command; prints medians and percentiles."""
+def options() -> argparse.Namespace:
+    """Sizes, from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=20_000)
@@ -31,7 +31,12 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=64, help="of an answer, on average (default 64)")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The command; prints medians and percentiles."""
+    args = options()
     rng = random.Random(1)
     settings = EngineSettings(
         policy=args.policy,

@@ -17,7 +17,8 @@ the paper:
   for a quantum a row when it wants more. So neither idle nor modest time is credit, for it or for a newcomer.
 
 Bound: of two tenants that always have requests waiting, the counters differ by at most two quanta for each row of a
-step, plus what one step may cost. Knows nothing of pages or adapters; the caller says what is blocked.
+step, plus what one step may cost, while turns have an end. Knows nothing of pages or adapters; the caller says what is
+blocked.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_STOPPED_PER_ROW = 2
 """Requests of one adapter take rows from each other only until so many for each row wait to have theirs back."""
 STOPPED_SHARE = 0.5
 MIN_STOPPED = 4
-"""Requests of equal shares take turns until so many for each in the step are stopped, or this many in a small step."""
+"""Turns of equal shares end when so many are stopped for each request in the step, or this many where that is more."""
 
 
 class _Rows:

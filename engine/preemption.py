@@ -7,6 +7,7 @@ from collections import Counter
 from weft.engine.draft import Draft
 from weft.engine.request_state import RequestState
 from weft.engine.request_table import RequestTable
+from weft.engine.waiting import MAX_BYPASSES
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool
 
@@ -91,9 +92,16 @@ class Preemption:
         Returns:
             Whether somebody was preempted; nobody is where all of them together have too few.
         """
+        victims = self._victims(state, num_pages, draft)
+        for victim in victims:
+            self.preempt(victim, draft)
+        return bool(victims)
+
+    def _victims(self, state: RequestState, num_pages: int, draft: Draft) -> list[RequestState]:
+        """Who gives up pages so that there are so many; nobody where there are, or where all have too few."""
         lack = num_pages - self._kv.num_available
         if lack <= 0 or (draft.unobtainable is not None and lack >= draft.unobtainable):
-            return False
+            return []
         users = Counter(other.digest for other in self._table.running)
         last_first = [other for other in reversed(self._by_place(draft)) if other.status == "running"]
         victims = []
@@ -104,36 +112,28 @@ class Preemption:
             if other.digest is not None and not users[other.digest] and not self._waiting.holders_of(other.digest):
                 lack -= other.adapter_pages or 0  # nobody uses its adapter any more
             if lack <= 0:
-                break
-        if lack > 0:
-            draft.unobtainable = num_pages - self._kv.num_available
-            return False
-        for victim in victims:
-            self.preempt(victim, draft)
-        return True
+                return victims
+        draft.unobtainable = num_pages - self._kv.num_available
+        return []
 
     def has_room_for_adapter(self, state: RequestState, draft: Draft) -> bool:
-        """Whether a waiting request could start if its adapter came to the device now, beside those ahead of it.
+        """Whether there are pages for the adapter of a waiting request and for what it computes first, or could be.
 
-        An adapter that came earlier would lose its pages to what the running requests grow, and come again. One that is
-        still to be read does not come at once.
+        An adapter that came without them would lose its pages to what the running requests grow, and come again. One
+        whose size is not known is read in any case; to a request that is overdue the pages come.
         """
-        if not self._table.running or self._table.residency.state(state.digest or "") != "host":
+        if state.adapter_pages is None or state.num_bypasses >= MAX_BYPASSES or not self._table.running:
             return True
-        needed = draft.needed + self._pages_to_start(state, draft)
-        if not state.is_holding and needed + self.room_to_grow() > self._kv.num_available:
-            return False
-        draft.needed = needed
-        return True
+        num_pages = state.adapter_pages + self.pages_to_start(state, draft) + draft.needed + self.room_to_grow()
+        return num_pages <= self._kv.num_available or bool(self._victims(state, num_pages, draft))
 
-    def _pages_to_start(self, state: RequestState, draft: Draft) -> int:
-        """Pages of a request's adapter, and of the tokens that it computes first."""
-        num_tokens = max(min(state.num_tokens, draft.budget), state.tokens_to_reserve)
-        return (state.adapter_pages or 0) + self._kv.lacking(state, num_tokens)
+    def pages_to_start(self, state: RequestState, draft: Draft) -> int:
+        """Pages of the tokens that a waiting request computes first."""
+        return self._kv.lacking(state, max(min(state.num_tokens, draft.budget), state.tokens_to_reserve))
 
     def make_way_for_adapter(self, state: RequestState, draft: Draft) -> None:
         """Have pages, or a slot, come free for the adapter of a waiting request."""
-        num_pages = self._pages_to_start(state, draft) + self.room_to_grow()
+        num_pages = (state.adapter_pages or 0) + self.room_to_grow()
         self.make_way(state, num_pages, draft)
         if draft.has_looked_for_slot or self._kv.num_available < num_pages or self._waiting.is_unread(state):
             return

@@ -80,7 +80,7 @@ class Rows:
                 reason = self._try_row(state, draft)
                 if reason is None:
                     num_bypassed = len(blocked)
-                elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waiting.is_unread(state)):
+                elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waits_for_read(state)):
                     blocked.append(state)
             num_glanced += reason == "NEW" and not self._table.has_free_row
             if num_glanced >= GLANCE and not is_whole_look:
@@ -116,13 +116,16 @@ class Rows:
             else:
                 self._take_row(row, draft)
                 self._order.start(state)
-        elif reason == "NO_ROOM" and state.digest != draft.leaving_adapter:
+        elif reason == "NO_ROOM" and state.is_holding:
             self._preemption.make_way_for_adapter(state, draft)
         if reason is not None and state.status == "waiting":
             state.waiting_reason = reason
             if reason in ("LOADING", "NO_ROOM"):
                 self._order.pass_over(state)
         return reason
+
+    def _waits_for_read(self, state: RequestState) -> bool:
+        return state.is_holding and self._waiting.is_unread(state)
 
     def _take_row(self, row: RequestState | None, draft: Draft) -> None:
         if row is not None and row.has_row:  # else it was preempted for its pages
@@ -138,10 +141,12 @@ class Rows:
                 return "NEW"
             if adapter.digest == draft.leaving_adapter:
                 return "NO_ROOM"
-            if not self._preemption.has_room_for_adapter(state, draft):
+            may_hold = state.is_holding or self._residency.state(adapter.digest) == "device"
+            if not may_hold and not self._preemption.has_room_for_adapter(state, draft):
                 return "NO_ROOM"
             self._waiting.hold(state)
             if self._residency.state(adapter.digest) != "device":
+                draft.needed += self._preemption.pages_to_start(state, draft)
                 return self._residency.waiting_reason(adapter.digest)
         if self.waits_for_leader(state):
             return "FORK"

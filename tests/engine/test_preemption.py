@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_simulator import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
-from weft.engine.request import GenerationRequest
+from weft.engine.request import FlowKey, GenerationRequest
 from weft.memory.page_costs import PageCosts
 
 
@@ -264,40 +264,86 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
     assert len(steps) - steps.count(0) == runs
 
 
-def test_an_adapter_comes_from_the_host_only_when_its_request_can_start() -> None:
-    simulator = Simulator(num_pages=14, max_running=2, step_tokens=64, adapter_pages=2)
-    simulator.residency.on_host.add(adapter("a").digest)
-    simulator.core.submit(request("runs", prompt=8, max_tokens=40))  # 2 pages, 12 in the end
-    simulator.core.submit(request("waits", prompt=44, max_tokens=2, ref=adapter("a")))  # 2 pages and 11
+@pytest.mark.parametrize("was_read", [True, False])
+def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_request(was_read: bool) -> None:
+    simulator = Simulator(num_pages=12, max_running=2, load_ticks=1, step_tokens=64, adapter_pages=2)
+    if was_read:
+        simulator.residency.on_host.add(adapter("a").digest)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=24))  # 2 pages, 8 in the end: less than a quantum
+    simulator.core.submit(request("waits", prompt=36, max_tokens=2, ref=adapter("a")))  # 2 pages and 9
     while not simulator.outputs.get("runs") or simulator.last("runs").finish_reason is None:
-        assert simulator.residency.state(adapter("a").digest) == "host"
+        assert simulator.residency.num_holds() == 0
         simulator.pump()
     simulator.run()
-    assert simulator.tokens("waits") == expected_tokens(request("waits", 44, ref=adapter("a")), 2)
+    assert simulator.num_preemptions == 0
+    assert simulator.tokens("waits") == expected_tokens(request("waits", 36, ref=adapter("a")), 2)
+
+
+def test_an_adapter_of_unknown_size_is_read_at_once() -> None:
+    simulator = Simulator(num_pages=16, max_running=2, load_ticks=1, step_tokens=128, adapter_pages=2)
+    simulator.residency.known_pages = False
+    simulator.core.submit(request("runs", prompt=16, max_tokens=16))  # 4 pages
+    simulator.core.submit(request("waits", prompt=50, max_tokens=2, ref=adapter("a")))  # 13 pages, without the adapter
+    simulator.pump()
+    assert simulator.residency.num_holds() == 1
+    simulator.run()
+
+
+def test_adapters_that_come_together_leave_pages_for_the_requests_of_all_of_them() -> None:
+    simulator = Simulator(num_pages=11, max_running=3, step_tokens=64, adapter_pages=2)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=16))  # 2 pages
+    for name in ("a", "b"):
+        simulator.residency.on_host.add(adapter(name).digest)
+        simulator.core.submit(request(name, prompt=16, max_tokens=2, ref=adapter(name)))  # 2 pages and 4
+    simulator.pump()
+    assert simulator.residency.num_holds() == 1
+    simulator.run()
 
 
 def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapter() -> None:
-    simulator = Simulator(num_pages=14, max_running=3, step_tokens=64, adapter_pages=2)
+    simulator = Simulator(num_pages=13, max_running=3, step_tokens=64, adapter_pages=2)
     for name in ("a", "b"):
         simulator.residency.on_host.add(adapter(name).digest)
-    simulator.core.submit(request("runs", prompt=8, max_tokens=30))
+    simulator.core.submit(request("runs", prompt=8, max_tokens=24))
     simulator.core.submit(request("large", prompt=40, max_tokens=2, ref=adapter("a")))
     simulator.core.submit(request("small", prompt=4, max_tokens=2, ref=adapter("b")))
     ended: list[str] = []
     while len(ended) < 3:
         ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
     assert ended == ["small", "runs", "large"]
+    assert simulator.num_preemptions == 0
 
 
-def test_a_running_request_that_lacks_pages_leaves_loads_that_have_none_alone() -> None:
-    simulator = Simulator(num_pages=4, max_running=2, load_ticks=40, adapter_pages=2, costs=RECOMPUTES)
-    simulator.core.submit(request("old", prompt=4, max_tokens=9))
-    simulator.core.submit(request("new", prompt=4, max_tokens=9))
-    simulator.core.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
-    while simulator.num_preemptions == 0:
-        simulator.pump()
-        assert simulator.residency.num_holds() == 1
+@pytest.mark.parametrize("on_host", [True, False])
+def test_small_requests_pass_one_that_lacks_pages_for_its_adapter_only_so_often(on_host: bool) -> None:
+    simulator = Simulator(num_pages=20, max_running=8, load_ticks=1, step_tokens=64, adapter_pages=2, policy="fcfs")
+    if on_host:
+        simulator.residency.on_host.add(adapter("a").digest)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=9))
+    simulator.core.submit(request("large", prompt=66, max_tokens=2, ref=adapter("a")))  # 2 pages and 17
+    ended: list[str] = []
+    for number in range(200):
+        simulator.core.submit(request(f"small-{number}", prompt=12, max_tokens=6))
+        ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
+    assert "large" in ended
     simulator.run()
+
+
+def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_beside_a_flood_at_once() -> None:
+    simulator = Simulator(num_pages=64, max_running=16, step_tokens=256, adapter_pages=4, costs=RECOMPUTES)
+    simulator.residency.on_host.add(adapter("a").digest)
+    flood = [request(f"flood-{i}", prompt=12, max_tokens=200, flow=FlowKey(tenant="flood")) for i in range(12)]
+    for each in flood:
+        simulator.core.submit(each)
+    for _ in range(20):
+        simulator.pump()
+    before = simulator.num_preemptions
+    quiet = request("quiet", prompt=120, max_tokens=4, ref=adapter("a"), flow=FlowKey(tenant="quiet"))
+    simulator.core.submit(quiet)
+    for _ in range(8):
+        simulator.pump()
+    assert simulator.last("quiet").finish_reason is not None
+    assert simulator.num_preemptions - before <= len(flood)
 
 
 def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:

@@ -28,7 +28,7 @@ from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.core import EngineCore
-from weft.engine.costs import measure_costs
+from weft.engine.execution.costs import measure_costs
 from weft.engine.model.spec import read_spec
 from weft.engine.model.weights import load_decoder
 from weft.engine.request import GenerationRequest

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency import Residency
-from weft.engine.plan import StepPlan
+from weft.adapters.residency.residency import Residency
+from weft.engine.execution.runner import ModelRunner
+from weft.engine.execution.step_history import StepHistory
 from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.runner import ModelRunner
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus
-from weft.engine.step_history import StepHistory
 from weft.errors import EngineError
 from weft.memory.eviction import Evictor
 from weft.memory.page_map import page_map

@@ -36,8 +36,8 @@ from weft.registry import audit, grants, quotas
 from weft.registry.aliases import main_version, pick, point_aliases, read_aliases
 from weft.registry.audit import ADMIN
 from weft.registry.clock import from_micros, to_micros
+from weft.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
 from weft.registry.grants import EVERY_VERSION, may_call
-from weft.registry.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name
 from weft.registry.records import (
     Adapter,

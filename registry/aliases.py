@@ -9,7 +9,7 @@ from sqlalchemy import ScalarSelect, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
-from weft.registry.models import AliasRow, VersionRow
+from weft.registry.db.models import AliasRow, VersionRow
 from weft.registry.names import check_alias, check_integer
 from weft.registry.records import AdapterVersion, Shares
 

@@ -17,13 +17,13 @@ from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
-from weft.registry import usage
 from weft.registry.clock import Clock, to_micros, to_seconds
-from weft.registry.database import Database, insert_into
+from weft.registry.db.database import Database, insert_into
+from weft.registry.db.models import BatchResultRow, BatchRow, FileRow
 from weft.registry.files import KEPT, OPEN, file_row, newest_first
-from weft.registry.models import BatchResultRow, BatchRow, FileRow
 from weft.registry.names import check_text
 from weft.registry.records import Page, UsageEvent
+from weft.registry.usage import write as usage
 
 WINDOW = timedelta(hours=24)
 MAX_OPEN = 100

@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, NotFoundError
 from weft.registry.clock import Clock, to_micros, to_seconds
-from weft.registry.database import Database
-from weft.registry.models import BatchRow, FileRow
+from weft.registry.db.database import Database
+from weft.registry.db.models import BatchRow, FileRow
 from weft.registry.names import check_text, storable
 from weft.registry.records import Page
 

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
 from weft.registry.clock import to_micros
-from weft.registry.models import IdempotencyRow
+from weft.registry.db.models import IdempotencyRow
 
 KEPT = timedelta(hours=24)
 """How long a client may send the same change again."""

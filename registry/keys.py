@@ -22,12 +22,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
+from weft.registry.cache import Changes, Recent
 from weft.registry.clock import Clock, from_micros, iso, to_micros
-from weft.registry.database import Database
+from weft.registry.db.database import Database
+from weft.registry.db.models import KeyRow, TenantRow
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
-from weft.registry.models import KeyRow, TenantRow
 from weft.registry.names import check_text
-from weft.registry.recent import Changes, Recent
 from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
 from weft.registry.sessions import find_session
 from weft.registry.tenants import tenant_row

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ForbiddenError
 from weft.registry.clock import to_micros
-from weft.registry.models import AdapterRow, TenantRow, UploadRow, VersionRow
+from weft.registry.db.models import AdapterRow, TenantRow, UploadRow, VersionRow
 
 UPLOADING = "uploading"
 """State of an upload in pieces that still reserves storage, until it expires."""

@@ -14,17 +14,17 @@ from pathlib import Path
 from weft.registry import audit
 from weft.registry.adapters import Adapters
 from weft.registry.batches import Batches
+from weft.registry.cache import Changes
 from weft.registry.clock import Clock, utc_now
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.files import Files
-from weft.registry.journal import Journal
 from weft.registry.keys import KeyRing, Keys, read_pepper
-from weft.registry.ledger import UsageLedger
-from weft.registry.recent import Changes
 from weft.registry.records import AuditEntry
 from weft.registry.sessions import Sessions
 from weft.registry.tenants import Tenants
 from weft.registry.uploads import Uploads
+from weft.registry.usage.journal import Journal
+from weft.registry.usage.ledger import UsageLedger
 
 
 class Registry(Tenants, Keys, Sessions, Adapters):

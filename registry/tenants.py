@@ -12,8 +12,8 @@ from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry import audit, quotas
 from weft.registry.audit import ADMIN
 from weft.registry.clock import from_micros, to_micros
+from weft.registry.db.models import AdapterRow, TenantRow
 from weft.registry.limits import TENANT_LIMITS, WEIGHTS, Limits, checked_limits, known_limits
-from weft.registry.models import AdapterRow, TenantRow
 from weft.registry.names import check_integer, check_name, check_text, is_name
 from weft.registry.records import Page, Removed, Tenant
 from weft.registry.references import only_referenced_by

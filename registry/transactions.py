@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from weft.registry.cache import Changes, Recent
 from weft.registry.clock import Clock
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.limits import Limits
-from weft.registry.recent import Changes, Recent
 from weft.registry.records import Resolution
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import ConflictError, NotFoundError
 from weft.registry import idempotency, quotas
 from weft.registry.clock import Clock, from_micros, to_micros
-from weft.registry.database import Database
+from weft.registry.db.database import Database
+from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
 from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry
-from weft.registry.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text
 from weft.registry.quotas import UPLOADING
 from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, UploadState

@@ -1,7 +1,7 @@
 """Bodies that clients send. Strict: no conversions, both bounds on every number, unknown fields refused.
 
 Fields that OpenAI or vLLM know and Weft lacks pass with the value that changes nothing; they stand in
-`weft.server.neutral`. A null means the default.
+`weft.server.generation.unsupported_params`. A null means the default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
 from weft.registry.names import MAX_DESCRIPTION
-from weft.server import neutral
+from weft.server.generation import unsupported_params as neutral
 
 INT64 = 1 << 63
 MAX_STOPS = 4

@@ -13,26 +13,26 @@ from fastapi import Depends
 from starlette.requests import Request
 
 import weft
-from weft.adapters.blob_store import BlobStore
+from weft.adapters.blobs.store import BlobStore
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineLoad, EngineReady, EngineStatus
-from weft.engine.tokenizer import Tokenizer
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
-from weft.registry.prices import PriceTable
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
-from weft.server.adapter_check import AdapterCheck
-from weft.server.arrivals import Arrivals
+from weft.registry.usage.prices import PriceTable
+from weft.server.adapters.staged_files import StagedFiles
+from weft.server.adapters.upload_guards import Intake
+from weft.server.adapters.validation import AdapterCheck
 from weft.server.drain import Drain
-from weft.server.engine_feed import EngineFeed
-from weft.server.gate import Gate
-from weft.server.incoming import Pace
-from weft.server.intake import Intake
-from weft.server.metrics import Metrics
-from weft.server.rate_limits import Accounts
-from weft.server.staged_files import StagedFiles
+from weft.server.http.body import Pace
+from weft.server.limits.arrivals import Arrivals
+from weft.server.limits.gate import Gate
+from weft.server.limits.windows import Accounts
+from weft.server.status.feed import EngineFeed
+from weft.server.status.metrics import Metrics
 
 STATUS_S = 10.0
 """Longest wait for the engine's word on itself."""

@@ -22,19 +22,19 @@ from weft.errors import (
     WeftError,
 )
 from weft.registry.batches import LineResult
-from weft.registry.models import BatchRow
+from weft.registry.db.models import BatchRow
 from weft.registry.records import SCOPES, Identity, UsageEvent
-from weft.server.access import Caller
-from weft.server.admission import shares_of
+from weft.server.auth.callers import Caller
 from weft.server.batches.input_lines import Line
 from weft.server.errors import answer, error_body
-from weft.server.generation_response import WholeAnswer
-from weft.server.json_body import validate
-from weft.server.lease import Lease
-from weft.server.routes_generation import Origin, PlannedGeneration, plan_chat, plan_completion
+from weft.server.generation.openai_format import JsonObject
+from weft.server.generation.response import WholeAnswer
+from weft.server.generation.routes import Origin, PlannedGeneration, plan_chat, plan_completion
+from weft.server.http.json_body import validate
+from weft.server.limits.admission import shares_of
+from weft.server.limits.reservation import Lease
 from weft.server.schemas import ChatBody, CompletionBody
 from weft.server.services import Services
-from weft.server.shapes import JsonObject
 
 log = structlog.get_logger("weft.server")
 LOSSES = (EngineUnavailableError, AdapterUnavailableError)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from bad_upload import EVIL_REGEX
 from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
 from refusals import is_presentable, outcome
-from weft.adapters.adapter_config import MAX_CONFIG_BYTES, check_scaling, read_config
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.module_paths import is_literal_path
+from weft.adapters.checkpoint.module_paths import is_literal_path
+from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_scaling, read_config
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError, AdapterIncompatibleError, PayloadTooLargeError
 

@@ -20,9 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from s3_server import S3Server
-from weft.adapters.blob_store import BlobStore
-from weft.adapters.blobs import PIECE_BYTES, LocalBlobs
-from weft.adapters.s3_blobs import S3Blobs
+from weft.adapters.blobs.local import PIECE_BYTES, LocalBlobs
+from weft.adapters.blobs.s3 import S3Blobs
+from weft.adapters.blobs.store import BlobStore
 from weft.errors import AdapterUnavailableError, CapacityError
 
 CONTENT = b"some weights " * 1000
@@ -319,7 +319,7 @@ def test_the_file_is_durable_before_it_is_named_and_the_folder_after(
 
 def test_leftovers_of_a_killed_process_are_swept_once_they_are_old(blobs: LocalBlobs) -> None:
     script = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom weft.adapters.blobs import LocalBlobs\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom weft.adapters.blobs.local import LocalBlobs\n"
         "writer = LocalBlobs(Path(sys.argv[1])).create()\nwriter.write(b'x' * 1000)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -32,7 +32,7 @@ from lora_files import (
 )
 from refusals import is_presentable, outcome
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint import Checkpoint, check_weights, read_checkpoint
+from weft.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError, AdapterFormatError, PayloadTooLargeError
 
@@ -308,8 +308,8 @@ def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Pat
     (tmp_path / "weights").write_bytes(upload.weights[:-1])
     (tmp_path / "config").write_bytes(upload.config)
     script = (
-        "import sys\nfrom pathlib import Path\nimport weft.adapters.blobs, weft.adapters.layout\n"
-        "from weft.adapters.checkpoint import read_checkpoint\n"
+        "import sys\nfrom pathlib import Path\nimport weft.adapters.blobs.local, weft.adapters.lora.layout\n"
+        "from weft.adapters.checkpoint.reader import read_checkpoint\n"
         "from weft.errors import AdapterError\n"
         "try:\n    read_checkpoint(Path('config').read_bytes(), Path('weights'), None, 64)\n"
         "except AdapterError as error:\n    print(error.code)\n"

@@ -21,8 +21,8 @@ from lora_files import (
     tensor,
     weights_bytes,
 )
-from weft.adapters.checkpoint import read_checkpoint
-from weft.adapters.findings import MAX_FINDINGS
+from weft.adapters.checkpoint.findings import MAX_FINDINGS
+from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.errors import AdapterError, Finding
 from weft.server.errors import error_body
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.adapters.host_images import HostImage, HostImages
-from weft.adapters.layout import LoraLayout
+from weft.adapters.lora.layout import LoraLayout
+from weft.adapters.residency.images import HostImage, HostImages
 from weft.errors import PageAccountingError
 from weft.memory.host_slab import HostSlab
 from weft.memory.swap_space import SwapSpace

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from weft.adapters.load_threads import COPY_NICENESS, LOAD_NICENESS, copier_thread, loader_threads
+from weft.adapters.residency.load_threads import COPY_NICENESS, LOAD_NICENESS, copier_thread, loader_threads
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 from adapters_factory import random_lora
 from residency_parts import ResidencyParts, make_residency, store
-from weft.adapters import loading
-from weft.adapters.checkpoint import Checkpoint, check_weights
+from weft.adapters.checkpoint.reader import Checkpoint, check_weights
 from weft.adapters.ref import AdapterRef
+from weft.adapters.residency import loader as loading
 from weft.errors import AdapterIncompatibleError
 
 

@@ -15,9 +15,9 @@ from bad_upload import Upload
 from lora_files import base_shape
 from mutated_adapters import Mutant
 from refusals import is_presentable, outcome
-from weft.adapters.checkpoint import Checkpoint, read_checkpoint
-from weft.adapters.layout import plan_layout
-from weft.adapters.packing import Packing
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from weft.adapters.lora.layout import plan_layout
+from weft.adapters.lora.packing import Packing
 from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError
 from weft.memory.geometry import page_geometry
 

@@ -7,10 +7,10 @@ import torch
 
 from adapters_factory import RandomLora, random_lora, tensor_bytes, tiny_base
 from residency_parts import tiny_geometry
-from weft.adapters.checkpoint import check_weights, read_checkpoint
-from weft.adapters.layout import LoraLayout, plan_layout
-from weft.adapters.packing import READ_BYTES, Packing, _runs
-from weft.adapters.safetensors_header import header_bytes
+from weft.adapters.checkpoint.reader import check_weights, read_checkpoint
+from weft.adapters.checkpoint.safetensors_header import header_bytes
+from weft.adapters.lora.layout import LoraLayout, plan_layout
+from weft.adapters.lora.packing import READ_BYTES, Packing, _runs
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 BASE = tiny_base()

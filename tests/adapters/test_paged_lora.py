@@ -11,17 +11,18 @@ import torch
 
 from lora_arena import BASE, BATCHES, fill
 from oracles import sgmv_reference
-from weft.adapters.layout import LoraLayout
-from weft.adapters.paged_lora import PagedLora
+from weft.adapters.lora.layout import LoraLayout
+from weft.adapters.lora.paged_lora import PagedLora
 from weft.config import environment
-from weft.kernels import sgmv_cpu, sgmv_native
 from weft.kernels.dispatch import Sgmv
+from weft.kernels.native import sgmv as sgmv_native
+from weft.kernels.plain import sgmv as sgmv_cpu
 
 OPERATIONS = {"native": sgmv_native.sgmv, "torch": sgmv_cpu.sgmv, "reference": sgmv_reference.sgmv}
 INTERPRETED = """
 import torch
 from lora_arena import BASE, fill
-from weft.adapters.paged_lora import PagedLora
+from weft.adapters.lora.paged_lora import PagedLora
 from weft.kernels.dispatch import triton_kernels
 torch.set_num_threads(1)
 arena = fill()

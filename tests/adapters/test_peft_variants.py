@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lora_files import base_shape
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint import Checkpoint, read_checkpoint
-from weft.adapters.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
+from weft.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError
 

@@ -13,8 +13,8 @@ import torch
 
 from adapters_factory import Q_AND_V, random_lora
 from residency_parts import make_residency, prepare, store
-from weft.adapters.residency import MAX_UNDER_WAY
-from weft.adapters.residency_entry import Stage
+from weft.adapters.residency.entry import Stage
+from weft.adapters.residency.residency import MAX_UNDER_WAY
 from weft.errors import (
     AdapterIncompatibleError,
     AdapterUnavailableError,

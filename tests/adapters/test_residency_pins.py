@@ -6,7 +6,7 @@ import pytest
 
 from residency_parts import ResidencyParts, prepare
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency_pins import Pins
+from weft.adapters.residency.pins import Pins
 
 
 def on_device(parts: ResidencyParts, refs: list[AdapterRef]) -> list[bool]:

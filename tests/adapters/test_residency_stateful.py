@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from adapters_factory import Q_AND_V, random_lora, tiny_base
 from residency_parts import make_residency, store
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency import SlotLease
-from weft.adapters.residency_entry import Stage
+from weft.adapters.residency.entry import Stage
+from weft.adapters.residency.residency import SlotLease
 from weft.memory.prefix_cache import PrefixBlock
 from weft.memory.swap_space import SwapSpace
 

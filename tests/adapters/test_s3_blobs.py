@@ -17,10 +17,10 @@ import obstore
 import pytest
 
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from weft.adapters import s3_blobs
-from weft.adapters.blob_store import BlobStore, open_blobs
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.s3_blobs import PART_BYTES, S3Blobs
+from weft.adapters.blobs import s3 as s3_blobs
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.blobs.s3 import PART_BYTES, S3Blobs
+from weft.adapters.blobs.store import BlobStore, open_blobs
 from weft.config import RegistryConfig
 from weft.errors import AdapterUnavailableError, CapacityError, ConfigError
 
@@ -405,7 +405,7 @@ def test_a_variable_that_obstore_does_not_take_is_a_wrong_setting(
 def test_without_obstore_the_setting_says_what_to_install(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom pathlib import Path\nsys.modules['obstore'] = None\n"
-        "from weft.adapters.blob_store import open_blobs\nfrom weft.config import RegistryConfig\n"
+        "from weft.adapters.blobs.store import open_blobs\nfrom weft.config import RegistryConfig\n"
         "from weft.errors import ConfigError\n"
         "open_blobs(RegistryConfig(), Path(sys.argv[1]))\n"
         "try:\n    open_blobs(RegistryConfig(blob_url='s3://bucket'), Path(sys.argv[1]))\n"

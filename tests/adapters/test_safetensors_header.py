@@ -18,14 +18,14 @@ from safetensors.numpy import save
 
 from lora_files import RawTensor, base_shape, container, header_of, q_and_v, tensor, weights_bytes
 from refusals import is_presentable, outcome
-from weft.adapters.safetensors_header import (
+from weft.adapters.checkpoint.safetensors_header import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     TensorEntry,
     read_header,
 )
-from weft.adapters.strict_json import STRING, check_depth
+from weft.adapters.checkpoint.strict_json import STRING, check_depth
 from weft.errors import AdapterError, AdapterFormatError
 
 GOOD = q_and_v(base_shape())

@@ -5,8 +5,8 @@ import torch
 
 from adapters_factory import tiny_base
 from residency_parts import tiny_geometry
-from weft.adapters.layout import LoraLayout, RowGroup, plan_layout
-from weft.adapters.tables import AdapterTables
+from weft.adapters.lora.layout import LoraLayout, RowGroup, plan_layout
+from weft.adapters.lora.tables import AdapterTables
 
 BASE = tiny_base()
 GEOMETRY = tiny_geometry(BASE)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import check_weights
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import check_weights
 from weft.benchmarks import unified
 from weft.benchmarks.main import main
 from weft.benchmarks.pool_run import PoolEngine, pool_engine

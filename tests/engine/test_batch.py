@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.adapters.adapter_slots import SlotLease
-from weft.engine.batch import Batch, build_batch
+from weft.adapters.residency.slots import SlotLease
+from weft.engine.execution.batch import Batch, build_batch
 from weft.engine.model.linear import padded_rows
-from weft.engine.plan import Chunk, StepPlan
+from weft.engine.scheduling.plan import Chunk, StepPlan
 from weft.errors import EngineError, PageAccountingError
 from weft.memory.geometry import PageGeometry
 

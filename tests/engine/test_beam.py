@@ -21,9 +21,9 @@ from engine_simulator import (
 )
 from weft.adapters.ref import AdapterRef
 from weft.engine.failures import INTERNAL, UNSOUND
-from weft.engine.plan import ChunkResult, StepPlan
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import BeamParams
+from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError
 
 Sequences = list[tuple[list[int], float]]

@@ -15,7 +15,7 @@ from peft import PeftModel
 from drive_core import collect
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine

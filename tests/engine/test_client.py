@@ -16,18 +16,18 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig, environment
-from weft.engine import client as client_module
-from weft.engine.client import EngineClient
-from weft.engine.messages import FromEngine, Outputs, Ready, ToEngine
+from weft.engine.process import client as client_module
+from weft.engine.process.client import EngineClient
+from weft.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
+from weft.engine.process.supervisor import EngineProcess
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import EngineReady
-from weft.engine.supervisor import EngineProcess
-from weft.engine.tokenizer import Tokenizer
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import ConfigError, EngineUnavailableError
 
 pytestmark = pytest.mark.slow
@@ -443,7 +443,7 @@ ORPHAN = """
 import asyncio, sys
 from pathlib import Path
 from weft.config import Config, ModelConfig, MemoryConfig, RegistryConfig
-from weft.engine.client import EngineClient
+from weft.engine.process.client import EngineClient
 
 async def main():
     client = EngineClient(Config(

@@ -14,9 +14,9 @@ import torch
 from exporters import KINDS, PROMPT, REFUSED, SERVED, fresh_base, logits
 from tiny_models import TINY_VOCAB_SIZE, make_model
 from weft import LLM
-from weft.adapters.adapter_folder import adapter_files
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.checkpoint import Checkpoint, read_checkpoint
+from weft.adapters.checkpoint.folder import adapter_files
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import AdapterError

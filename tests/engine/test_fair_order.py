@@ -7,12 +7,12 @@ from typing import Literal
 import pytest
 
 from engine_simulator import GEOMETRY, Simulator, adapter, request
-from weft.engine.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_STOPPED_PER_ROW, FairOrder
-from weft.engine.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
+from weft.engine.fairness.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_STOPPED_PER_ROW, FairOrder
+from weft.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
+from weft.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
 from weft.engine.request import FlowKey
-from weft.engine.request_pages import RequestPages
-from weft.engine.request_state import RequestState
-from weft.engine.shares import MAX_IDLE_SHARES, Flow, Share
+from weft.engine.scheduling.request_pages import RequestPages
+from weft.engine.scheduling.request_state import RequestState
 from weft.memory.block_table import BlockTable
 
 QUANTUM = 10.0

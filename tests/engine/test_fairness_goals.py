@@ -14,8 +14,8 @@ from fairness.engine import EngineSettings, VirtualEngine
 from fairness.goals import GOALS, Goal
 from fairness.service import ServiceLog, UnitPrices, jain_index, max_min_shares
 from fairness.workloads import Client, fixed, many_adapters
-from weft.adapters.adapter_slots import SlotLease
-from weft.engine.plan import Chunk, StepPlan
+from weft.adapters.residency.slots import SlotLease
+from weft.engine.scheduling.plan import Chunk, StepPlan
 
 
 @pytest.mark.parametrize("goal", GOALS, ids=lambda goal: goal.name)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine_simulator import GEOMETRY, request
-from weft.engine.inner_order import (
+from weft.engine.fairness.inner_order import (
     MAX_OVERTAKING_S,
     OVERTAKING_S_PER_TOKEN,
     InnerName,
     inner_order,
 )
-from weft.engine.request_pages import RequestPages
-from weft.engine.request_state import RequestState
+from weft.engine.scheduling.request_pages import RequestPages
+from weft.engine.scheduling.request_state import RequestState
 from weft.memory.block_table import BlockTable
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.layout import adapter_pages
-from weft.adapters.tables import AdapterTables, slot_bytes
+from weft.adapters.lora.layout import adapter_pages
+from weft.adapters.lora.tables import AdapterTables, slot_bytes
 from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig
-from weft.engine.memory_plan import (
+from weft.engine.execution.memory_plan import (
     MIN_SLOTS,
     TABLE_SHARE,
     FreeMemory,

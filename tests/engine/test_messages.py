@@ -10,7 +10,7 @@ import pytest
 from engine_simulator import GEOMETRY, adapter, request
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.config import Config, ModelConfig, ServerConfig
-from weft.engine import messages
+from weft.engine.process import messages
 from weft.engine.request import RequestError, RequestOutput, TokenLogprobs
 from weft.engine.status import (
     EngineLoad,

@@ -12,9 +12,9 @@ import torch
 
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.lora_step import LoraStep
-from weft.engine.plan import PageCopy, PageMove, StepPlan
+from weft.adapters.lora.step import LoraStep
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.scheduling.plan import PageCopy, PageMove, StepPlan
 from weft.errors import EngineError, PageAccountingError, StaleSlotError
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from weft.engine.plan import SampleSpec
-from weft.engine.sampler import PhiloxDraws, Sampler
+from weft.engine.execution.sampler import PhiloxDraws, Sampler
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.scheduling.plan import SampleSpec
 from weft.kernels.dispatch import kernels_for
 
 VOCAB = 300

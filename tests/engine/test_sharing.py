@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
-from weft.engine import kv_pages
-from weft.engine.preemption import GROWTH_SHARE
 from weft.engine.request import FlowKey, GenerationRequest
+from weft.engine.scheduling import kv_pages
+from weft.engine.scheduling.preemption import GROWTH_SHARE
 from weft.memory.token_chain import TokenChain
 
 PROMPT = list(range(100, 114))

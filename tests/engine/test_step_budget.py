@@ -10,7 +10,7 @@ import pytest
 from engine_simulator import Simulator, request
 from weft.config import SchedulerConfig
 from weft.engine.request import FlowKey
-from weft.engine.step_budget import TARGET_AIM, StepBudget, StepTime
+from weft.engine.scheduling.step_budget import TARGET_AIM, StepBudget, StepTime
 
 UNIT_S = 0.001
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.config import Config, ModelConfig
-from weft.engine.supervisor import EngineProcess, RestartPolicy
+from weft.engine.process.supervisor import EngineProcess, RestartPolicy
 
 
 class Clock:

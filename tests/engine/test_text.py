@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from weft.engine.request import RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.text import Detokenizer, StopScanner, TextDelta, TextStream
-from weft.engine.tokenizer import Tokenizer
+from weft.engine.text.text_stream import Detokenizer, StopScanner, TextDelta, TextStream
+from weft.engine.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"
 

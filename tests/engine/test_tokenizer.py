@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.tokenizer import Tokenizer, read_eos_token_ids
+from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from weft.errors import ConfigError, InvalidRequestError
 
 DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"

@@ -11,8 +11,8 @@ from cpu_kernels import num_threads
 from kernel_numerics import assert_rows_close
 from oracles.attention_reference import paged_attention as reference
 from scattered_kv import BF16, F32, AttentionCase, ScatteredKv
-from weft.kernels.attention_native import TASK_ROWS, paged_attention
-from weft.kernels.native_library import native_function
+from weft.kernels.native.attention import TASK_ROWS, paged_attention
+from weft.kernels.native.library import native_function
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "native_build")
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

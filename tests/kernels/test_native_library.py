@@ -13,9 +13,10 @@ import torch
 
 from cpu_kernels import needs_compiler
 from weft.config import environment
-from weft.kernels import native_library, rows_native
 from weft.kernels.dispatch import kernels_for, torch_kernels
-from weft.kernels.native_library import FLAGS, NativeUnavailableError, load_library, native_function
+from weft.kernels.native import library as native_library
+from weft.kernels.native import rows as rows_native
+from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_library, native_function
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
 QUICK = (*FLAGS, "-O0")
@@ -200,7 +201,8 @@ COMPILE_AND_COMPUTE = """
 import sys
 from pathlib import Path
 import torch
-from weft.kernels import native_library, rows_native
+from weft.kernels.native import library as native_library
+from weft.kernels.native import rows as rows_native
 library = native_library.load_library(tuple(sys.argv[2:]), Path(sys.argv[1]))
 native_library.native_library = lambda: library
 print(rows_native.silu_and_mul(torch.tensor([[50.0, 3.0]])).tolist())

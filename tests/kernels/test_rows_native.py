@@ -7,9 +7,9 @@ from cpu_kernels import num_threads
 from kernel_numerics import assert_rows_close, assert_rows_match
 from oracles import reference_kernels
 from silu_rows import extreme_gates
-from weft.kernels import rows_native
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rows_cpu import both_halves
+from weft.kernels.native import rows as rows_native
+from weft.kernels.plain.rows import both_halves
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "native_build")
 REFERENCE = reference_kernels()

@@ -8,8 +8,8 @@ import torch
 from cpu_kernels import num_threads
 from kernel_numerics import assert_rows_close
 from scattered_lora import BF16, F32, LAYER, ScatteredLora, SgmvCase, make_tiles
+from weft.kernels.native.sgmv import sgmv
 from weft.kernels.sgmv import Tiles, row_pitch_units
-from weft.kernels.sgmv_native import sgmv
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "native_build")
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

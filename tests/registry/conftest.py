@@ -7,7 +7,7 @@ import pytest
 
 from postgres_server import KINDS, database_of
 from registry_samples import StandingClock
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.registry import Registry
 
 

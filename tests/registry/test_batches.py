@@ -11,11 +11,11 @@ from registry_samples import NOON, StandingClock, usage_event
 from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, NotFoundError
 from weft.registry.batches import LEASE_S, LineResult
+from weft.registry.db.models import BatchRow, FileRow
 from weft.registry.files import new_file
-from weft.registry.models import BatchRow, FileRow
-from weft.registry.prices import Price, PriceTable
 from weft.registry.records import UsageQuery
 from weft.registry.registry import Registry
+from weft.registry.usage.prices import Price, PriceTable
 
 pytestmark = pytest.mark.anyio
 LIMITS = BatchConfig(max_files=10, max_stored_bytes=1000)

@@ -14,13 +14,13 @@ from sqlalchemy.exc import IntegrityError
 from postgres_server import OwnPostgres, fresh_database
 from registry_samples import NEWEST, usage_event
 from weft.errors import CapacityError, ConfigError
-from weft.registry import database as database_module
-from weft.registry import postgres, postgres_connection, sqlite
-from weft.registry.database import Database
-from weft.registry.database import database_url as parse_url
-from weft.registry.migrations import OLDEST, upgrade
-from weft.registry.models import AuditRow, KeyRow
-from weft.registry.usage import insert_events
+from weft.registry.db import database as database_module
+from weft.registry.db import postgres, postgres_connection, sqlite
+from weft.registry.db.database import Database
+from weft.registry.db.database import database_url as parse_url
+from weft.registry.db.migrations import OLDEST, upgrade
+from weft.registry.db.models import AuditRow, KeyRow
+from weft.registry.usage.write import insert_events
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from registry_samples import NOON, StandingClock, usage_event
 from weft.errors import CapacityError, InvalidRequestError
-from weft.registry.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
+from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.records import UsageEvent, UsageQuery
 from weft.registry.registry import Registry
 

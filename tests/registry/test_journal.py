@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import CapacityError, ConfigError
-from weft.registry.journal import Journal, JournalFiles, encode_line, read_lines
+from weft.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from registry_samples import NOON, StandingClock, facts
 from weft.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
 from weft.registry import keys as keys_module
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.keys import read_pepper
 from weft.registry.limits import Limits
 from weft.registry.records import SCOPES, Credential, Identity

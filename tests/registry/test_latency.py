@@ -16,11 +16,12 @@ from sqlalchemy import delete, select, text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import latency, usage
-from weft.registry.database import Database
-from weft.registry.latency_bins import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
-from weft.registry.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
+from weft.registry.db.database import Database
+from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.records import LatencyReport, UsageEvent, UsageQuery
+from weft.registry.usage import latency
+from weft.registry.usage import write as usage
+from weft.registry.usage.latency_bins import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
 
 pytestmark = pytest.mark.anyio
 

@@ -16,14 +16,14 @@ from sqlalchemy.exc import ProgrammingError
 from postgres_server import fresh_database
 from registry_samples import NOON, StandingClock, usage_event
 from weft.errors import CapacityError, ConfigError, InvalidRequestError
-from weft.registry import database as database_module
-from weft.registry import ledger as ledger_module
-from weft.registry import usage
-from weft.registry.database import Database
-from weft.registry.journal import Journal, JournalFiles, encode_line, read_lines
-from weft.registry.ledger import UsageLedger
-from weft.registry.models import UsageEventRow
+from weft.registry.db import database as database_module
+from weft.registry.db.database import Database
+from weft.registry.db.models import UsageEventRow
 from weft.registry.records import UsageQuery, UsageTotals
+from weft.registry.usage import ledger as ledger_module
+from weft.registry.usage import write as usage
+from weft.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
+from weft.registry.usage.ledger import UsageLedger
 
 pytestmark = pytest.mark.anyio
 

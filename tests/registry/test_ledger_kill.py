@@ -19,10 +19,10 @@ from postgres_server import OwnPostgres
 from registry_samples import NOON, usage_event
 from weft.config import environment
 from weft.errors import CapacityError
-from weft.registry.database import Database
-from weft.registry.journal import Journal
-from weft.registry.ledger import UsageLedger
-from weft.registry.models import UsageEventRow, UsageLatencyRow, UsageRollupRow
+from weft.registry.db.database import Database
+from weft.registry.db.models import UsageEventRow, UsageLatencyRow, UsageRollupRow
+from weft.registry.usage.journal import Journal
+from weft.registry.usage.ledger import UsageLedger
 
 KILLS = 20
 RECOVERED_WITHIN_S = 5.0

@@ -7,8 +7,8 @@ import pytest
 
 from registry_samples import StandingClock
 from weft.errors import CapacityError, NotFoundError, WeftError
-from weft.registry import recent as recent_module
-from weft.registry.recent import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, Recent
+from weft.registry import cache as recent_module
+from weft.registry.cache import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, Recent
 
 pytestmark = pytest.mark.anyio
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from registry_samples import StandingClock, facts, usage_event
 from weft.errors import CapacityError, ConfigError, NotFoundError, WeftError
+from weft.registry.cache import MAX_OUTAGE_S
 from weft.registry.clock import from_micros, iso, to_micros
-from weft.registry.recent import MAX_OUTAGE_S
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio

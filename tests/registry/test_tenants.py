@@ -5,8 +5,8 @@ from sqlalchemy import update
 
 from registry_samples import NOON, StandingClock, facts, usage_event
 from weft.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
+from weft.registry.db.models import TenantRow
 from weft.registry.limits import TENANT_LIMITS, Limits
-from weft.registry.models import TenantRow
 from weft.registry.records import Removed, UsageQuery
 from weft.registry.registry import Registry
 

@@ -12,12 +12,13 @@ from sqlalchemy import text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import usage, usage_query
 from weft.registry.clock import to_micros
-from weft.registry.database import Database
-from weft.registry.prices import UNITS, Price, PriceTable, in_currency
+from weft.registry.db.database import Database
 from weft.registry.records import Bucket, GroupBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage_query import list_events
+from weft.registry.usage import query as usage_query
+from weft.registry.usage import write as usage
+from weft.registry.usage.prices import UNITS, Price, PriceTable, in_currency
+from weft.registry.usage.query import list_events
 
 pytestmark = pytest.mark.anyio
 

@@ -8,10 +8,11 @@ import pytest
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import usage, usage_query
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.records import Bucket, UsageQuery, UsageRow
-from weft.registry.usage_buckets import zone
+from weft.registry.usage import query as usage_query
+from weft.registry.usage import write as usage
+from weft.registry.usage.buckets import zone
 
 pytestmark = pytest.mark.anyio
 TICK = timedelta(microseconds=1)

@@ -18,11 +18,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from postgres_server import KINDS, database_of
 from quarter_of_usage import ADAPTERS, END, START, TENANTS, insert_quarter, quarter
-from weft.registry import usage_query
 from weft.registry.clock import to_micros
-from weft.registry.database import Database
-from weft.registry.prices import Price, PriceTable
+from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent, UsageQuery, UsageReport
+from weft.registry.usage import query as usage_query
+from weft.registry.usage.prices import Price, PriceTable
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 PRICES = PriceTable(currency="EUR", default=Price(prompt=2000, cached=500, completion=6000))

@@ -11,10 +11,11 @@ from sqlalchemy import text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry import usage, usage_query
-from weft.registry.database import Database
-from weft.registry.prices import Price, PriceTable
+from weft.registry.db.database import Database
 from weft.registry.records import Bucket, GroupBy, RankBy, UsageEvent, UsageQuery, UsageReport, UsageRow
+from weft.registry.usage import query as usage_query
+from weft.registry.usage import write as usage
+from weft.registry.usage.prices import Price, PriceTable
 
 pytestmark = pytest.mark.anyio
 START, END = NOON - timedelta(hours=30, minutes=7), NOON + timedelta(hours=41, seconds=3)

@@ -9,12 +9,12 @@ from api_adapters import sound, sound_mlx
 from bad_upload import Upload
 from fake_engine import demo_ready
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import Checkpoint, check_weights
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import Checkpoint, check_weights
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
-from weft.server import adapter_check
-from weft.server.adapter_check import AdapterCheck
+from weft.server.adapters import validation as adapter_check
+from weft.server.adapters.validation import AdapterCheck
 
 pytestmark = pytest.mark.anyio
 

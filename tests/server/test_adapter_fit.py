@@ -11,9 +11,9 @@ from api_adapters import sound, upload
 from api_server import BASE, Api
 from fake_engine import demo_ready
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.layout import adapter_pages
+from weft.adapters.lora.layout import adapter_pages
 from weft.engine.status import ResidentAdapter
-from weft.server.adapter_fit import FitItem, Room, find_fit, planned_item
+from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item
 from weft.server.responses import AdapterFitView
 
 pytestmark = pytest.mark.anyio

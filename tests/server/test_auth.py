@@ -7,7 +7,7 @@ import pytest
 from api_server import BASE
 from api_server import api as open_api
 from weft.errors import ConfigError
-from weft.server.admin_key import admin_key, given_pepper
+from weft.server.auth.admin_key import admin_key, given_pepper
 
 pytestmark = pytest.mark.anyio
 

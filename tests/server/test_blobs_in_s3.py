@@ -16,13 +16,13 @@ from api_adapters import sound, upload
 from api_server import Api, eventually
 from api_server import api as open_api
 from s3_server import SECRET_KEY, S3Server
-from weft.adapters.blobs import BlobWriter
-from weft.adapters.s3_blobs import S3Blobs
+from weft.adapters.blobs.local import BlobWriter
+from weft.adapters.blobs.s3 import S3Blobs
 from weft.cli import make_app
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.errors import ConfigError
-from weft.server.adapter_check import AdapterCheck
-from weft.server.removal import Sweeper, end_removals
+from weft.server.adapters.garbage import Sweeper, end_removals
+from weft.server.adapters.validation import AdapterCheck
 from weft.server.serve import _open_blobs
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ import pytest
 
 from api_server import BASE, Api
 from weft.errors import InvalidRequestError
-from weft.server.json_body import parse_json
+from weft.server.http.json_body import parse_json
 
 pytestmark = pytest.mark.anyio
 GOOD = {"model": BASE, "prompt": "x", "max_tokens": 2}

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from api_server import ADMIN_KEY, Api, eventually, new_client
-from weft.adapters.resident import ResidentAdapter
+from weft.adapters.residency.resident import ResidentAdapter
 from weft.engine.status import StepBatches, TenantLoad
 from weft.errors import CapacityError
 from weft.memory.page_map import PageMap, PageUse
-from weft.server import engine_feed
+from weft.server.status import feed as engine_feed
 
 pytestmark = pytest.mark.anyio
 POLL_S = 0.02

@@ -8,8 +8,8 @@ import pytest
 
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import CapacityError, RateLimitError
-from weft.server.gate import BOOKED_SHARE, FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Admission, Ask, Gate
-from weft.server.return_slots import START_CLAIMED
+from weft.server.limits.gate import BOOKED_SHARE, FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Admission, Ask, Gate
+from weft.server.limits.return_slots import START_CLAIMED
 
 ASK = Ask(
     tenant="t",

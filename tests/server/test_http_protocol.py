@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from api_server import BASE, Api, eventually, new_client
-from weft.server.http_protocol import MAX_HEAD_BYTES, BoundedProtocol
+from weft.server.http.wire import MAX_HEAD_BYTES, BoundedProtocol
 
 pytestmark = pytest.mark.anyio
 

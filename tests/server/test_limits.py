@@ -25,7 +25,7 @@ from api_server import api as open_api
 from weft.engine.request import RequestError
 from weft.errors import CapacityError
 from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
-from weft.server import routes_generation
+from weft.server.generation import routes as routes_generation
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]

@@ -6,8 +6,8 @@ import pytest
 
 from api_server import Api
 from weft.server import schemas
-from weft.server.auth import PUBLIC_PATHS
-from weft.server.openapi import IDEMPOTENCY_KEY
+from weft.server.auth.middleware import PUBLIC_PATHS
+from weft.server.http.openapi import IDEMPOTENCY_KEY
 from weft.server.schemas import Body
 
 pytestmark = pytest.mark.anyio

@@ -1,4 +1,7 @@
-"""However a request ends, ledger, limits and what the engine computed agree by the rule of `weft.server.metering`."""
+"""However a request ends, ledger, limits and what the engine computed agree by one rule.
+
+The rule stands in `weft.server.generation.meter`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from api_server import BASE, Api
 from fake_engine import FakeEngine, Work, demo_tokenizer
 from weft.engine.request import GenerationRequest, RequestError
 from weft.registry.records import UsageEvent
-from weft.server.http_protocol import IS_CLOSING
-from weft.server.rate_limits import Account
+from weft.server.http.wire import IS_CLOSING
+from weft.server.limits.windows import Account
 
 pytestmark = pytest.mark.anyio
 NUM_ENDS = 10_000

@@ -10,8 +10,8 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api
 from weft.engine.status import ResidentAdapter
-from weft.server.metrics import Metrics
-from weft.server.pins import settle_pins
+from weft.server.adapters.pins import settle_pins
+from weft.server.status.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,8 @@ import pytest
 from api_adapters import upload
 from api_server import BASE, Api
 from weft.errors import ConfigError
-from weft.registry.prices import Price
-from weft.server.price_file import read_prices
+from weft.registry.usage.prices import Price
+from weft.server.usage.prices import read_prices
 
 pytestmark = pytest.mark.anyio
 DEFAULT = "{prompt: 0.2, cached: 0.05, completion: 0.6}"

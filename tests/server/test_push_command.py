@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from api_adapters import sound, sound_mlx
 from api_server import Api
-from weft.cli import make_app
-from weft.server.commands import push
+from weft.cli import make_app, push
 
 pytestmark = pytest.mark.anyio
 

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.errors import QuotaExceededError, RateLimitError
 from weft.registry.limits import UNLIMITED, Limits
-from weft.server import rate_limits
 from weft.server.errors import error_headers
-from weft.server.lease import Lease, Share
-from weft.server.rate_limits import Account, Accounts, Window, month_after, month_of
+from weft.server.limits import windows as rate_limits
+from weft.server.limits.reservation import Lease, Share
+from weft.server.limits.windows import Account, Accounts, Window, month_after, month_of
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 MAY = datetime(2026, 5, 1, tzinfo=UTC)

@@ -9,7 +9,7 @@ import pytest
 
 from api_server import Api, eventually
 from weft.errors import CapacityError
-from weft.server.removal import HOLD_S, Sweeper, delete_blobs, end_removals
+from weft.server.adapters.garbage import HOLD_S, Sweeper, delete_blobs, end_removals
 
 pytestmark = pytest.mark.anyio
 SLOW_S = 0.05

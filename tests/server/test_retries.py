@@ -16,13 +16,13 @@ from api_server import ADMIN_KEY, Api
 from bad_upload import Upload
 from piecewise_client import announce, code, complete, facts, send_all
 from postgres_server import KINDS, database_of
+from weft.registry.db.models import IdempotencyRow
 from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry, body_digest
-from weft.registry.models import IdempotencyRow
 from weft.registry.records import FileFacts, UploadDraft
 from weft.registry.registry import Registry
 from weft.registry.uploads import Terms
-from weft.server.adapter_check import AdapterCheck
-from weft.server.removal import Sweeper
+from weft.server.adapters.garbage import Sweeper
+from weft.server.adapters.validation import AdapterCheck
 
 pytestmark = pytest.mark.anyio
 

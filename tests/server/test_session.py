@@ -9,8 +9,8 @@ from starlette.datastructures import Headers
 from api_server import ADMIN_KEY, Api
 from api_server import api as open_api
 from weft.errors import ForbiddenError
-from weft.server import dashboard
-from weft.server.browser import check_own_page
+from weft.server.auth.browser import check_own_page
+from weft.server.http import dashboard
 
 pytestmark = pytest.mark.anyio
 OWN = {"sec-fetch-site": "same-origin"}

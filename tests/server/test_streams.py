@@ -19,11 +19,12 @@ from api_server import api as open_api
 from fake_engine import demo_tokenizer
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.text import TextStream
-from weft.server import generation, metering
-from weft.server.http_protocol import IS_CLOSING
-from weft.server.incoming import Pace
-from weft.server.prompts import Prompt
+from weft.engine.text.text_stream import TextStream
+from weft.server.generation import choices as generation
+from weft.server.generation import meter as metering
+from weft.server.generation.prompts import Prompt
+from weft.server.http.body import Pace
+from weft.server.http.wire import IS_CLOSING
 
 pytestmark = pytest.mark.anyio
 LONG = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}

@@ -16,7 +16,7 @@ from bad_upload import Upload
 from bad_uploads import bad_uploads
 from fake_engine import demo_ready
 from lora_files import config_bytes
-from weft.adapters.layout import plan_layout
+from weft.adapters.lora.layout import plan_layout
 from weft.engine.status import ResidentAdapter
 from weft.server.responses import AdapterList, AdapterView, ModelList, ReportView, VersionList
 

@@ -18,12 +18,12 @@ from api_server import Api, eventually
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
 from postgres_server import KINDS, database_of
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs.local import LocalBlobs
 from weft.errors import CapacityError
 from weft.registry.records import VersionFacts
-from weft.server import removal
-from weft.server.incoming import Pace
-from weft.server.removal import Sweeper
+from weft.server.adapters import garbage as removal
+from weft.server.adapters.garbage import Sweeper
+from weft.server.http.body import Pace
 from weft.server.responses import AdapterView, UploadList, UploadView
 
 pytestmark = pytest.mark.anyio
@@ -309,7 +309,7 @@ async def test_a_full_disk_keeps_what_was_received(api: Api, monkeypatch: pytest
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("weft.server.staged_files.os.write", full)
+        patch.setattr("weft.server.adapters.staged_files.os.write", full)
         answer = await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)
         assert code(answer) == (507, "storage.full")
     assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000

@@ -15,18 +15,18 @@ import uvicorn
 from fastapi import FastAPI
 
 from fake_engine import FakeEngine, demo_tokenizer
-from weft.adapters.blob_store import open_blobs
+from weft.adapters.blobs.store import open_blobs
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.registry.registry import Registry
-from weft.server.adapter_check import AdapterCheck
+from weft.server.adapters.staged_files import StagedFiles
+from weft.server.adapters.validation import AdapterCheck
 from weft.server.app import create_app
 from weft.server.drain import Drain
-from weft.server.gate import Gate
-from weft.server.http_protocol import BoundedReads
-from weft.server.incoming import Pace
-from weft.server.metrics import Metrics
+from weft.server.http.body import Pace
+from weft.server.http.wire import BoundedReads
+from weft.server.limits.gate import Gate
 from weft.server.services import Services, base_names
-from weft.server.staged_files import StagedFiles
+from weft.server.status.metrics import Metrics
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 BASE = "demo"

@@ -19,15 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine, demo_tokenizer
-from weft.adapters import blobs
+from weft.adapters.blobs import local as blobs
 from weft.cli import main
 from weft.config import environment
 from weft.engine.status import EngineReady
 from weft.registry import adapters, uploads
 from weft.registry.registry import Registry
-from weft.server import piecewise, retries, serve
-from weft.server.adapter_check import AdapterCheck
-from weft.server.staged_files import StagedFiles, StagedWriter
+from weft.server import serve
+from weft.server.adapters import resumable_upload as piecewise
+from weft.server.adapters import retries
+from weft.server.adapters.staged_files import StagedFiles, StagedWriter
+from weft.server.adapters.validation import AdapterCheck
 
 WHERE = Path(environment()["DIE_WHERE"])
 POINTS: list[str] = []

@@ -9,20 +9,20 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from weft.adapters.adapter_slots import SlotLease
 from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.adapters.residency import Residency
-from weft.adapters.resident import LoadFailure
+from weft.adapters.residency.residency import Residency
+from weft.adapters.residency.resident import LoadFailure
+from weft.adapters.residency.slots import SlotLease
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
-from weft.engine.fit import ModelLimits
+from weft.engine.execution.runner import ModelRunner
 from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
-from weft.engine.runner import ModelRunner
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.scheduling.prefix_seed import prefix_seed
+from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import ResidentAdapter
 from weft.errors import AdapterUnavailableError, EngineError
 from weft.memory.eviction import Evictor, UseCount, eviction_policy

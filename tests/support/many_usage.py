@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from registry_samples import facts
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
 from weft.registry.registry import Registry
-from weft.registry.usage import insert_events
+from weft.registry.usage.write import insert_events
 
 TENANTS, ADAPTERS, EVENTS, DAYS = 20, 500, 100_000, 90
 CHUNK = 5_000

@@ -14,13 +14,13 @@ import torch
 from adapters_factory import RandomLora, random_lora, tiny_base
 from stored_adapters import store_adapter
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.host_images import HostImage, HostImages
-from weft.adapters.load_queue import LoadExecutor
-from weft.adapters.loading import AdapterLoader
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency import Residency
-from weft.adapters.tables import AdapterTables
+from weft.adapters.residency.images import HostImage, HostImages
+from weft.adapters.residency.load_queue import LoadExecutor
+from weft.adapters.residency.loader import AdapterLoader
+from weft.adapters.residency.residency import Residency
 from weft.memory.arena import Arena
 from weft.memory.copies import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy

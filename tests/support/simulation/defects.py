@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 
-from weft.adapters import host_images, load_queue, residency
-from weft.adapters.adapter_slots import AdapterSlots
-from weft.adapters.residency_entry import Stage
-from weft.engine import kv_pages, prefix_seed
-from weft.engine.draft import Draft
-from weft.engine.fair_order import FairOrder
-from weft.engine.kv_pages import Beginning, KvPages
-from weft.engine.plan import StepPlan
-from weft.engine.preemption import Preemption
-from weft.engine.request_state import RequestState
-from weft.engine.request_table import RequestTable
-from weft.engine.scheduler import Scheduler
-from weft.engine.shares import Share
+from weft.adapters.residency import images as host_images
+from weft.adapters.residency import load_queue, residency
+from weft.adapters.residency.entry import Stage
+from weft.adapters.residency.slots import AdapterSlots
+from weft.engine.fairness.fair_order import FairOrder
+from weft.engine.fairness.shares import Share
+from weft.engine.scheduling import kv_pages, prefix_seed
+from weft.engine.scheduling.draft import Draft
+from weft.engine.scheduling.kv_pages import Beginning, KvPages
+from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.preemption import Preemption
+from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_table import RequestTable
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.memory import token_chain
 from weft.memory.eviction import Evictor
 from weft.memory.pool import NO_OWNER, PageKind, PagePool

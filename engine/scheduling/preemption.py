@@ -1,0 +1,154 @@
+"""Where pages come from when none are free: from holds of waiting requests, and from less entitled requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weft.engine.scheduling.draft import Draft
+from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_table import RequestTable
+from weft.memory.geometry import PageGeometry
+from weft.memory.pool import PagePool
+
+HOLD_PAUSE_STEPS = 16
+"""Steps without new holds after running requests needed the pages of held adapters."""
+PAUSED_SHARE = 2
+"""Paused requests keep one in so many pages of the pool at most; the next one to lose its row loses its pages too."""
+GROWTH_SHARE = 16
+"""Running requests keep a block each for themselves to grow into, but at most one in so many pages of the pool."""
+
+
+class Preemption:
+    """Finds who gives pages, rows or an adapter slot up, and takes them.
+
+    Args:
+        table: The requests.
+        geometry: Sizes of the pages.
+        pool: Where pages come from.
+    """
+
+    def __init__(self, table: RequestTable, geometry: PageGeometry, pool: PagePool) -> None:
+        self._table = table
+        self._order = table.order
+        self._waiting = table.waiting
+        self._kv = table.kv
+        self._num_groups = geometry.num_groups
+        self._pool_pages = pool.capacity
+
+    def room_to_grow(self) -> int:
+        """Pages that admissions, and adapters on their way to the device, leave to those that run."""
+        return min(len(self._table.running) * self._num_groups, self._pool_pages // GROWTH_SHARE)
+
+    def preempt(self, state: RequestState, draft: Draft | None) -> None:
+        """Take the pages from a request; without a draft there is no step that could swap them out."""
+        how = self._kv.suspend(state, draft)
+        self._table.stop(state, keeps_kv=how == "swap")
+        self._table.preemptions[how] += 1
+
+    def undo_start(self, state: RequestState, step: int) -> None:
+        """Take the pages from a request that a failed step was to fill; nobody gets them, so it is no preemption."""
+        marks = state.num_preemptions, state.progress_mark
+        state.last_step = step
+        self.preempt(state, None)
+        state.num_preemptions, state.progress_mark = marks
+        self._table.preemptions["recompute"] -= 1
+
+    def pause(self, state: RequestState, draft: Draft) -> None:
+        """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
+        num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._order.paused))
+        if PAUSED_SHARE * num_blocks * self._num_groups > self._pool_pages and draft.may_preempt(state):
+            self.preempt(state, draft)
+        else:
+            self._order.stop(state)
+
+    def grow(self, state: RequestState, num_tokens: int, draft: Draft) -> bool:
+        """Give a request with a row pages for `num_tokens` tokens, if need be from what is idle and less entitled.
+
+        Args:
+            state: The request.
+            num_tokens: Tokens from the first one on.
+            draft: The plan.
+
+        Returns:
+            Whether it has them; if not, it keeps what it had.
+        """
+        count = self._kv.lacking(state, num_tokens)
+        if count == 0:
+            return True
+        while self._kv.num_available < count + draft.promised:
+            if self._waiting.yield_hold():
+                self._waiting.no_holds_until = draft.step + HOLD_PAUSE_STEPS
+            elif (victim := self._less_entitled(state, draft)) is not None:
+                self.preempt(victim, draft)
+            else:
+                return False
+        if self._kv.grow(state, count, draft):
+            draft.started.add(state.request_id)  # a batch may go before those that are more entitled to pages
+            return True
+        draft.promised += count
+        return False
+
+    def make_way(self, state: RequestState, num_pages: int, draft: Draft) -> bool:
+        """Have pages come free for a waiting request, from those whose shares are far ahead of its own.
+
+        Returns:
+            Whether somebody was preempted; nobody is where all of them together have too few.
+        """
+        lack = num_pages - self._kv.num_available
+        if lack <= 0 or (draft.unobtainable is not None and lack >= draft.unobtainable):
+            return False
+        users = Counter(other.digest for other in self._table.running)
+        last_first = [other for other in reversed(self._by_place(draft)) if other.status == "running"]
+        victims = []
+        for other in self._order.yielding(state, filter(draft.may_preempt, last_first)):
+            victims.append(other)
+            lack -= self._kv.num_alone(other)
+            users[other.digest] -= 1
+            if other.digest is not None and not users[other.digest] and not self._waiting.holders_of(other.digest):
+                lack -= other.adapter_pages or 0  # nobody uses its adapter any more
+            if lack <= 0:
+                break
+        if lack > 0:
+            draft.unobtainable = num_pages - self._kv.num_available
+            return False
+        for victim in victims:
+            self.preempt(victim, draft)
+        return True
+
+    def make_way_for_adapter(self, state: RequestState, draft: Draft) -> None:
+        """Have pages, or a slot, come free for the adapter of a waiting request."""
+        num_pages = (state.adapter_pages or 0) + self.room_to_grow()
+        self.make_way(state, num_pages, draft)
+        if draft.has_looked_for_slot or self._kv.num_available < num_pages or self._waiting.is_unread(state):
+            return
+        draft.has_looked_for_slot = True
+        if self._table.residency.lacks_slot:
+            self._make_slot(state, draft)
+
+    def _make_slot(self, state: RequestState, draft: Draft) -> None:
+        """Have the fewest requests give an adapter up that all are far ahead of this one."""
+        users: dict[str, list[RequestState]] = {}
+        for other in self._table.running:
+            if other.digest is not None:
+                users.setdefault(other.digest, []).append(other)
+        for digest, running in sorted(users.items(), key=lambda item: len(item[1])):
+            group = [*running, *self._waiting.holders_of(digest)]
+            if all(map(draft.may_preempt, running)) and len(list(self._order.yielding(state, group))) == len(group):
+                for victim in running:
+                    self.preempt(victim, draft)
+                self._waiting.release_holds(digest)
+                draft.leaving_adapter = digest
+                return
+
+    def _less_entitled(self, state: RequestState, draft: Draft) -> RequestState | None:
+        """Whom to preempt for the growth of a request: of all behind it the last, paused ones first."""
+        by_place = self._by_place(draft)
+        while by_place and not (by_place[-1].status == "running" and draft.may_preempt(by_place[-1])):
+            by_place.pop()
+        return by_place[-1] if by_place and self._order.place(by_place[-1]) > self._order.place(state) else None
+
+    def _by_place(self, draft: Draft) -> list[RequestState]:
+        """Requests with pages, the most entitled first, as of the first time that the plan asks."""
+        if draft.by_place is None:
+            draft.by_place = sorted(self._table.running, key=self._order.place)
+        return draft.by_place

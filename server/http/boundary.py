@@ -1,0 +1,95 @@
+"""The outermost layer: request ids, the answer while shutting down, and the last catch for what nobody expected.
+
+What a request holds of its caller's limits is made and ended here, so that nothing that happens to it can keep it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.errors import WeftError
+from weft.server.auth.middleware import PUBLIC_PATHS
+from weft.server.drain import Drain
+from weft.server.errors import error_response, internal_response
+from weft.server.limits.reservation import Lease
+from weft.server.status.metrics import Metrics
+
+log = structlog.get_logger("weft.server")
+OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
+_DEFAULTS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+"""A browser asks with its session: what it is told is for nobody after it, neither in its cache nor in a proxy's."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class Boundary:
+    """Pure ASGI; nothing but lifespan and HTTP passes."""
+
+    def __init__(self, app: ASGIApp, drain: Drain, metrics: Metrics) -> None:
+        self._app = app
+        self._drain = drain
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; whatever comes out of it, there is an answer."""
+        if scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = request_id_of(Headers(scope=scope))
+        lease = Lease()
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "lease": lease}
+        sender = _Sender(send, request_id, self._drain, lease, self._metrics)
+        try:
+            if scope["path"] not in OPEN_WHILE_DRAINING:
+                self._drain.check()
+            await self._app(scope, receive, sender)
+        except ClientDisconnect:
+            return  # nobody is left to answer
+        except WeftError as error:
+            await error_response(error)(scope, receive, sender)
+        except Exception:
+            log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
+            if sender.has_started:
+                raise
+            await internal_response()(scope, receive, sender)
+        finally:
+            lease.end()
+
+
+class _Sender:
+    def __init__(self, send: Send, request_id: str, drain: Drain, lease: Lease, metrics: Metrics) -> None:
+        self.has_started = False
+        self._send = send
+        self._request_id = request_id
+        self._drain = drain
+        self._lease = lease
+        self._metrics = metrics
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            self._metrics.answered(message["status"])
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            for name, value in _DEFAULTS.items():
+                headers.setdefault(name, value)
+            if self._drain.is_draining:
+                headers["connection"] = "close"
+            headers.update(self._lease.headers())
+        elif not message.get("more_body", False):
+            self._lease.end()  # before the client can know, and come again
+        await self._send(message)
+
+
+def request_id_of(headers: Headers) -> str:
+    """The client's `x-request-id` if it is short and plain, else a fresh one. It is echoed, never relied on."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"

@@ -22,8 +22,7 @@ import torch
 
 from weft.adapters.base_shape import SITES
 from weft.adapters.lora.layout import adapter_pages, plan_layout
-from weft.adapters.lora.paged_lora import PagedLora
-from weft.adapters.lora.step import LoraStep
+from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.benchmarks.arguments import counts
 from weft.benchmarks.model_shapes import MODELS, ModelShape

@@ -16,8 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from weft.adapters.lora.paged_lora import PagedLora
-from weft.adapters.lora.step import LoraStep
+from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.engine import build
 from weft.engine.core import EngineCore
 from weft.engine.execution import runner

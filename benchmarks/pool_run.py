@@ -34,10 +34,9 @@ from weft.engine.model.weights import load_decoder
 from weft.engine.request import GenerationRequest
 from weft.engine.status import EngineStatus, StepStats
 from weft.errors import WeftError
-from weft.memory.arena import Arena
-from weft.memory.copies import PageCopier
+from weft.memory.arena import Arena, PageCopier
+from weft.memory.eviction import PageCosts
 from weft.memory.host_slab import HostSlab
-from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
 
 IDLE_S = 0.001

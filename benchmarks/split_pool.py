@@ -13,8 +13,7 @@ from unittest.mock import patch
 from weft.adapters.residency.residency import Residency
 from weft.config import Config
 from weft.engine import build
-from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import Evictor, PageCosts, eviction_policy
 from weft.memory.pool import PagePool
 
 

@@ -19,10 +19,10 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus
 from weft.errors import EngineError
 from weft.memory.eviction import Evictor
+from weft.memory.host_slab import SwapSpace
 from weft.memory.page_map import page_map
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,24 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from weft.errors import PageAccountingError
 from weft.memory.pool import PageKind, PagePool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCosts:
+    """Seconds."""
+
+    copy_s: float
+    """One page between host and device."""
+    load_s: float
+    """One page of an adapter from the store into host memory: read, hashed, checked and packed."""
+    token_s: float
+    """One token of a prompt, computed with others."""
+
 
 HALF_LIFE_S = 120.0
 """A use counts half after so many seconds."""

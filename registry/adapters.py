@@ -33,7 +33,16 @@ from sqlalchemy.orm import aliased
 from weft.adapters.ref import LoraSpec
 from weft.errors import NotFoundError
 from weft.registry import audit, grants, quotas
-from weft.registry.aliases import main_version, pick, point_aliases, read_aliases
+from weft.registry.aliases import (
+    DEFAULT_ALIAS,
+    Selector,
+    main_version,
+    model_not_found,
+    parse_selector,
+    pick,
+    point_aliases,
+    read_aliases,
+)
 from weft.registry.audit import ADMIN
 from weft.registry.clock import from_micros, to_micros
 from weft.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
@@ -51,7 +60,6 @@ from weft.registry.records import (
     VersionFacts,
 )
 from weft.registry.references import only_referenced_by, unreferenced_weights
-from weft.registry.selectors import DEFAULT_ALIAS, Selector, model_not_found, parse_selector
 from weft.registry.transactions import Transactions
 from weft.registry.uploads import Terms, settle
 

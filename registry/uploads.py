@@ -21,8 +21,8 @@ from weft.registry.clock import Clock, from_micros, to_micros
 from weft.registry.db.database import Database
 from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
 from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry
+from weft.registry.limits import UPLOADING
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text
-from weft.registry.quotas import UPLOADING
 from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, UploadState
 
 LIFETIME = timedelta(hours=24)

@@ -9,7 +9,7 @@ from weft.errors import NotFoundError
 from weft.server import errors
 from weft.server.adapters import routes as routes_adapters
 from weft.server.adapters import upload_routes as routes_uploads
-from weft.server.auth import routes as routes_session
+from weft.server.auth import browser as routes_session
 from weft.server.auth.middleware import AuthMiddleware
 from weft.server.batches import routes as routes_batches
 from weft.server.generation import models as routes_models
@@ -24,9 +24,7 @@ from weft.server.status import routes as routes_engine
 from weft.server.status.health import metrics_response
 from weft.server.tenants import audit as routes_audit
 from weft.server.tenants import grants as routes_grants
-from weft.server.tenants import me as routes_me
 from weft.server.tenants import routes as routes_tenants
-from weft.server.usage import latency as routes_latency
 from weft.server.usage import routes as routes_usage
 
 ROUTERS = (
@@ -38,10 +36,8 @@ ROUTERS = (
     routes_grants.router,
     routes_tenants.router,
     routes_audit.router,
-    routes_me.router,
     routes_session.router,
     routes_usage.router,
-    routes_latency.router,
     routes_tokens.router,
     routes_engine.router,
     routes_health.router,

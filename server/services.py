@@ -23,7 +23,7 @@ from weft.errors import EngineUnavailableError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.registry.usage.prices import PriceTable
-from weft.server.adapters.staged_files import StagedFiles
+from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.upload_guards import Intake
 from weft.server.adapters.validation import AdapterCheck
 from weft.server.drain import Drain

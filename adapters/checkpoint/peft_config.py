@@ -13,7 +13,6 @@ from typing import NoReturn, TypeVar
 
 from weft.adapters.checkpoint.findings import Findings
 from weft.adapters.checkpoint.mlx_config import as_peft, is_mlx
-from weft.adapters.checkpoint.module_paths import is_literal_path
 from weft.adapters.checkpoint.peft_fields import (
     BASE_CHANGING_INITIALISATIONS,
     FEATURES,
@@ -22,6 +21,7 @@ from weft.adapters.checkpoint.peft_fields import (
     MODULE_LIST_FIELDS,
     READ_FIELDS,
     UNUSED,
+    is_literal_path,
     is_model_config,
     is_one_of,
 )

@@ -14,14 +14,13 @@ from collections.abc import Callable
 import torch
 
 from weft.engine.execution.batch import build_batch
-from weft.engine.fairness.prices import Prices
+from weft.engine.fairness.tenant_service import Prices
 from weft.engine.model.decoder import Decoder, KvViews
 from weft.engine.scheduling.plan import Chunk, StepPlan
-from weft.memory.arena import Arena
+from weft.memory.arena import Arena, PageCopier
 from weft.memory.block_table import BlockTable
-from weft.memory.copies import PageCopier
+from weft.memory.eviction import PageCosts
 from weft.memory.host_slab import HostSlab
-from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
 
 logger = logging.getLogger(__name__)

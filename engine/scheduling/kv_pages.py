@@ -9,25 +9,52 @@ request is computed anew from there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
+from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import GenerationRequest
-from weft.engine.scheduling.draft import Draft
-from weft.engine.scheduling.plan import PageCopy, PageMove
+from weft.engine.scheduling.plan import Draft, PageCopy, PageMove
 from weft.engine.scheduling.request_limits import check_fits
-from weft.engine.scheduling.request_pages import RequestPages, SwappedBlocks
-from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
 from weft.errors import EngineError, PageAccountingError
 from weft.memory.block_table import BlockTable
-from weft.memory.eviction import Evictor
+from weft.memory.eviction import Evictor, PageCosts
 from weft.memory.geometry import PageGeometry
-from weft.memory.page_costs import PageCosts
+from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import NO_OWNER, PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.swap_space import SwapSpace
-from weft.memory.token_chain import TokenChain
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
+
+PrefixSeed = Callable[[GenerationRequest], bytes]
+
+
+def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
+    """A function from a request to the seed of its chain of blocks.
+
+    Two requests share cached blocks only within one tenant, and only if the same weights compute them in the same way.
+
+    Args:
+        base_digest: The base model.
+        kv_dtype: Element type of keys and values.
+        rope: The rotary embedding in them.
+    """
+    rope_settings = json.dumps(asdict(rope), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    def seed(request: GenerationRequest) -> bytes:
+        adapter = request.adapter
+        # The adapter's digest is of its weights and of its config.
+        return chain_seed(
+            request.flow.tenant,
+            base_digest,
+            "" if adapter is None else adapter.digest,
+            kv_dtype,
+            rope_settings,
+        )
+
+    return seed
+
 
 Preemption = Literal["swap", "recompute"]
 PREEMPTIONS: tuple[Preemption, ...] = ("swap", "recompute")

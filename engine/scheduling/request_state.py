@@ -10,9 +10,44 @@ from weft.adapters.residency.slots import SlotLease
 from weft.engine.request import AdapterState, GenerationRequest, TokenLogprobs
 from weft.engine.scheduling.plan import Chunk, SampleSpec
 from weft.engine.scheduling.request_limits import kv_tokens
-from weft.engine.scheduling.request_pages import RequestPages
 from weft.memory.block_table import BlockTable
 from weft.memory.geometry import PageGeometry
+from weft.memory.prefix_cache import PrefixBlock, TokenChain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedBlocks:
+    """The KV cache of a preempted request, from some block on, in host memory."""
+
+    first_block: int
+    """Those before it were shared when it was preempted, and were left to the prefix cache."""
+    num_tokens: int
+    """Tokens of the request that are in these blocks and those before them."""
+    host_pages: list[int]
+    """One per layer group of the first block, then of the next, and so on."""
+    step: int
+    """The step that copies them out."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestPages:
+    """What one request has. While it waits: no device pages, and maybe host pages."""
+
+    table: BlockTable
+    held: list[PrefixBlock] = field(default_factory=list)
+    """The first blocks of the table: of the prefix cache, and never written. All others are the request's own."""
+    chain: TokenChain | None = None
+    """Names of its full blocks, made as they are needed."""
+    found: list[PrefixBlock] = field(default_factory=list)
+    """What the last lookup found; nothing keeps these."""
+    swapped: SwappedBlocks | None = None
+    is_publishing: bool = True
+    """Whether its full blocks go to the prefix cache."""
+
+    def own_pages(self) -> list[int]:
+        """Its pages but for the cached ones, in no order that matters."""
+        return [page for pages in self.table.pages for page in pages[len(self.held) :]]
+
 
 WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK"]
 

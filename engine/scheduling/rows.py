@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from weft.engine.failures import request_error
 from weft.engine.request import FinishReason, RequestError
-from weft.engine.scheduling.draft import Draft
 from weft.engine.scheduling.kv_pages import Beginning
+from weft.engine.scheduling.plan import Draft
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState, WaitingReason
 from weft.engine.scheduling.request_table import RequestTable

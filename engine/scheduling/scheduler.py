@@ -2,8 +2,8 @@
 
 Being in memory and being in the step are two things. A step has at most `max_running` rows, one per request; requests
 with pages may be more. The fair order (`weft.engine.fairness.fair_order`) chooses who has the rows. A request without a
-row is paused: it keeps its pages and its adapter, and is the first to give pages up. In a step every row that decodes has
-one token, and chunks of prompts share the rest of the token budget, the most entitled first.
+row is paused: it keeps its pages and its adapter, and is the first to give pages up. In a step every row that decodes
+has one token, and chunks of prompts share the rest of the token budget, the most entitled first.
 
 `request_table` has the books of who is where, `rows` fills the rows, `chunks` says what each row computes, `preemption`
 takes pages from others, `stall` acts when nothing can be computed, and `outcomes` takes in what steps yield.
@@ -54,25 +54,21 @@ from weft.engine.failures import EXPIRED, INTERNAL, request_error
 from weft.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
 from weft.engine.fairness.inner_order import inner_order
 from weft.engine.fairness.lengths import Lengths
-from weft.engine.fairness.prices import Prices
-from weft.engine.fairness.tenant_service import TenantService
+from weft.engine.fairness.tenant_service import Prices, TenantService
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.chunks import Chunks
-from weft.engine.scheduling.deadlines import Deadlines
-from weft.engine.scheduling.draft import Draft
 from weft.engine.scheduling.kv_pages import KvPages
 from weft.engine.scheduling.outcomes import Outcomes
-from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.scheduling.preemption import Preemption
+from weft.engine.scheduling.plan import Chunk, ChunkResult, Draft, StepPlan
+from weft.engine.scheduling.preemption import Preemption, Stall
 from weft.engine.scheduling.protocols import AdapterResidency
 from weft.engine.scheduling.request_limits import ModelLimits, check_limits
-from weft.engine.scheduling.request_pages import RequestPages
-from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_state import RequestPages, RequestState
 from weft.engine.scheduling.request_table import RequestTable
 from weft.engine.scheduling.rows import Rows
-from weft.engine.scheduling.stall import Stall
 from weft.engine.scheduling.step_budget import StepBudget
+from weft.engine.scheduling.waiting import Deadlines
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import (
     EngineError,
@@ -81,12 +77,11 @@ from weft.errors import (
     WeftError,
 )
 from weft.memory.block_table import BlockTable
-from weft.memory.eviction import Evictor
+from weft.memory.eviction import Evictor, PageCosts
 from weft.memory.geometry import PageGeometry
-from weft.memory.page_costs import PageCosts
+from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ its own steps are kept as short, so that the next interactive request does not w
 keep it.
 
 How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
-steps. Units are those of `weft.engine.fairness.prices`; one is the time of a prompt token, so the slope is known from
-the start.
+steps. Units are those of `weft.engine.fairness.tenant_service`; one is the time of a prompt token, so the slope is
+known from the start.
 """
 
 from __future__ import annotations

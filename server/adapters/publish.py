@@ -16,8 +16,8 @@ from starlette.responses import Response
 from weft.adapters.blobs.local import BlobWriter
 from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
 from weft.registry.idempotency import Answer, Retry, body_digest
+from weft.registry.limits import no_storage
 from weft.registry.names import is_name
-from weft.registry.quotas import no_storage
 from weft.registry.records import Adapter, VersionFacts
 from weft.registry.uploads import Terms
 from weft.server.adapters.form_upload import UploadForm, read_upload

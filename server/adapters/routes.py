@@ -10,8 +10,8 @@ from fastapi import APIRouter, Query, Request, Response
 
 from weft.engine.status import EngineReady
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
+from weft.registry.aliases import DEFAULT_ALIAS
 from weft.registry.records import AdapterUsage
-from weft.registry.selectors import DEFAULT_ALIAS
 from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item, waste
 from weft.server.adapters.garbage import remove_unreferenced
 from weft.server.adapters.pins import check_pinned_pages, settle_pins

@@ -6,11 +6,12 @@ Works on any `Engine`. Knows neither JSON nor usage.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import groupby
 
-from weft.engine.process.inbox import Inbox
+from weft.engine.process.client import Inbox
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.text.text_stream import TextDelta, TextStream
 from weft.errors import EngineError, EngineUnavailableError
@@ -18,6 +19,35 @@ from weft.server.errors import from_engine
 from weft.server.generation.prompts import Prompt
 from weft.server.limits.gate import Admission
 from weft.server.services import Engine
+
+
+def best_choices(candidates: Sequence[Choice], steps: Iterable[Step], n: int) -> list[Choice]:
+    """The `n` candidates of each prompt with the highest log-probability per token, best first.
+
+    Candidates of a beam search come best first by its own score. Where there are no more than `n`, all are returned as
+    they are.
+
+    Args:
+        candidates: Prompt by prompt.
+        steps: All of them, with log-probabilities where there are more candidates than `n`.
+        n: How many of each prompt.
+    """
+    logprobs: dict[int, list[float]] = {}
+    for step in steps:
+        logprobs.setdefault(step.choice.index, []).extend(entry.logprob for entry in step.delta.logprobs or ())
+
+    def per_token(choice: Choice) -> float:
+        own = logprobs[choice.index]
+        return sum(own) / len(own) if own else 0.0
+
+    best: list[Choice] = []
+    for _, group in groupby(candidates, key=lambda choice: choice.prompt_index):
+        of_prompt = list(group)
+        if len(of_prompt) > n and of_prompt[0].request.beam is None:
+            of_prompt.sort(key=per_token, reverse=True)
+        best += of_prompt[:n]
+    return best
+
 
 LAST_OUTPUT_S = 10.0
 """Longest wait for the last outputs of aborted requests. The engine sends them after the step that it computes."""

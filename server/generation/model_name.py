@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from weft.adapters.ref import AdapterRef
 from weft.errors import InvalidRequestError, NotFoundError
+from weft.registry.aliases import DEFAULT_ALIAS, model_not_found, parse_selector
 from weft.registry.records import AdapterIdentity, AdapterVersion
 from weft.registry.registry import Registry
-from weft.registry.selectors import DEFAULT_ALIAS, model_not_found, parse_selector
 from weft.server.auth.callers import Caller
 
 NEAR_NAMES = 3

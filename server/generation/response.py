@@ -18,8 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, WeftError
 from weft.server.drain import Drain
-from weft.server.generation.best_of import best_choices
-from weft.server.generation.choices import Choice, Generation, Step
+from weft.server.generation.choices import Choice, Generation, Step, best_choices
 from weft.server.generation.meter import Meter
 from weft.server.generation.openai_format import JsonObject, Part, Shape, joined
 from weft.server.http import sse

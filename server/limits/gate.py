@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from weft.engine.fairness.lengths import Lengths
-from weft.engine.fairness.prices import Prices
+from weft.engine.fairness.tenant_service import Prices
 from weft.engine.status import EngineLoad
 from weft.errors import CapacityError, RateLimitError, WeftError
 from weft.server.limits.return_slots import ReturnSlots

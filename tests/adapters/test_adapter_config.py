@@ -18,8 +18,8 @@ from bad_upload import EVIL_REGEX
 from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
 from refusals import is_presentable, outcome
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint.module_paths import is_literal_path
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_scaling, read_config
+from weft.adapters.checkpoint.peft_fields import is_literal_path
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError, AdapterIncompatibleError, PayloadTooLargeError
 

@@ -5,8 +5,7 @@ import pytest
 from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.errors import PageAccountingError
-from weft.memory.host_slab import HostSlab
-from weft.memory.swap_space import SwapSpace
+from weft.memory.host_slab import HostSlab, SwapSpace
 
 
 def make_images(num_pages: int = 6) -> HostImages:

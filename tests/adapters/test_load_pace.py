@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weft.adapters.residency.load_pace import BURST_S, PIECE_S, LoadPace
+from weft.adapters.residency.load_threads import BURST_S, PIECE_S, LoadPace
 
 PATIENCE_S = 30.0
 

@@ -12,7 +12,7 @@ import torch
 from lora_arena import BASE, BATCHES, fill
 from oracles import sgmv_reference
 from weft.adapters.lora.layout import LoraLayout
-from weft.adapters.lora.paged_lora import PagedLora
+from weft.adapters.lora.step import PagedLora
 from weft.config import environment
 from weft.kernels.dispatch import Sgmv
 from weft.kernels.native import sgmv as sgmv_native
@@ -22,7 +22,7 @@ OPERATIONS = {"native": sgmv_native.sgmv, "torch": sgmv_cpu.sgmv, "reference": s
 INTERPRETED = """
 import torch
 from lora_arena import BASE, fill
-from weft.adapters.lora.paged_lora import PagedLora
+from weft.adapters.lora.step import PagedLora
 from weft.kernels.dispatch import triton_kernels
 torch.set_num_threads(1)
 arena = fill()

@@ -17,8 +17,8 @@ from residency_parts import make_residency, store
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.residency import SlotLease
+from weft.memory.host_slab import SwapSpace
 from weft.memory.prefix_cache import PrefixBlock
-from weft.memory.swap_space import SwapSpace
 
 LORAS = [
     random_lora(tiny_base(), 8, seed=0),

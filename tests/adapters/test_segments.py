@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.adapters.lora.paged_lora import Segment, build_segments, build_tiles, tile_capacity
+from weft.adapters.lora.step import Segment, build_segments, build_tiles, tile_capacity
 
 row_slots_lists = st.lists(st.integers(-1, 6), max_size=80).map(sorted)
 

@@ -19,7 +19,7 @@ from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, Poo
 from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import TimedRequest
 from weft.errors import WeftError
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import PageCosts
 
 NUM_FILES = 8
 COSTS = PageCosts(copy_s=1e-5, load_s=1e-4, token_s=1e-4)

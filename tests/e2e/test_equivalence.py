@@ -27,7 +27,7 @@ from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, Schedu
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import PageCosts
 
 RANKS = (1, 4, 8, 16, 24, 64)
 COSTS = {

@@ -16,7 +16,7 @@ from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
 from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.load_pace import LoadPace
+from weft.adapters.residency.load_threads import LoadPace
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.execution.memory_plan import format_plan
@@ -142,7 +142,7 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
             super().pause()
 
     monkeypatch.setattr("weft.engine.build.LoadPace", WatchedPace)
-    monkeypatch.setattr("weft.memory.copies.BYTES_AT_ONCE", 0)  # else nothing is left for the copier
+    monkeypatch.setattr("weft.memory.arena.BYTES_AT_ONCE", 0)  # else nothing is left for the copier
     config = settings(model, tmp_path)
     parts = build_engine(config)
     try:

@@ -11,8 +11,7 @@ from weft.engine.fairness.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MA
 from weft.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
 from weft.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
 from weft.engine.request import FlowKey
-from weft.engine.scheduling.request_pages import RequestPages
-from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_state import RequestPages, RequestState
 from weft.memory.block_table import BlockTable
 
 QUANTUM = 10.0

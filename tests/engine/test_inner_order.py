@@ -11,8 +11,7 @@ from weft.engine.fairness.inner_order import (
     InnerName,
     inner_order,
 )
-from weft.engine.scheduling.request_pages import RequestPages
-from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_state import RequestPages, RequestState
 from weft.memory.block_table import BlockTable
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine_simulator import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 from weft.engine.request import GenerationRequest
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import PageCosts
 
 
 def pressed(**settings: object) -> tuple[Simulator, list[GenerationRequest]]:

@@ -8,7 +8,7 @@ from engine_simulator import adapter, request
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import FlowKey
-from weft.engine.scheduling.prefix_seed import prefix_seed
+from weft.engine.scheduling.kv_pages import prefix_seed
 
 ONE = request("one", ref=adapter("a"), flow=FlowKey(tenant="t"))
 

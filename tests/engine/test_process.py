@@ -9,8 +9,7 @@ import zmq
 
 from engine_simulator import Simulator, adapter, expected_tokens, request
 from weft.engine.process import messages
-from weft.engine.process.wakeup import Wakeup
-from weft.engine.process.worker import MAX_STEPS_AHEAD, EngineLoop
+from weft.engine.process.worker import MAX_STEPS_AHEAD, EngineLoop, Wakeup
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineLoad
 

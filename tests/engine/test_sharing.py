@@ -11,7 +11,7 @@ from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter,
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduling import kv_pages
 from weft.engine.scheduling.preemption import GROWTH_SHARE
-from weft.memory.token_chain import TokenChain
+from weft.memory.prefix_cache import TokenChain
 
 PROMPT = list(range(100, 114))
 """Three full blocks and two tokens."""
@@ -237,7 +237,7 @@ def test_a_collision_of_names_shares_nothing_and_stops_publishing(monkeypatch: p
     serve(simulator, request("one", PROMPT, 6))
     digests = simulator.prefixes is not None and list(simulator.prefixes._blocks)
     assert digests
-    monkeypatch.setattr("weft.memory.token_chain.hashlib.sha256", lambda _content=b"": Same(digests[0]))
+    monkeypatch.setattr("weft.memory.prefix_cache.hashlib.sha256", lambda _content=b"": Same(digests[0]))
     serve(simulator, request("two", PROMPT[::-1], 6), request("three", PROMPT[::-1], 6))
     assert simulator.outputs["three"][0].cached_tokens == 0
 

@@ -7,8 +7,7 @@ import pytest
 from weft.errors import PageAccountingError
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.token_chain import TokenChain, chain_seed
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 BLOCK_TOKENS = 2
 

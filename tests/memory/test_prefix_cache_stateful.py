@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.token_chain import TokenChain, chain_seed
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 BLOCK_TOKENS = 2
 NUM_PAGES = 24

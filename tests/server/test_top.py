@@ -26,7 +26,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from api_server import ADMIN_KEY, BASE, Api, eventually
-from weft.adapters.residency.resident import ResidentAdapter
+from weft.adapters.residency.entry import ResidentAdapter
 from weft.cli import make_app, top
 from weft.cli.top_frame import frame, shares, token_rates
 from weft.cli.top_tenants import cells, tenant_rows

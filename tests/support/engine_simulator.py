@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.adapters.residency.entry import LoadFailure
 from weft.adapters.residency.residency import Residency
-from weft.adapters.residency.resident import LoadFailure
 from weft.adapters.residency.slots import SlotLease
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
@@ -19,19 +19,17 @@ from weft.engine.execution.runner import ModelRunner
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.scheduling.kv_pages import prefix_seed
 from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.scheduling.prefix_seed import prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import ResidentAdapter
 from weft.errors import AdapterUnavailableError, EngineError
-from weft.memory.eviction import Evictor, UseCount, eviction_policy
+from weft.memory.eviction import Evictor, PageCosts, UseCount, eviction_policy
 from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import HostSlab
-from weft.memory.page_costs import PageCosts
+from weft.memory.host_slab import HostSlab, SwapSpace
 from weft.memory.pool import PageKind, PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 PAGE_TOKENS = 4
 VOCAB_SIZE = 1000

@@ -12,7 +12,7 @@ from adapters_factory import tensor_bytes
 from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.lora.layout import plan_layout
 from weft.adapters.lora.packing import Packing
-from weft.adapters.lora.paged_lora import PagedLora
+from weft.adapters.lora.step import PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import build_batch

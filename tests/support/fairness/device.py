@@ -12,7 +12,7 @@ from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.engine.scheduling.plan import ChunkResult, StepPlan
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import PageCosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,21 +22,21 @@ from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
 from weft.engine.execution.runner import ModelRunner
-from weft.engine.fairness.prices import Prices
+from weft.engine.fairness.tenant_service import Prices
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.scheduling.kv_pages import prefix_seed
 from weft.engine.scheduling.plan import StepPlan
-from weft.engine.scheduling.prefix_seed import prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.errors import QueueFullError
-from weft.memory.copies import PageCopier
+from weft.memory.arena import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry
+from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 PAGE_TOKENS = 16
 PAGES_PER_RANK = 40 / 16

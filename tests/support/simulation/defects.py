@@ -15,19 +15,17 @@ from weft.adapters.residency.slots import AdapterSlots
 from weft.engine.fairness.fair_order import FairOrder
 from weft.engine.fairness.shares import Share
 from weft.engine.scheduling import kv_pages, prefix_seed
-from weft.engine.scheduling.draft import Draft
 from weft.engine.scheduling.kv_pages import Beginning, KvPages
-from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.plan import Draft, StepPlan
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.memory import token_chain
 from weft.memory.eviction import Evictor
+from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import NO_OWNER, PageKind, PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.swap_space import SwapSpace
-from weft.memory.token_chain import TokenChain
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -92,7 +92,7 @@ class PrefixBlock:
     )
 
     kind: PageKind = "prefix"
-    goes_last = False
+    evict_last = False
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PrefixBlock:
         """One per layer group."""
         return len(self.pages)
 
-    def worth(self) -> tuple[float, int]:
+    def reload_cost(self) -> tuple[float, int]:
         """Seconds to compute the block again, and its pages."""
         return self._cache.block_s, self.num_pages
 
@@ -243,7 +243,7 @@ class PrefixCache:
         self.hold([block])
         return block
 
-    def group_worth(self, group: str) -> tuple[float, int]:
+    def group_reload_cost(self, group: str) -> tuple[float, int]:
         """Seconds to have a group again, and its pages."""
         blocks = self._groups.get(group, {})
         num_pages = next(iter(blocks)).num_pages if blocks else 0

@@ -80,7 +80,7 @@ class Changes:
         self.unchanged_at = asked_at
 
 
-class Recent(Generic[KeyT, ValueT]):
+class ReadThroughCache(Generic[KeyT, ValueT]):
     """A bounded map whose entries age. Thread: one event loop.
 
     Args:

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
-from weft.registry.cache import Changes, Recent
+from weft.registry.cache import Changes, ReadThroughCache
 from weft.registry.clock import Clock, from_micros, iso, to_micros
 from weft.registry.db.database import Database
 from weft.registry.db.models import KeyRow, TenantRow
@@ -58,9 +58,9 @@ class KeyRing:
         self._pepper = pepper
         self._clock = clock
         self._admin_digest = None if admin_key is None else self.digest(admin_key)
-        self._recent: Recent[str, tuple[Identity, datetime | None]] = Recent(monotonic, changes)
+        self._recent: ReadThroughCache[str, tuple[Identity, datetime | None]] = ReadThroughCache(monotonic, changes)
         """Who holds a secret, and until when, by its digest."""
-        self.sessions: Recent[str, tuple[Credential, int]] = Recent(monotonic)
+        self.sessions: ReadThroughCache[str, tuple[Credential, int]] = ReadThroughCache(monotonic)
         """What sessions stand for, and when they end, by the digest of their token."""
 
     def digest(self, secret: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry.cache import Changes, Recent
+from weft.registry.cache import Changes, ReadThroughCache
 from weft.registry.clock import Clock
 from weft.registry.db.database import Database
 from weft.registry.limits import Limits
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weft.registry.keys import KeyRing
 
 
-class Forgetful(Protocol):
+class Invalidates(Protocol):
     """Keeps answers of the database."""
 
     def forget(self) -> None:
@@ -47,12 +47,12 @@ class Transactions:
         self._database = database
         self._key_ring = key_ring
         self._clock = clock
-        self._resolved: Recent[tuple[str, str], Resolution] = Recent(monotonic, changes)
-        self._tenant_limits: Recent[str, Limits] = Recent(monotonic, changes)
-        self._answers: Recent[str, bool] = Recent(monotonic)
+        self._resolved: ReadThroughCache[tuple[str, str], Resolution] = ReadThroughCache(monotonic, changes)
+        self._tenant_limits: ReadThroughCache[str, Limits] = ReadThroughCache(monotonic, changes)
+        self._answers: ReadThroughCache[str, bool] = ReadThroughCache(monotonic)
 
     @asynccontextmanager
-    async def _change(self, *touched: Forgetful) -> AsyncIterator[AsyncSession]:
+    async def _change(self, *touched: Invalidates) -> AsyncIterator[AsyncSession]:
         """A transaction that writes, after which the answers that it touches count no more.
 
         Others stay, so that an outage of the database right after a change stops nobody whom it did not concern.

@@ -44,7 +44,7 @@ class FindingView(View):
     """What was expected, and what came."""
     param: str | None
     """The field of the config, or the first tensor, that is wrong; null where it is a file as a whole."""
-    mend: str
+    hint: str
     """What to do."""
 
 

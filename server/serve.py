@@ -26,7 +26,7 @@ from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapters.garbage import Sweeper, end_removals
-from weft.server.adapters.pins import settle_pins
+from weft.server.adapters.pins import sync_pins
 from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.validation import AdapterCheck
 from weft.server.app import MetricsApp, create_app
@@ -131,7 +131,7 @@ async def open_services(
     sweeper = Sweeper(services)
     stack.push_async_callback(sweeper.stop)
     await sweeper.start()
-    await settle_pins(services)
+    await sync_pins(services)
     worker = BatchWorker(services, await asyncio.to_thread(owner_name, config.server.data_dir))
     stack.push_async_callback(worker.stop)
     worker.start()

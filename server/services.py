@@ -94,7 +94,7 @@ class Services:
     """Whom an admin stands for by default: set where authentication is off."""
     removals: set[asyncio.Task[None]] = field(default_factory=set)
     """Deletions that wait until the last request with an adapter ends."""
-    told_pins: dict[str, AdapterRef] = field(default_factory=dict)
+    synced_pins: dict[str, AdapterRef] = field(default_factory=dict)
     """Adapters that the engine was told to pin, by digest."""
     pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine is told what to pin."""

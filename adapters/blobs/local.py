@@ -80,7 +80,7 @@ class BlobWriter:
             os.fsync(self._fd)
 
     def commit(self) -> str:
-        """Make the blob durable under its digest, replacing an equal one (which mends a corrupt one).
+        """Make the blob durable under its digest, replacing an equal one (which repairs a corrupt one).
 
         Returns:
             The digest, 64 hex digits.

@@ -133,7 +133,7 @@ class S3Blobs:
 
     @contextlib.contextmanager
     def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader]:
-        """Open the copy of a blob. One that turns out to be corrupt is removed, so that the next `open` mends it."""
+        """Open the copy of a blob. A corrupt one is removed, and the next `open` fetches it again."""
         try:
             with contextlib.ExitStack() as stack:
                 yield self._open_copy(stack, sha256, pause)

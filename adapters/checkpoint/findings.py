@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 class Findings:
     """What was found so far, in the order in which it was found.
 
-    Findings of one code and one mend are one, which lists further names.
+    Findings of one code and one hint are one, which lists further names.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Findings:
             if (finding.code, finding.param) in self._noted:
                 return
             self._noted.add((finding.code, finding.param))
-        key = (finding.code, finding.mend)
+        key = (finding.code, finding.hint)
         if key in self._listed:
             self._listed[key][1].append(_cut(finding.param or "another", MAX_NAME))
         elif len(self._listed) < MAX_FINDINGS:

@@ -79,7 +79,7 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
             f"fine_tune_type is {shown(kind)}; only LoRA is served.",
             code="config.feature_unsupported",
             param="fine_tune_type",
-            mend="Train again with `mlx_lm.lora --fine-tune-type lora`.",
+            hint="Train again with `mlx_lm.lora --fine-tune-type lora`.",
         )
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or parameters.get("rank") is None or parameters.get("scale") is None:
@@ -91,8 +91,8 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
             "lora_parameters gives alpha and scale, of which early versions of mlx-lm made another factor than later "
             "ones."
         )
-        mend = "Remove alpha, and let scale be the factor that was trained with."
-        raise _wrong(AdapterIncompatibleError, "field_unsupported", message, mend)
+        hint = "Remove alpha, and let scale be the factor that was trained with."
+        raise _wrong(AdapterIncompatibleError, "field_unsupported", message, hint)
     if type(rank) not in (int, float) or type(scale) not in (int, float):
         message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."
         raise _wrong(AdapterFormatError, "value_invalid", message, _AS_WRITTEN)
@@ -103,10 +103,10 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
                 "computes.",
                 code="config.field_unknown",
                 param=named(name),
-                mend="Remove it if it does not, as where only the training needed it.",
+                hint="Remove it if it does not, as where only the training needed it.",
             )
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
 
 
-def _wrong(kind: type[AdapterError], code: str, message: str, mend: str) -> AdapterError:
-    return kind(message, code=f"config.{code}", param="lora_parameters", mend=mend)
+def _wrong(kind: type[AdapterError], code: str, message: str, hint: str) -> AdapterError:
+    return kind(message, code=f"config.{code}", param="lora_parameters", hint=hint)

@@ -218,7 +218,7 @@ def _check_field(name: str, value: object) -> None:
                 f"{name} is {shown(value)}: Weft does not serve {feature.what}.",
                 code=feature.code,
                 param=name,
-                mend=feature.mend.format(field=name),
+                hint=feature.hint.format(field=name),
             )
     elif name in MODULE_LIST_FIELDS:
         _check_module_list(name, value)
@@ -314,7 +314,7 @@ def _rank(name: str, value: object, max_rank: int, findings: Findings) -> int:
                 f"{name} is {value}; this server serves ranks up to {max_rank}.",
                 code="config.rank_invalid",
                 param=name,
-                mend="Retrain with a smaller rank, or have adapter.max_rank raised on the server.",
+                hint="Retrain with a smaller rank, or have adapter.max_rank raised on the server.",
             )
         )
     return value
@@ -392,13 +392,13 @@ def _check_scalar(field: str, where: str, value: object) -> None:
 
 
 def _refuse_value(field: str, expected: str, where: str = "") -> NoReturn:
-    mend = f"Leave {named(field)} as PEFT wrote it, or take it out."
-    _refuse("value_invalid", f"{where or field} must be {expected}.", named(field), mend)
+    hint = f"Leave {named(field)} as PEFT wrote it, or take it out."
+    _refuse("value_invalid", f"{where or field} must be {expected}.", named(field), hint)
 
 
-def _refuse(code: str, message: str, param: str | None, mend: str) -> NoReturn:
-    raise AdapterFormatError(message, code=f"config.{code}", param=param, mend=mend)
+def _refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
+    raise AdapterFormatError(message, code=f"config.{code}", param=param, hint=hint)
 
 
-def _unsupported(code: str, message: str, param: str, mend: str) -> NoReturn:
-    raise AdapterIncompatibleError(message, code=f"config.{code}", param=param, mend=mend)
+def _unsupported(code: str, message: str, param: str, hint: str) -> NoReturn:
+    raise AdapterIncompatibleError(message, code=f"config.{code}", param=param, hint=hint)

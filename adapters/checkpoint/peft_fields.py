@@ -73,7 +73,7 @@ class Feature:
     neutral: tuple[object, ...]
     """Values that switch the feature off, compared with their types."""
     what: str
-    mend: str
+    hint: str
     """`{field}` stands for the field's name."""
     code: str = FEATURE
 

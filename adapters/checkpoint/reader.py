@@ -212,7 +212,7 @@ def _rank_of(spec: LoraSpec, path: str, named: _Named) -> int:
             f"than on the plain one: {path} is {written} there.",
             code="config.pattern_unsupported",
             param="rank_pattern" if spec.rank_pattern else "alpha_pattern",
-            mend="Write the patterns by module name alone, as in q_proj, or save the adapter from the model without "
+            hint="Write the patterns by module name alone, as in q_proj, or save the adapter from the model without "
             "its wrappers.",
         )
     return rank
@@ -263,14 +263,14 @@ def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoR
         f"Tensors {first} and {second} {why}.",
         code="weights.tensor_not_allowed",
         param=second,
-        mend="Save each adapter by itself with PEFT's save_pretrained, and upload it by itself.",
+        hint="Save each adapter by itself with PEFT's save_pretrained, and upload it by itself.",
     )
 
 
 def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
-    mend = _SAVE_AGAIN
+    hint = _SAVE_AGAIN
     if 0 in tensor.shape:
-        mend = (
+        hint = (
             "Training with DeepSpeed ZeRO-3 saves empty tensors unless the parameters are gathered first: save again "
             "with stage3_gather_16bit_weights_on_model_save."
         )
@@ -278,7 +278,7 @@ def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
         "shape_invalid",
         f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1.",
         tensor.name,
-        mend,
+        hint,
     )
 
 
@@ -321,7 +321,7 @@ def _check_shape(named: _Named, rank: int, width: int) -> None:
             f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}.",
             code="weights.rank_mismatch",
             param=tensor.name,
-            mend="Set r, or rank_pattern for single modules, to the rank that was trained.",
+            hint="Set r, or rank_pattern for single modules, to the rank that was trained.",
         )
     expected = [rank, width] if name.rank_axis == 0 else [width, rank]
     is_transposed = got_rank == width and got_width == rank
@@ -329,7 +329,7 @@ def _check_shape(named: _Named, rank: int, width: int) -> None:
         f"Tensor {tensor.name} has shape {got}, expected {expected}.{' It looks transposed.' * is_transposed}",
         code="weights.shape_mismatch",
         param=tensor.name,
-        mend=_TRANSPOSE if is_transposed else _ANOTHER_BASE,
+        hint=_TRANSPOSE if is_transposed else _ANOTHER_BASE,
     )
 
 
@@ -338,5 +338,5 @@ def _lora_tensor(tensor: TensorEntry, name: TensorName) -> LoraTensor:
     return LoraTensor(*name.place, name.rank_axis, (rows, columns), tensor.dtype, tensor.start, tensor.end)
 
 
-def _refuse(code: str, message: str, param: str | None, mend: str) -> NoReturn:
-    raise AdapterFormatError(message, code=f"weights.{code}", param=param, mend=mend)
+def _refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
+    raise AdapterFormatError(message, code=f"weights.{code}", param=param, hint=hint)

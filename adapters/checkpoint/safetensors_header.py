@@ -54,7 +54,7 @@ _MAGICS = (
 )
 _PICKLE = re.compile(rb"\x80[\x02-\x05][^\x00]")
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{8}")
-_MEND = "Save the adapter with PEFT's save_pretrained, which writes adapter_model.safetensors, and upload that file."
+_HINT = "Save the adapter with PEFT's save_pretrained, which writes adapter_model.safetensors, and upload that file."
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +139,12 @@ def _refuse_other_formats(head: bytes) -> None:
     if kind is None and _TEXT.match(head):
         kind = "text"
     if kind in (_TORCH_SAVE, _PICKLED):
-        raise AdapterFormatError(f"The file is {kind}.", code="weights.not_safetensors", mend=CONVERT)
+        raise AdapterFormatError(f"The file is {kind}.", code="weights.not_safetensors", hint=CONVERT)
     if kind == "text":
         _refuse("not_safetensors", "The file is text, perhaps the config or a page of a website.")
     if kind is not None:
-        mend = "Run `git lfs pull`, and upload the file that it fetches." if kind == _LFS_POINTER else _MEND
-        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.", mend)
+        hint = "Run `git lfs pull`, and upload the file that it fetches." if kind == _LFS_POINTER else _HINT
+        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.", hint)
 
 
 def _parse_tensors(raw: bytes) -> dict[str, object]:
@@ -166,7 +166,7 @@ def _parse_tensors(raw: bytes) -> dict[str, object]:
             "The file holds no tensors. Training with DeepSpeed ZeRO-3 saves such files unless the parameters are "
             "gathered first.",
             code="weights.empty",
-            mend="Save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers.",
+            hint="Save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers.",
         )
     return document
 
@@ -187,7 +187,7 @@ def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
                 f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}.",
                 code="weights.dtype_unsupported",
                 param=name,
-                mend="Cast the adapter to float16, bfloat16 or float32 before saving it.",
+                hint="Cast the adapter to float16, bfloat16 or float32 before saving it.",
             )
         )
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
@@ -236,5 +236,5 @@ def _check_bytes(tensor: TensorEntry) -> None:
         )
 
 
-def _refuse(code: str, message: str, mend: str = _MEND, param: str | None = None) -> NoReturn:
-    raise AdapterFormatError(message, code=f"weights.{code}", param=param, mend=mend)
+def _refuse(code: str, message: str, hint: str = _HINT, param: str | None = None) -> NoReturn:
+    raise AdapterFormatError(message, code=f"weights.{code}", param=param, hint=hint)

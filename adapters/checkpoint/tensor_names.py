@@ -140,10 +140,10 @@ class TensorNames:
             f"Tensor {name} is not allowed in an adapter.",
             code="weights.tensor_not_allowed",
             param=name,
-            mend=self._mend(name),
+            hint=self._hint(name),
         )
 
-    def _mend(self, name: str) -> str:
+    def _hint(self, name: str) -> str:
         if _WHOLE_MODEL.fullmatch(name):
             return _SAVE_ADAPTER_ALONE
         for part, hint in _HINTS:

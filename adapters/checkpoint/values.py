@@ -58,7 +58,7 @@ def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) 
         piece = window[: min(WINDOW_BYTES, tensor.end - tensor.start - done)]
         if file.readinto(piece) != len(piece):  # fewer only at the end of the file
             raise AdapterFormatError(
-                f"The file ends inside {tensor.name}.", code="weights.truncated", mend="Upload it again."
+                f"The file ends inside {tensor.name}.", code="weights.truncated", hint="Upload it again."
             )
         largest = max(largest, _check_window(tensor, piece, done))
     return largest
@@ -79,11 +79,11 @@ def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
             f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers.",
             code="weights.non_finite",
             param=tensor.name,
-            mend="The training has probably diverged: take an earlier checkpoint.",
+            hint="The training has probably diverged: take an earlier checkpoint.",
         )
     raise AdapterFormatError(
         f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}.",
         code="weights.value_too_large",
         param=tensor.name,
-        mend="The training has probably diverged: take an earlier checkpoint, or move the factor into lora_alpha.",
+        hint="The training has probably diverged: take an earlier checkpoint, or move the factor into lora_alpha.",
     )

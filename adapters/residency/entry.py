@@ -168,7 +168,7 @@ class Entry:
     """It was started because it is pinned, and comes even if nobody wants it."""
     is_kept: bool = False
     """Its pin keeps it on the device."""
-    goes_last: bool = False
+    evict_last: bool = False
     """It is pinned, beyond the share that pins may keep."""
     is_counted: bool = False
     """The first use that follows was counted when it arrived."""
@@ -189,7 +189,7 @@ class Entry:
         """How often it is used; remembered while it is away."""
         return self.known.uses
 
-    def worth(self) -> tuple[float, int]:
+    def reload_cost(self) -> tuple[float, int]:
         """Seconds to have it and its cached prefixes again, and their pages."""
         return self.worth_of(self)
 

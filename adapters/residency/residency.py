@@ -513,7 +513,9 @@ class Residency:
     def _worth(self, entry: Entry) -> tuple[float, int]:
         """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
         page_s = self._costs.copy_s if entry.ref.digest in self._images else self._costs.copy_s + self._costs.load_s
-        group_s, group_pages = (0.0, 0) if self._prefixes is None else self._prefixes.group_worth(entry.ref.digest)
+        group_s, group_pages = (
+            (0.0, 0) if self._prefixes is None else self._prefixes.group_reload_cost(entry.ref.digest)
+        )
         return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
 
     def _rescore(self, digest: str) -> None:
@@ -530,7 +532,7 @@ class Residency:
         self._pins.discard(digest)
         entry = self._entries.get(digest)
         if entry is not None:
-            entry.is_kept = entry.goes_last = entry.comes_for_pin = False
+            entry.is_kept = entry.evict_last = entry.comes_for_pin = False
             self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:

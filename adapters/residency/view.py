@@ -29,7 +29,7 @@ def residents(
             pinned=digest in pins,
             holds=entry.holds,
             uses=entry.known.num_runs + entry.running,
-            prefix_pages=0 if prefixes is None else prefixes.group_worth(digest)[1],
+            prefix_pages=0 if prefixes is None else prefixes.group_reload_cost(digest)[1],
             slot=entry.slot,
             loads=entry.known.loads.count,
             load_p95_s=entry.known.loads.p95_s,

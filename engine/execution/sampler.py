@@ -77,7 +77,7 @@ class Sampler:
         if penalties:
             tensors = PenaltyTensors.build(penalties, logits.shape[1], logits.device)
             self._kernels.apply_penalties(logits, tensors)
-        unsound = _clear_unsound_rows(logits)
+        non_finite = _clear_non_finite_rows(logits)
         tokens: list[int] = self._kernels.sample(logits, self._sampling_tensors(specs, logits.device)).tolist()
 
         found: dict[int, TokenLogprobs] = {}
@@ -85,7 +85,7 @@ class Sampler:
             num_top = [specs[row].params.logprobs or 0 for row in reported]
             logprobs = self.logprobs(original, [tokens[row] for row in reported], max(num_top))
             found = {row: _cut(entry, count) for row, entry, count in zip(reported, logprobs, num_top, strict=True)}
-        return [(None, None) if row in unsound else (token, found.get(row)) for row, token in enumerate(tokens)]
+        return [(None, None) if row in non_finite else (token, found.get(row)) for row, token in enumerate(tokens)]
 
     def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens; NaN where a row is no distribution.
@@ -95,14 +95,14 @@ class Sampler:
             token_ids: One per row.
             num_top: Alternatives per row.
         """
-        unsound = _clear_unsound_rows(logits)
+        non_finite = _clear_non_finite_rows(logits)
         tokens = torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
         columns = self._kernels.logprobs(logits, tokens, min(num_top, logits.shape[1]))
         chosen, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
         return [
             TokenLogprobs(
                 token_id=token,
-                logprob=math.nan if row in unsound else chosen[row],
+                logprob=math.nan if row in non_finite else chosen[row],
                 rank=ranks[row],
                 top_ids=top_ids[row],
                 top_logprobs=top_logprobs[row],
@@ -127,13 +127,13 @@ class Sampler:
         return self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
 
 
-def _clear_unsound_rows(logits: torch.Tensor) -> set[int]:
+def _clear_non_finite_rows(logits: torch.Tensor) -> set[int]:
     """Zero the rows that no kernel can draw from, and say which they are. *Mutates* the logits."""
     is_sound = (logits.amax(-1).abs() < MAX_LOGIT).tolist() if len(logits) else []
-    unsound = [row for row, sound in enumerate(is_sound) if not sound]
-    for row in unsound:
+    non_finite = [row for row, sound in enumerate(is_sound) if not sound]
+    for row in non_finite:
         logits[row] = 0.0
-    return set(unsound)
+    return set(non_finite)
 
 
 def _penalties(row: int, spec: SampleSpec) -> RowPenalties:

@@ -9,7 +9,7 @@ from operator import attrgetter, itemgetter
 
 from weft.engine.failures import INTERNAL
 from weft.engine.request import FinishReason, RequestError
-from weft.engine.scheduling.plan import Draft
+from weft.engine.scheduling.plan import PlanBuilder
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable
@@ -68,7 +68,7 @@ class Chunks:
         """The step failed: how long it took says nothing."""
         self._planned_units = 0.0
 
-    def plan(self, draft: Draft) -> None:
+    def plan(self, draft: PlanBuilder) -> None:
         """Say what each row computes, the most entitled first where tokens or pages are short."""
         rows = self._with_leases(self._table.rows())
         draft.by_place = None  # rows changed hands

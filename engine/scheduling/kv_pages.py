@@ -16,7 +16,7 @@ from typing import Literal
 
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import GenerationRequest
-from weft.engine.scheduling.plan import Draft, PageCopy, PageMove
+from weft.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
 from weft.engine.scheduling.request_limits import check_fits
 from weft.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
 from weft.errors import EngineError, PageAccountingError
@@ -63,7 +63,7 @@ MAX_NAMED_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
+class PrefixHit:
     """What of a waiting request's KV cache need not be computed."""
 
     blocks: Sequence[PrefixBlock]
@@ -139,7 +139,7 @@ class KvPages:
         """Pages that a running request lacks for `num_tokens` tokens."""
         return state.pages.table.blocks_needed(num_tokens) * self._geometry.num_groups
 
-    def grow(self, state: RequestState, count: int, draft: Draft) -> bool:
+    def grow(self, state: RequestState, count: int, draft: PlanBuilder) -> bool:
         """Give a running request `count` more pages from what is free or idle; False, and nothing taken, otherwise."""
         pages = self._take(state, count)
         if pages is None:
@@ -159,21 +159,21 @@ class KvPages:
             and self._prefix_seed(leader.request) == self._prefix_seed(state.request)
         )
 
-    def beginning(self, state: RequestState) -> Beginning:
+    def beginning(self, state: RequestState) -> PrefixHit:
         """What a waiting request could start with now. Takes nothing."""
         page_tokens = self._geometry.page_tokens
         leader = state.leader
         if leader is not None:
             held = leader.pages.held[: state.num_shared // page_tokens]
-            return Beginning(blocks=held, num_tokens=state.num_shared, leader=leader)
+            return PrefixHit(blocks=held, num_tokens=state.num_shared, leader=leader)
         blocks = self._find(state)
         num_tokens = len(blocks) * page_tokens
         swapped = state.pages.swapped
         if swapped is not None and swapped.first_block <= len(blocks) and swapped.num_tokens > num_tokens:
-            return Beginning(blocks=blocks, num_tokens=swapped.num_tokens, swapped=swapped)
-        return Beginning(blocks=blocks, num_tokens=num_tokens)
+            return PrefixHit(blocks=blocks, num_tokens=swapped.num_tokens, swapped=swapped)
+        return PrefixHit(blocks=blocks, num_tokens=num_tokens)
 
-    def start(self, state: RequestState, beginning: Beginning, num_tokens: int, room: int, draft: Draft) -> bool:
+    def start(self, state: RequestState, beginning: PrefixHit, num_tokens: int, room: int, draft: PlanBuilder) -> bool:
         """Give a waiting request pages for `num_tokens` tokens and what it begins with.
 
         Args:
@@ -208,7 +208,7 @@ class KvPages:
         state.num_computed = beginning.num_tokens
         return True
 
-    def num_lacking(self, beginning: Beginning, num_tokens: int) -> int:
+    def num_lacking(self, beginning: PrefixHit, num_tokens: int) -> int:
         """Pages that `start` takes from what is free or idle, cached blocks that nobody holds among them."""
         blocks = beginning.blocks
         count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
@@ -245,7 +245,7 @@ class KvPages:
                     table[index] = page
                 self._pool.free(own, state.last_step)
 
-    def suspend(self, state: RequestState, draft: Draft | None) -> Preemption:
+    def suspend(self, state: RequestState, draft: PlanBuilder | None) -> Preemption:
         """Take all device pages from a running request, and say how it gets its KV cache back."""
         pages = state.pages
         swapped = None if draft is None else self._swap_out(state, draft)
@@ -350,7 +350,7 @@ class KvPages:
             pages.chain.extend(state.tokens(pages.chain.num_tokens, num_blocks * page_tokens))
         return pages.chain
 
-    def _fill(self, beginning: Beginning, own: list[int], draft: Draft) -> int:
+    def _fill(self, beginning: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
         """Have a starting request's first own pages filled; returns how many are."""
         num_blocks = len(beginning.blocks)
         if beginning.leader is not None:
@@ -368,7 +368,7 @@ class KvPages:
             return len(host_pages)
         return 0
 
-    def _swap_out(self, state: RequestState, draft: Draft) -> SwappedBlocks | None:
+    def _swap_out(self, state: RequestState, draft: PlanBuilder) -> SwappedBlocks | None:
         """Have a running request's KV cache copied to host pages, if there are some and computing it takes longer."""
         pages, geometry = state.pages, self._geometry
         shared = next((index for index, block in enumerate(pages.held) if block.refs == 1), len(pages.held))

@@ -109,7 +109,7 @@ class ChunkResult:
 
 
 @dataclass(slots=True, kw_only=True)
-class Draft:
+class PlanBuilder:
     """Filled by the scheduler and by what it asks for pages."""
 
     step: int

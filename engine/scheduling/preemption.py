@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weft.engine.failures import request_error
 from weft.engine.request import FinishReason, RequestError
-from weft.engine.scheduling.plan import Draft
+from weft.engine.scheduling.plan import PlanBuilder
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable
 from weft.engine.scheduling.rows import LOOK_AHEAD
@@ -45,7 +45,7 @@ class Preemption:
         """Pages that admissions, and adapters on their way to the device, leave to those that run."""
         return min(len(self._table.running) * self._num_groups, self._pool_pages // GROWTH_SHARE)
 
-    def preempt(self, state: RequestState, draft: Draft | None) -> None:
+    def preempt(self, state: RequestState, draft: PlanBuilder | None) -> None:
         """Take the pages from a request; without a draft there is no step that could swap them out."""
         how = self._kv.suspend(state, draft)
         self._table.stop(state, keeps_kv=how == "swap")
@@ -59,7 +59,7 @@ class Preemption:
         state.num_preemptions, state.progress_mark = marks
         self._table.preemptions["recompute"] -= 1
 
-    def pause(self, state: RequestState, draft: Draft) -> None:
+    def pause(self, state: RequestState, draft: PlanBuilder) -> None:
         """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
         num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._order.paused))
         if PAUSED_SHARE * num_blocks * self._num_groups > self._pool_pages and draft.may_preempt(state):
@@ -67,7 +67,7 @@ class Preemption:
         else:
             self._order.stop(state)
 
-    def grow(self, state: RequestState, num_tokens: int, draft: Draft) -> bool:
+    def grow(self, state: RequestState, num_tokens: int, draft: PlanBuilder) -> bool:
         """Give a request with a row pages for `num_tokens` tokens, if need be from what is idle and less entitled.
 
         Args:
@@ -94,7 +94,7 @@ class Preemption:
         draft.promised += count
         return False
 
-    def make_way(self, state: RequestState, num_pages: int, draft: Draft) -> bool:
+    def make_way(self, state: RequestState, num_pages: int, draft: PlanBuilder) -> bool:
         """Have pages come free for a waiting request, from those whose shares are far ahead of its own.
 
         Returns:
@@ -121,7 +121,7 @@ class Preemption:
             self.preempt(victim, draft)
         return True
 
-    def make_way_for_adapter(self, state: RequestState, draft: Draft) -> None:
+    def make_way_for_adapter(self, state: RequestState, draft: PlanBuilder) -> None:
         """Have pages, or a slot, come free for the adapter of a waiting request."""
         num_pages = (state.adapter_pages or 0) + self.room_to_grow()
         self.make_way(state, num_pages, draft)
@@ -131,7 +131,7 @@ class Preemption:
         if self._table.residency.lacks_slot:
             self._make_slot(state, draft)
 
-    def _make_slot(self, state: RequestState, draft: Draft) -> None:
+    def _make_slot(self, state: RequestState, draft: PlanBuilder) -> None:
         """Have the fewest requests give an adapter up that all are far ahead of this one."""
         users: dict[str, list[RequestState]] = {}
         for other in self._table.running:
@@ -146,14 +146,14 @@ class Preemption:
                 draft.leaving_adapter = digest
                 return
 
-    def _less_entitled(self, state: RequestState, draft: Draft) -> RequestState | None:
+    def _less_entitled(self, state: RequestState, draft: PlanBuilder) -> RequestState | None:
         """Whom to preempt for the growth of a request: of all behind it the last, paused ones first."""
         by_place = self._by_place(draft)
         while by_place and not (by_place[-1].status == "running" and draft.may_preempt(by_place[-1])):
             by_place.pop()
         return by_place[-1] if by_place and self._order.place(by_place[-1]) > self._order.place(state) else None
 
-    def _by_place(self, draft: Draft) -> list[RequestState]:
+    def _by_place(self, draft: PlanBuilder) -> list[RequestState]:
         """Requests with pages, the most entitled first, as of the first time that the plan asks."""
         if draft.by_place is None:
             draft.by_place = sorted(self._table.running, key=self._order.place)
@@ -191,7 +191,7 @@ class Stall:
         """Something was computed."""
         self._num_stalls = 0
 
-    def resolve(self, draft: Draft) -> None:
+    def resolve(self, draft: PlanBuilder) -> None:
         """Change what is in the way of the first in line, which may give the plan something to do."""
         first = self._first_in_line()
         waiting = self._table.waiting

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from weft.engine.failures import request_error
 from weft.engine.request import FinishReason, RequestError
-from weft.engine.scheduling.kv_pages import Beginning
-from weft.engine.scheduling.plan import Draft
+from weft.engine.scheduling.kv_pages import PrefixHit
+from weft.engine.scheduling.plan import PlanBuilder
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState, WaitingReason
 from weft.engine.scheduling.request_table import RequestTable
@@ -53,7 +53,7 @@ class Rows:
         self._clock = clock
         self._finish = finish
 
-    def fill(self, draft: Draft) -> None:
+    def fill(self, draft: PlanBuilder) -> None:
         """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
         is_whole_look = draft.step % WHOLE_LOOK_STEPS == 0
         has_room = self._table.has_free_row
@@ -103,7 +103,7 @@ class Rows:
             return False
         return leader.num_computed < state.num_shared
 
-    def _try_row(self, state: RequestState, draft: Draft) -> WaitingReason | None:
+    def _try_row(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
         """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
         is_waiting = state.status == "waiting"
         reason = self._why_not(state, draft) if is_waiting else "FORK" if state.is_idle else None
@@ -124,11 +124,11 @@ class Rows:
                 self._order.pass_over(state)
         return reason
 
-    def _take_row(self, row: RequestState | None, draft: Draft) -> None:
+    def _take_row(self, row: RequestState | None, draft: PlanBuilder) -> None:
         if row is not None and row.has_row:  # else it was preempted for its pages
             self._preemption.pause(row, draft)
 
-    def _why_not(self, state: RequestState, draft: Draft) -> WaitingReason | None:
+    def _why_not(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
         """What a waiting request lacks besides a row and pages for its tokens."""
         adapter = state.request.adapter
         if state.is_idle:
@@ -157,7 +157,7 @@ class Rows:
                 return False
         return True
 
-    def _start(self, state: RequestState, row: RequestState | None, draft: Draft) -> WaitingReason | None:
+    def _start(self, state: RequestState, row: RequestState | None, draft: PlanBuilder) -> WaitingReason | None:
         """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
         turn = self._order.turn(state)
         # Prompts of the batch lane that are ahead have few tokens in a step with interactive requests.
@@ -188,7 +188,7 @@ class Rows:
             self._note_first_start(state)
         return None
 
-    def _find_pages(self, state: RequestState, beginning: Beginning, num_tokens: int, draft: Draft) -> bool:
+    def _find_pages(self, state: RequestState, beginning: PrefixHit, num_tokens: int, draft: PlanBuilder) -> bool:
         """Give a waiting request its pages, from what is free or idle or from shares that are far ahead."""
         # The other beams of a search cannot grow before this one has started.
         room = 0 if state.beam is not None and state.output_token_ids else self._preemption.room_to_grow()

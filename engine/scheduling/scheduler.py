@@ -60,7 +60,7 @@ from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.chunks import Chunks
 from weft.engine.scheduling.kv_pages import KvPages
 from weft.engine.scheduling.outcomes import Outcomes
-from weft.engine.scheduling.plan import Chunk, ChunkResult, Draft, StepPlan
+from weft.engine.scheduling.plan import Chunk, ChunkResult, PlanBuilder, StepPlan
 from weft.engine.scheduling.preemption import Preemption, Stall
 from weft.engine.scheduling.protocols import AdapterResidency
 from weft.engine.scheduling.request_limits import ModelLimits, check_limits
@@ -245,7 +245,7 @@ class Scheduler:
         for state in self._deadlines.take_expired(now_s):
             self.finish(state.request_id, "error", EXPIRED)
         self.table.order.tick(now_s)
-        draft = Draft(step=self._step + 1)
+        draft = PlanBuilder(step=self._step + 1)
         # Each fork of a beam has a token for itself, so that a search takes a step in every step.
         num_forks = sum(search.num_forks for search in self._outcomes.searches.values())
         draft.budget = self._chunks.tokens_left() - num_forks

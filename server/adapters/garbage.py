@@ -9,7 +9,7 @@ import structlog
 
 from weft.errors import CapacityError, EngineUnavailableError, WeftError
 from weft.registry.records import Removed
-from weft.server.adapters.pins import settle_pins
+from weft.server.adapters.pins import sync_pins
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
@@ -27,12 +27,12 @@ STALE_UPLOAD_S = 3600.0
 async def remove_unreferenced(services: Services, removed: Removed) -> None:
     """Let go of everything that no version refers to any more; running requests finish."""
     for digest in removed.digests:
-        services.told_pins.pop(digest, None)
+        services.synced_pins.pop(digest, None)
         try:
             await services.engine.drop_adapter(digest)
         except EngineUnavailableError:
             break  # a restarted engine holds nothing
-    await settle_pins(services)
+    await sync_pins(services)
     await delete_blobs(services, removed.weights)
 
 

@@ -47,18 +47,18 @@ async def pinned_pages(services: Services, tenant_id: str, besides: str | None =
     return sum([await services.check.pages(other) or 0 for other in others])
 
 
-async def settle_pins(services: Services) -> None:
+async def sync_pins(services: Services) -> None:
     """Tell the engine where its pins differ from the registry's."""
     async with services.pin_lock:
         pinned = await services.registry.pinned_adapters()
         wanted = {adapter.current.digest for adapter in pinned}
-        for digest, ref in list(services.told_pins.items()):
+        for digest, ref in list(services.synced_pins.items()):
             if digest not in wanted:
                 await services.engine.pin_adapter(ref, False)
-                del services.told_pins[digest]
+                del services.synced_pins[digest]
         for adapter in pinned:
             ref = adapter.ref(adapter.current)
-            if ref.digest not in services.told_pins:
+            if ref.digest not in services.synced_pins:
                 services.metrics.learn_adapter(ref.digest, adapter.tenant, adapter.name)
                 await services.engine.pin_adapter(ref, True)
-                services.told_pins[ref.digest] = ref
+                services.synced_pins[ref.digest] = ref

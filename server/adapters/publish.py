@@ -22,7 +22,7 @@ from weft.registry.records import Adapter, VersionFacts
 from weft.registry.uploads import Terms
 from weft.server.adapters.form_upload import UploadForm, read_upload
 from weft.server.adapters.garbage import delete_blobs
-from weft.server.adapters.pins import check_pinned_pages, settle_pins
+from weft.server.adapters.pins import check_pinned_pages, sync_pins
 from weft.server.adapters.retries import change_once, retry_key
 from weft.server.adapters.views import adapter_view, residency_now
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
@@ -31,7 +31,7 @@ from weft.server.threads import in_thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class VersionDraft:
     """An adapter version to come, without its weights."""
 
     name: str
@@ -59,7 +59,7 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         owner = await owner_of(services, caller, form.text("tenant"))
         name = checked_name(services, form.text("name") or "")
         description = form.text("description")
-        draft = Draft(name=name, description=description, activate=form.activate, config=form.config)
+        draft = VersionDraft(name=name, description=description, activate=form.activate, config=form.config)
         form.check_digest(weights.sha256())
         change = partial(publish, services, owner, draft, weights)
         parts = (draft.name, draft.description, draft.activate, draft.config, weights.sha256())
@@ -104,7 +104,7 @@ def checked_name(services: Services, name: str) -> str:
 async def publish(
     services: Services,
     owner: TenantCaller,
-    draft: Draft,
+    draft: VersionDraft,
     weights: BlobWriter,
     retry: Retry | None = None,
     upload_id: str | None = None,
@@ -151,7 +151,7 @@ async def publish(
         raise
     services.metrics.learn_adapter(facts.digest, owner.tenant, draft.name)
     if adapter.pinned:
-        await settle_pins(services)
+        await sync_pins(services)
     return answer(adapter, is_new)
 
 

@@ -36,7 +36,7 @@ from weft.errors import (
 from weft.registry.idempotency import Answer, Retry
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
 from weft.server.adapters.form_upload import WRITE_BYTES, digest_mismatch
-from weft.server.adapters.publish import Draft, checked_name, publish
+from weft.server.adapters.publish import VersionDraft, checked_name, publish
 from weft.server.adapters.views import upload_view
 from weft.server.auth.callers import TenantCaller
 from weft.server.errors import error_body
@@ -227,7 +227,7 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
     with services.blobs.create() as weights:
         config = await in_thread(_gather, services, upload, weights)
         draft = upload.draft
-        version = Draft(name=draft.name, description=draft.description, activate=draft.activate, config=config)
+        version = VersionDraft(name=draft.name, description=draft.description, activate=draft.activate, config=config)
         try:
             made = await publish(services, owner, version, weights, retry, upload.id)
         except (AdapterError, PayloadTooLargeError) as error:

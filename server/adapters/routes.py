@@ -14,7 +14,7 @@ from weft.registry.aliases import DEFAULT_ALIAS
 from weft.registry.records import AdapterUsage
 from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item, waste
 from weft.server.adapters.garbage import remove_unreferenced
-from weft.server.adapters.pins import check_pinned_pages, settle_pins
+from weft.server.adapters.pins import check_pinned_pages, sync_pins
 from weft.server.adapters.publish import receive_adapter
 from weft.server.adapters.views import adapter_view, fit_view, residency_now, version_view
 from weft.server.auth.callers import AnyTenantReader, Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
@@ -112,7 +112,7 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
             aliases=body.aliases,
             actor=caller.actor,
         )
-    await settle_pins(services)
+    await sync_pins(services)
     residency = await residency_now(services)
     return adapter_view(adapter, await services.check.pages(adapter.current), residency)
 

@@ -20,7 +20,7 @@ STREAMS = 2
 RETRY_S = 2.0
 
 
-class Once:
+class SingleFlight:
     """A result for all who ask for it at about the same time."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Intake:
     """Who is at what."""
 
     def __init__(self) -> None:
-        self._checks: WeakValueDictionary[Hashable, Once] = WeakValueDictionary()
+        self._checks: WeakValueDictionary[Hashable, SingleFlight] = WeakValueDictionary()
         self._taken: set[Hashable] = set()
         self._streams: Counter[str] = Counter()
         self._reserved: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class Intake:
 
     async def check_once(self, content: Hashable, check: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:
         """The facts of an upload, found once for identical ones that come at once."""
-        return await self._checks.setdefault(content, Once()).result(check)
+        return await self._checks.setdefault(content, SingleFlight()).result(check)
 
     def reserved(self, tenant_id: str) -> int:
         """Bytes that are coming from the tenant in uploads of one request."""

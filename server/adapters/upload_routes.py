@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from weft.registry.idempotency import Answer, Retry, body_digest
 from weft.server.adapters import resumable_upload as piecewise
 from weft.server.adapters.hub_import import fetch, reader_of
-from weft.server.adapters.publish import Draft, checked_name, owner_of, publish
+from weft.server.adapters.publish import VersionDraft, checked_name, owner_of, publish
 from weft.server.adapters.resumable_upload import FILES
 from weft.server.adapters.retries import change_once, retry_key
 from weft.server.auth.callers import Admin, TenantReader, TenantWriter, UploadCaller, bound, for_tenant
@@ -110,7 +110,7 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
         async def change(retry: Retry | None) -> Answer:
             with services.blobs.create() as weights:
                 config = await fetch(read, weights, server.max_upload_bytes)
-                draft = Draft(name=name, description=body.description, activate=body.activate, config=config)
+                draft = VersionDraft(name=name, description=body.description, activate=body.activate, config=config)
                 return await publish(services, owner, draft, weights, retry)
 
         digest = body_digest("POST /v1/adapters:import", body.model_dump_json())

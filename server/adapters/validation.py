@@ -77,8 +77,8 @@ class AdapterCheck:
                 f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes, but the pool has {limit} "
                 "beside a block of KV cache."
             )
-            mend = "Use a smaller rank, or a server with more memory."
-            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, mend)])
+            hint = "Use a smaller rank, or a server with more memory."
+            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, hint)])
         digest = content_digest(spec, weights_sha256)
         self._remember(digest, pages)
         return VersionFacts(
@@ -172,5 +172,5 @@ async def _run_child(job: bytes, timeout_s: float) -> bytes:
 
 def _gave_up() -> AdapterFormatError:
     needed = "The check of this adapter needed more time or memory than any sound adapter does."
-    mend = "Save the adapter again with PEFT's save_pretrained, and upload that."
-    return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, mend)])
+    hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
+    return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])

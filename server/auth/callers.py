@@ -71,7 +71,7 @@ async def require_admin(request: Request) -> Identity:
     return identity
 
 
-class Acting:
+class CallerDependency:
     """Dependency: who calls, and for which tenant; an admin chooses with `?tenant=`.
 
     Args:
@@ -98,8 +98,8 @@ class Acting:
         return await for_tenant(services_of(request), identity, tenant)
 
 
-class ActingForTenant(Acting):
-    """Like `Acting`, where a tenant is needed.
+class ActingForTenant(CallerDependency):
+    """Like `CallerDependency`, where a tenant is needed.
 
     Raises:
         InvalidRequestError: An admin named no tenant.
@@ -110,7 +110,7 @@ class ActingForTenant(Acting):
         return bound(await super().__call__(request, tenant))
 
 
-class ActingForEvery(Acting):
+class ActingForEvery(CallerDependency):
     """Like `ActingForTenant`, but `?tenant=*` from an admin means no tenant in particular, so all of them."""
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
@@ -147,9 +147,9 @@ def bound(caller: Caller) -> TenantCaller:
 
 
 Admin = Annotated[Identity, Depends(require_admin)]
-AnyCaller = Annotated[Caller, Depends(Acting())]
-UploadCaller = Annotated[Caller, Depends(Acting("adapters"))]
-UsageCaller = Annotated[Caller, Depends(Acting("usage"))]
+AnyCaller = Annotated[Caller, Depends(CallerDependency())]
+UploadCaller = Annotated[Caller, Depends(CallerDependency("adapters"))]
+UsageCaller = Annotated[Caller, Depends(CallerDependency("usage"))]
 InferTenant = Annotated[TenantCaller, Depends(ActingForTenant("infer"))]
 AnyTenantReader = Annotated[Caller, Depends(ActingForEvery())]
 TenantReader = Annotated[TenantCaller, Depends(ActingForTenant())]

@@ -24,7 +24,7 @@ from weft.server.http.dashboard import is_dashboard
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
 """Answered without a key, to GET and HEAD."""
 SIGN_IN = "/v1/session"
-BEGINNINGS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
+SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
 """A POST here takes a key or a link, never a session: one that could begin another would outlive its time."""
 MAX_KEY_LENGTH = 512
 LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
@@ -66,7 +66,7 @@ class AuthMiddleware:
             _check_local_browser(headers)
             return LOCAL_ADMIN
         token = session_token(headers)
-        begins = scope["method"] == "POST" and scope["path"] in BEGINNINGS
+        begins = scope["method"] == "POST" and scope["path"] in SESSION_CREATE_PATHS
         if token is not None and not begins and "authorization" not in headers:
             check_own_page(scope, headers)
             return await self._keys.authenticate_session(token[:MAX_KEY_LENGTH])

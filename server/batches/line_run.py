@@ -32,7 +32,7 @@ from weft.server.generation.response import WholeAnswer
 from weft.server.generation.routes import Origin, PlannedGeneration, plan_chat, plan_completion
 from weft.server.http.json_body import validate
 from weft.server.limits.admission import shares_of
-from weft.server.limits.reservation import Lease
+from weft.server.limits.reservation import LimitReservation
 from weft.server.schemas import ChatBody, CompletionBody
 from weft.server.services import Services
 
@@ -69,7 +69,7 @@ class LineRunner:
             return
         losses = 0
         while True:
-            lease = Lease()
+            lease = LimitReservation()
             try:
                 async with self.places:
                     await self._try(number, line, lease, is_last=losses + 1 == MAX_LOSSES)
@@ -82,7 +82,7 @@ class LineRunner:
                 lease.end()
             await asyncio.sleep(wait_s)
 
-    async def _try(self, number: int, line: Line, lease: Lease, *, is_last: bool) -> None:
+    async def _try(self, number: int, line: Line, lease: LimitReservation, *, is_last: bool) -> None:
         """Keep a result, be it an error; raises RateLimitError and CapacityError where the line may run later."""
         planned, event = None, None
         try:
@@ -117,7 +117,7 @@ class LineRunner:
         text = orjson.dumps(told).decode()
         return LineResult(batch_id=self.batch.id, line=number, is_error=is_error, text=text, event=event)
 
-    async def _plan(self, number: int, line: Line, lease: Lease) -> PlannedGeneration:
+    async def _plan(self, number: int, line: Line, lease: LimitReservation) -> PlannedGeneration:
         services, name = self.services, f"{self.batch.id}-{number}"
         if services.engine.ready is None:
             raise CapacityError("The engine is starting.")
@@ -167,5 +167,5 @@ class LineRunner:
                     planned.meter.take_computed(await asyncio.shield(generation.abort()))
                     await asyncio.shield(planned.meter.finish_quietly("aborted"))
                 raise
-            body, ended = whole.body(planned.manner, generation.choices)
+            body, ended = whole.body(planned.options, generation.choices)
         return body, planned.meter.close(ended)

@@ -23,7 +23,7 @@ from weft.registry.records import ServiceClass, UsageEvent
 from weft.server.auth.callers import Caller
 from weft.server.generation.choices import Computed, Step
 from weft.server.generation.model_name import ResolvedModel
-from weft.server.limits.reservation import Lease
+from weft.server.limits.reservation import LimitReservation
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
@@ -68,7 +68,7 @@ class Meter:
         services: Services,
         caller: Caller,
         model: ResolvedModel,
-        lease: Lease,
+        lease: LimitReservation,
         *,
         endpoint: str,
         request_id: str,

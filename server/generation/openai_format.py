@@ -118,7 +118,7 @@ class Part:
     stop_reason: str | int | None = None
 
 
-class Shape(ABC):
+class ResponseFormat(ABC):
     """One dialect."""
 
     whole_object: str
@@ -143,7 +143,7 @@ class Shape(ABC):
         return None
 
 
-class CompletionShape(Shape):
+class CompletionFormat(ResponseFormat):
     """/v1/completions."""
 
     whole_object = "text_completion"
@@ -198,7 +198,7 @@ class CompletionShape(Shape):
         return merge(pieces)
 
 
-class ChatShape(Shape):
+class ChatFormat(ResponseFormat):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"

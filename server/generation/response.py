@@ -20,13 +20,13 @@ from weft.errors import EngineError, WeftError
 from weft.server.drain import Drain
 from weft.server.generation.choices import Choice, Generation, Step, best_choices
 from weft.server.generation.meter import Meter
-from weft.server.generation.openai_format import JsonObject, Part, Shape, joined
+from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
 from weft.server.http import sse
 from weft.server.http.wire import IS_CLOSING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class ResponseOptions:
     """How the client wants its answer."""
 
     head: JsonObject
@@ -42,7 +42,7 @@ class Manner:
 class WholeAnswer:
     """All steps of a generation as one body."""
 
-    def __init__(self, shape: Shape, meter: Meter) -> None:
+    def __init__(self, shape: ResponseFormat, meter: Meter) -> None:
         self.headers: dict[str, str] = {}
         """Those that the engine's word decides."""
         self._shape = shape
@@ -59,11 +59,11 @@ class WholeAnswer:
                 self.headers.update(_state_header(step))
                 self._steps.append(step)
 
-    def body(self, manner: Manner, candidates: Sequence[Choice]) -> tuple[JsonObject, str]:
+    def body(self, options: ResponseOptions, candidates: Sequence[Choice]) -> tuple[JsonObject, str]:
         """The answer, which is counted as delivered, and the status that is recorded of it."""
         for step in self._steps:
             self._meter.deliver(step)
-        best = best_choices(candidates, self._steps, manner.n)
+        best = best_choices(candidates, self._steps, options.n)
         ends = [joined(self._parts[choice.index]) for choice in best]
         choices = [
             self._shape.whole_choice(replace(choice, index=index), end)
@@ -71,7 +71,7 @@ class WholeAnswer:
         ]
         body: JsonObject = {
             "object": self._shape.whole_object,
-            **manner.head,
+            **options.head,
             "choices": choices,
             "usage": self._meter.usage.body(),
         }
@@ -81,13 +81,15 @@ class WholeAnswer:
 class GenerationResponse(Response):
     """Runs the generation when it is called as an ASGI application."""
 
-    def __init__(self, generation: Generation, shape: Shape, meter: Meter, drain: Drain, manner: Manner) -> None:
+    def __init__(
+        self, generation: Generation, shape: ResponseFormat, meter: Meter, drain: Drain, options: ResponseOptions
+    ) -> None:
         super().__init__()
         self._generation = generation
         self._shape = shape
         self._meter = meter
         self._drain = drain
-        self._manner = manner
+        self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; raises what the engine refused if nothing was sent yet."""
@@ -98,7 +100,7 @@ class GenerationResponse(Response):
         try:
             with self._drain.running(self._generation.cut):
                 async with self._generation as generation:
-                    answer = self._stream if self._manner.stream else self._whole
+                    answer = self._stream if self._options.stream else self._whole
                     try:
                         await answer(generation.steps(), send, lambda: watcher.done() or is_closing())
                     except ClientDisconnect:
@@ -116,8 +118,8 @@ class GenerationResponse(Response):
         await answer.collect(steps)
         if is_gone():
             raise ClientDisconnect
-        body, status = answer.body(self._manner, self._generation.choices)
-        headers = {**self._manner.headers, **answer.headers}
+        body, status = answer.body(self._options, self._generation.choices)
+        headers = {**self._options.headers, **answer.headers}
         await self._meter.finish(status)
         response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await _send_start(send, response.status_code, dict(response.headers))
@@ -125,7 +127,7 @@ class GenerationResponse(Response):
 
     async def _stream(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
         first = await anext(steps)
-        await _send_start(send, 200, {**self._manner.headers, **_state_header(first[0]), **sse.HEADERS})
+        await _send_start(send, 200, {**self._options.headers, **_state_header(first[0]), **sse.HEADERS})
         try:
             await self._send_steps(first, steps, send, is_gone)
         except ClientDisconnect:
@@ -175,18 +177,18 @@ class GenerationResponse(Response):
         return payload
 
     def _chunk(self, choices: list[JsonObject]) -> bytes:
-        chunk: JsonObject = {"object": self._shape.chunk_object, **self._manner.head, "choices": choices}
-        if self._manner.continuous_usage:
+        chunk: JsonObject = {"object": self._shape.chunk_object, **self._options.head, "choices": choices}
+        if self._options.continuous_usage:
             chunk["usage"] = self._meter.usage.body()
-        elif self._manner.include_usage:
+        elif self._options.include_usage:
             chunk["usage"] = None
         return sse.event(chunk)
 
     def _closing(self) -> bytes:
-        if not self._manner.include_usage:
+        if not self._options.include_usage:
             return sse.DONE
         usage = self._meter.usage.body()
-        chunk: JsonObject = {"object": self._shape.chunk_object, **self._manner.head, "choices": [], "usage": usage}
+        chunk: JsonObject = {"object": self._shape.chunk_object, **self._options.head, "choices": [], "usage": usage}
         return sse.event(chunk) + sse.DONE
 
     async def _end_badly(self, error: WeftError, send: Send) -> None:

@@ -20,7 +20,7 @@ from weft.server.auth.callers import Caller
 from weft.server.generation.choices import Choice, Generation
 from weft.server.generation.meter import Meter
 from weft.server.generation.model_name import ResolvedModel, resolve_model
-from weft.server.generation.openai_format import ChatShape, CompletionShape, Shape
+from weft.server.generation.openai_format import ChatFormat, CompletionFormat, ResponseFormat
 from weft.server.generation.prompts import (
     Limits,
     Prompt,
@@ -29,12 +29,12 @@ from weft.server.generation.prompts import (
     completion_params,
     completion_prompts,
 )
-from weft.server.generation.response import GenerationResponse, Manner
+from weft.server.generation.response import GenerationResponse, ResponseOptions
 from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.http.openapi import takes
 from weft.server.limits.admission import GeneratingCaller, admit_generation, lease_of
 from weft.server.limits.gate import Admission, Ask
-from weft.server.limits.reservation import Lease
+from weft.server.limits.reservation import LimitReservation
 from weft.server.responses import ChatView, CompletionView
 from weft.server.schemas import ChatBody, CompletionBody, GenerationBody
 from weft.server.services import Services, services_of
@@ -54,7 +54,7 @@ class GenerationRoute(APIRoute):
             caller = await admit_generation(request, request.query_params.get("tenant"))
             await services.arrivals.turn(caller.tenant_id or "")
             plan: PlannedGeneration = await self.endpoint(request, caller)
-            return GenerationResponse(plan.generation, plan.shape, plan.meter, services.drain, plan.manner)
+            return GenerationResponse(plan.generation, plan.shape, plan.meter, services.drain, plan.options)
 
         return handle
 
@@ -120,7 +120,7 @@ class Origin:
 
     services: Services
     caller: Caller
-    lease: Lease
+    lease: LimitReservation
     """Admitted, nothing reserved."""
     endpoint: str
     request_id: str
@@ -139,9 +139,9 @@ class PlannedGeneration:
 
     origin: Origin
     generation: Generation
-    shape: Shape
+    shape: ResponseFormat
     meter: Meter
-    manner: Manner
+    options: ResponseOptions
 
 
 async def plan_completion(origin: Origin, body: CompletionBody) -> PlannedGeneration:
@@ -160,7 +160,7 @@ async def plan_completion(origin: Origin, body: CompletionBody) -> PlannedGenera
             lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
         )
         plan = [(prompt, params) for prompt in prompts]
-        return _plan(call, plan, CompletionShape(body, services.tokenizer), admission)
+        return _plan(call, plan, CompletionFormat(body, services.tokenizer), admission)
 
 
 async def plan_chat(origin: Origin, body: ChatBody) -> PlannedGeneration:
@@ -174,7 +174,7 @@ async def plan_chat(origin: Origin, body: ChatBody) -> PlannedGeneration:
             sum(len(message.content) for message in body.messages),
         )
         plan = [(prompt, chat_params(body, prompt, limits))]
-        return _plan(call, plan, ChatShape(body, services.tokenizer), admission)
+        return _plan(call, plan, ChatFormat(body, services.tokenizer), admission)
 
 
 def limits_of(services: Services) -> Limits:
@@ -261,7 +261,7 @@ class _Call:
 
 
 def _plan(
-    call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: Shape, admission: Admission | None
+    call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: ResponseFormat, admission: Admission | None
 ) -> PlannedGeneration:
     origin, services, body, lease = call.origin, call.origin.services, call.body, call.origin.lease
     num_prompt = _reserve(lease, body, plan)
@@ -274,7 +274,7 @@ def _plan(
         request_id=origin.request_id,
         line_id=origin.line_id,
     )
-    manner = Manner(
+    options = ResponseOptions(
         head={
             "id": shape.id_prefix + secrets.token_hex(16),
             "created": int(services.now().timestamp()),
@@ -289,10 +289,10 @@ def _plan(
     )
     choices = _choices(call, plan, meter.ledger_id)
     generation = Generation(services.engine, choices, lambda num_output: lease.grow(num_prompt + num_output), admission)
-    return PlannedGeneration(origin=origin, generation=generation, shape=shape, meter=meter, manner=manner)
+    return PlannedGeneration(origin=origin, generation=generation, shape=shape, meter=meter, options=options)
 
 
-def _reserve(lease: Lease, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> int:
+def _reserve(lease: LimitReservation, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> int:
     """Take the request's tokens before the engine sees it; returns those of the prompts. Raises RateLimitError."""
     is_open = isinstance(body, ChatBody) and body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)

@@ -13,15 +13,15 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from weft.registry.limits import Limits
-from weft.server.auth.callers import Acting, Caller, TenantQuery
-from weft.server.limits.reservation import Holder, Lease, Share
+from weft.server.auth.callers import Caller, CallerDependency, TenantQuery
+from weft.server.limits.reservation import Holder, LimitReservation, Share
 from weft.server.limits.windows import month_after, month_of
 from weft.server.services import Services, services_of
 
 
-def lease_of(request: Request) -> Lease:
+def lease_of(request: Request) -> LimitReservation:
     """What this request holds of the limits; `Boundary` has made it, and ends it with the request."""
-    lease: Lease = request.state.lease
+    lease: LimitReservation = request.state.lease
     return lease
 
 
@@ -88,7 +88,7 @@ class Admitted:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._acting = Acting("infer")
+        self._acting = CallerDependency("infer")
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request. One dependency: each costs about as much as the rest of a refusal."""

@@ -41,7 +41,7 @@ class _Refusal:
         return math.inf if self.error.retry_after_s is None else self.error.retry_after_s
 
 
-class Lease:
+class LimitReservation:
     """One request's part of its tenant's and its key's limits, from its admission to its end.
 
     Whoever makes it ends it, whatever happens in between; the steps between may each be left out.

@@ -140,12 +140,12 @@ def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone
     parts.prefixes.release(parts.cache_blocks(ref.digest, 2), 0)
     parts.residency.release(ref.digest)
     entry = parts.residency._entries[ref.digest]
-    assert entry.worth()[0] == pytest.approx(pages * COSTS.copy_s + 2 * COSTS.token_s)
-    assert entry.worth()[1] == pages + 2
+    assert entry.reload_cost()[0] == pytest.approx(pages * COSTS.copy_s + 2 * COSTS.token_s)
+    assert entry.reload_cost()[1] == pages + 2
     offered = parts.evictor._offered[id(entry)].entry[1]
     parts.prefixes.evict_group(ref.digest)
-    assert entry.worth()[0] == pytest.approx(pages * COSTS.copy_s)
-    assert entry.worth()[1] == pages
+    assert entry.reload_cost()[0] == pytest.approx(pages * COSTS.copy_s)
+    assert entry.reload_cost()[1] == pages
     assert parts.evictor._offered[id(entry)].entry[1] < offered
 
 

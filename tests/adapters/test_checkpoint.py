@@ -214,7 +214,7 @@ def test_an_adapter_of_another_base_is_told_so(tmp_path: Path) -> None:
     assert "[8, 64]" in error.message
 
 
-def test_refusals_tell_the_mend(tmp_path: Path) -> None:
+def test_refusals_tell_the_hint(tmp_path: Path) -> None:
     zero3 = {name: tensor((0,)) for name in q_and_v(BASE)}
     assert "ZeRO-3" in refusal(tmp_path, weights_bytes(zero3)).message
     assert "ZeRO-3" in refusal(tmp_path, weights_bytes({})).message

@@ -1,4 +1,4 @@
-"""All that is wrong with an adapter is told at once: in a stable order, with places and mends, and never too much."""
+"""All that is wrong with an adapter is told at once: in a stable order, with places and hints, and never too much."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_faults_of_both_files_are_told_together_and_in_the_same_order(tmp_path: 
     ]
     dora = error.findings[7]
     assert f"The same is wrong with {LAYER}1.self_attn.q_proj.lora_magnitude_vector." in dora.message
-    assert dora.mend == "It belongs to DoRA: retrain with use_dora=false."
+    assert dora.hint == "It belongs to DoRA: retrain with use_dora=false."
     assert refused(tmp_path, config, weights_bytes(tensors)).findings == error.findings
     assert is_bounded(error)
 
@@ -87,9 +87,9 @@ def test_the_first_finding_is_the_error(tmp_path: Path, case: BadUpload) -> None
     upload = case.make()
     error = refused(tmp_path, upload.config, upload.weights)
     first = error.findings[0]
-    assert (first.code, first.param, f"{first.message} {first.mend}") == (error.code, error.param, error.message)
+    assert (first.code, first.param, f"{first.message} {first.hint}") == (error.code, error.param, error.message)
     assert first.code == case.code
-    assert all(len(finding.mend) > 8 for finding in error.findings)
+    assert all(len(finding.hint) > 8 for finding in error.findings)
     assert all(text.isascii() and text.isprintable() for finding in error.findings for text in texts(finding))
     assert is_bounded(error)
     body = error_body(error)["error"]
@@ -98,7 +98,7 @@ def test_the_first_finding_is_the_error(tmp_path: Path, case: BadUpload) -> None
 
 
 def texts(finding: Finding) -> tuple[str, str, str]:
-    return finding.message, finding.mend, finding.param or ""
+    return finding.message, finding.hint, finding.param or ""
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_more_tensors_than_are_read_and_more_kinds_of_faults_than_are_listed(tmp
 def test_a_config_that_cannot_be_read_does_not_hide_the_weights_faults(tmp_path: Path) -> None:
     swapped = refused(tmp_path, good_upload(BASE).weights, config_bytes())
     assert places(swapped) == [("config.not_json", None), ("weights.not_safetensors", None)]
-    assert "as the config" in swapped.findings[0].mend
+    assert "as the config" in swapped.findings[0].hint
     ranks = refused(tmp_path, config_bytes(r="8", lora_alpha=0), weights_bytes({"evil": tensor((8, 64))}))
     assert places(ranks) == [
         ("config.rank_invalid", "r"),
@@ -207,7 +207,7 @@ def test_a_dtype_that_is_not_served_hides_nothing_else(tmp_path: Path) -> None:
 def test_usual_mistakes_are_told_with_their_cause(
     tmp_path: Path, config: bytes, tensors: dict[str, RawTensor], words: str
 ) -> None:
-    assert words in refused(tmp_path, config, weights_bytes(tensors)).findings[0].mend
+    assert words in refused(tmp_path, config, weights_bytes(tensors)).findings[0].hint
 
 
 def test_a_sound_upload_is_read_as_before(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for digest, entry in self.residency._entries.items():
             index = self.index[digest]
             assert entry.is_kept == (index in kept)
-            assert entry.goes_last == (index in self.pinned and entry.stage is Stage.DEVICE and index not in kept)
+            assert entry.evict_last == (index in self.pinned and entry.stage is Stage.DEVICE and index not in kept)
 
     def kept_by_a_pin(self) -> set[int]:
         """Of three slots pins keep one, for the first pinned whose pages are no more than half of all."""

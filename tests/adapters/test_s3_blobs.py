@@ -144,7 +144,7 @@ def test_an_object_with_a_flipped_bit_is_never_served_nor_kept(
             pytest.fail("it was opened")
         assert caught.value.code == "adapter_blob_corrupt"
         assert copies(tmp_path / "elsewhere") == set()
-    store(elsewhere)  # uploading it again mends it for all
+    store(elsewhere)  # uploading it again repairs it for all
     assert read(s3_blobs_in(bucket, tmp_path / "third")) == CONTENT
 
 

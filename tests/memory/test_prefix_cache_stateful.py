@@ -144,7 +144,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def an_adapter_leaves(self, group: str) -> None:
         if any(reader.seed[1] == group and reader.held for reader in self.readers):
             return
-        worth = self.cache.group_worth(group)
+        worth = self.cache.group_reload_cost(group)
         assert worth[1] == self.cache.groups().get(group, 0)
         assert worth[0] == worth[1] // self.num_groups * 0.25
         before = len(self.cache)

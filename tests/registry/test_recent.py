@@ -8,7 +8,7 @@ import pytest
 from registry_samples import StandingClock
 from weft.errors import CapacityError, NotFoundError, WeftError
 from weft.registry import cache as recent_module
-from weft.registry.cache import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, Recent
+from weft.registry.cache import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, ReadThroughCache
 
 pytestmark = pytest.mark.anyio
 
@@ -29,12 +29,14 @@ class Source:
         return self.answer
 
 
-def made(max_entries: int = 100) -> tuple[Recent[str, int], StandingClock]:
+def made(max_entries: int = 100) -> tuple[ReadThroughCache[str, int], StandingClock]:
     clock = StandingClock()
-    return Recent(clock.monotonic, max_entries=max_entries), clock
+    return ReadThroughCache(clock.monotonic, max_entries=max_entries), clock
 
 
-async def answers(recent: Recent[str, int], source: Callable[[], Awaitable[int]], count: int = 1) -> list[int]:
+async def answers(
+    recent: ReadThroughCache[str, int], source: Callable[[], Awaitable[int]], count: int = 1
+) -> list[int]:
     return [await recent.ask("a", source) for _ in range(count)]
 
 
@@ -74,10 +76,10 @@ class Log:
         return self.number
 
 
-async def followed() -> tuple[Recent[str, int], StandingClock, Log, Source]:
+async def followed() -> tuple[ReadThroughCache[str, int], StandingClock, Log, Source]:
     """A map that follows a log, after the first look."""
     clock, log, source = StandingClock(), Log(), Source()
-    recent: Recent[str, int] = Recent(clock.monotonic, Changes(log, clock.monotonic))
+    recent: ReadThroughCache[str, int] = ReadThroughCache(clock.monotonic, Changes(log, clock.monotonic))
     assert await answers(recent, source, 2) == [1, 1]
     await asyncio.sleep(0)
     assert (log.num_looks, source.num_asked) == (1, 1)
@@ -86,7 +88,7 @@ async def followed() -> tuple[Recent[str, int], StandingClock, Log, Source]:
     return recent, clock, log, source
 
 
-async def passes(recent: Recent[str, int], clock: StandingClock, source: Source, seconds: float) -> list[int]:
+async def passes(recent: ReadThroughCache[str, int], clock: StandingClock, source: Source, seconds: float) -> list[int]:
     """What who asks every tenth of a second is told."""
     told = []
     for _ in range(round(10 * seconds)):

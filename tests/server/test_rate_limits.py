@@ -17,7 +17,7 @@ from weft.errors import QuotaExceededError, RateLimitError
 from weft.registry.limits import UNLIMITED, Limits
 from weft.server.errors import error_headers
 from weft.server.limits import windows as rate_limits
-from weft.server.limits.reservation import Lease, Share
+from weft.server.limits.reservation import LimitReservation, Share
 from weft.server.limits.windows import Account, Accounts, Window, month_after, month_of
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
@@ -38,8 +38,8 @@ class Desk:
         for account in self.accounts:
             account.month = MAY
 
-    def admit(self, least: int = 0) -> Lease:
-        lease = Lease()
+    def admit(self, least: int = 0) -> LimitReservation:
+        lease = LimitReservation()
         shares = [
             Share("tenant", "ten_1", self.accounts[0], self.tenant),
             Share("key", "key_1", self.accounts[1], self.key),
@@ -243,7 +243,7 @@ def test_concurrent_requests_end_once() -> None:
 
 
 def test_headers_are_there_only_where_something_limits() -> None:
-    assert Lease().headers() == {}
+    assert LimitReservation().headers() == {}
     assert Desk(tenant=Limits(concurrent_requests=9, tokens_per_month=9)).admit().headers() == {}
     desk = Desk(tenant=Limits(requests_per_minute=7), now_s=1000.25)
     assert desk.admit().headers() == {
@@ -292,7 +292,7 @@ def test_ten_thousand_mixed_ends_leave_exactly_what_was_used() -> None:
     chance = random.Random(7)
     limits = Limits(requests_per_minute=400, tokens_per_minute=9000, concurrent_requests=25, tokens_per_month=1_500_000)
     desk = Desk(tenant=limits, key=Limits(tokens_per_minute=8000))
-    running: list[tuple[Lease, int]] = []
+    running: list[tuple[LimitReservation, int]] = []
     billed = refused = 0
     for index in range(10_000):
         desk.now_s += chance.random()
@@ -350,10 +350,10 @@ class LimitsMachine(RuleBasedStateMachine):
     def begin(self, tenant: Limits, key: Limits) -> None:
         self.desk = Desk(tenant=tenant, key=key)
         self.admitted: list[float] = []
-        self.taken: dict[Lease, list[tuple[float, int]]] = {}
+        self.taken: dict[LimitReservation, list[tuple[float, int]]] = {}
         """When each reserved how much, and what of it counts: what was reserved or, once settled, used."""
-        self.running: list[Lease] = []
-        self.reserved: dict[Lease, int] = {}
+        self.running: list[LimitReservation] = []
+        self.reserved: dict[LimitReservation, int] = {}
         self.billed = 0
         self.ends = 0
 

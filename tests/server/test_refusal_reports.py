@@ -59,7 +59,7 @@ async def test_a_form_in_pieces_and_its_replay_say_the_same(api: Api) -> None:
     error = ErrorView.model_validate_json(refused.content).error
     assert places(refused.json()["error"]) == EXPECTED
     first = error.findings[0]
-    assert (error.code, error.param, error.message) == (first.code, first.param, f"{first.message} {first.mend}")
+    assert (error.code, error.param, error.message) == (first.code, first.param, f"{first.message} {first.hint}")
     upload_id = await send_all(client, bad())
     in_pieces = await complete(client, upload_id)
     assert (in_pieces.status_code, in_pieces.content) == (422, refused.content)
@@ -122,7 +122,7 @@ async def test_other_refusals_have_the_body_that_they_had(api: Api) -> None:
         assert [*answer.json()["error"]] == fields
     schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
     assert schemas["ErrorFields"]["required"] == fields
-    assert schemas["FindingView"]["required"] == ["code", "message", "param", "mend"]
+    assert schemas["FindingView"]["required"] == ["code", "message", "param", "hint"]
 
 
 async def test_a_rejection_of_before_there_were_findings_is_told_as_it_was(api: Api) -> None:
@@ -142,9 +142,9 @@ async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path
     assert lines[0] == f"weft: {folder} cannot be served:"
     assert lines[1:5] == [
         "  1. adapter_config.json: bias is 'all': Weft does not serve trained biases. (config.feature_unsupported)",
-        '     Mend: Retrain with bias="none".',
+        '     Hint: Retrain with bias="none".',
         "  2. adapter_config.json: use_dora is True: Weft does not serve DoRA. (config.feature_unsupported)",
-        "     Mend: Retrain with use_dora=false.",
+        "     Hint: Retrain with use_dora=false.",
     ]
     assert lines[5].startswith("  3. adapter_model.safetensors: Tensor base_model.model.lm_head.weight is not allowed")
     assert len(lines) == 7
@@ -167,4 +167,4 @@ async def test_the_weights_are_called_as_their_file_is(tmp_path: Path) -> None:
     assert "  1. adapters.safetensors: Tensor evil is not allowed in an adapter." in found.stderr
     (folder / CONFIG).write_bytes(config_bytes().ljust(70_000))
     large = await run("adapter", "validate", str(folder))
-    assert (large.exit_code, "(config.too_large)" in large.stderr, "Mend: " in large.stderr) == (2, True, True)
+    assert (large.exit_code, "(config.too_large)" in large.stderr, "Hint: " in large.stderr) == (2, True, True)

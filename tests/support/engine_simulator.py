@@ -210,13 +210,13 @@ class _Entry:
     uses: UseCount = field(default_factory=UseCount)
     kind: PageKind = "adapter"
     depth: int = 0
-    goes_last: bool = False
+    evict_last: bool = False
 
     @property
     def num_pages(self) -> int:
         return len(self.pages)
 
-    def worth(self) -> tuple[float, int]:
+    def reload_cost(self) -> tuple[float, int]:
         return 0.01, len(self.pages)
 
     def evict(self) -> None:

@@ -119,14 +119,14 @@ def refuse(
     """Print all that is wrong with an adapter, on stderr as a numbered list, and exit with 2."""
     first = findings[0]
     if as_json:
-        message = f"{first['message']} {first['mend']}"
+        message = f"{first['message']} {first['hint']}"
         typer.echo(json.dumps({"valid": False, "code": first["code"], "message": message, "findings": findings}))
     lines = [f"{adapter} cannot be served:"]
     for number, finding in enumerate(findings, 1):
         file = files.get(finding["code"].partition(".")[0], "")
         where = "" if not file or finding["message"].startswith(file) else f"{file}: "
         lines.append(f"{number:3}. {where}{finding['message']} ({finding['code']})")
-        lines.append(f"     Mend: {finding['mend']}")
+        lines.append(f"     Hint: {finding['hint']}")
     fail("\n".join(lines), 2)
 
 

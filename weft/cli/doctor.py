@@ -31,7 +31,7 @@ class Finding:
     check: str
     result: Literal["ok", "warn", "fail"]
     detail: str
-    mend: str | None = None
+    hint: str | None = None
 
 
 def doctor(
@@ -58,8 +58,8 @@ def doctor(
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
-            mend = f" -> {finding.mend}" if finding.mend else ""
-            typer.echo(f"{MARKS[finding.result]}  {finding.check}: {finding.detail}{mend}")
+            hint = f" -> {finding.hint}" if finding.hint else ""
+            typer.echo(f"{MARKS[finding.result]}  {finding.check}: {finding.detail}{hint}")
     raise typer.Exit(int(any(finding.result == "fail" for finding in findings)))
 
 
@@ -102,8 +102,8 @@ def _disk(data_dir: Path) -> Iterator[Finding]:
     existing = next(folder for folder in (data_dir.absolute(), *data_dir.absolute().parents) if folder.exists())
     free_gib = shutil.disk_usage(existing).free / (1 << 30)
     result: Literal["ok", "warn"] = "ok" if free_gib >= MIN_DISK_GIB else "warn"
-    mend = None if result == "ok" else "free some space, or choose another --data-dir"
-    yield Finding("disk", result, f"{free_gib:.1f} GiB free at {existing}", mend)
+    hint = None if result == "ok" else "free some space, or choose another --data-dir"
+    yield Finding("disk", result, f"{free_gib:.1f} GiB free at {existing}", hint)
 
 
 def _blobs(url: str) -> Iterator[Finding]:

@@ -15,8 +15,8 @@ from weft.adapters.residency.slots import AdapterSlots
 from weft.engine.fairness.fair_order import FairOrder
 from weft.engine.fairness.shares import Share
 from weft.engine.scheduling import kv_pages, prefix_seed
-from weft.engine.scheduling.kv_pages import Beginning, KvPages
-from weft.engine.scheduling.plan import Draft, StepPlan
+from weft.engine.scheduling.kv_pages import KvPages, PrefixHit
+from weft.engine.scheduling.plan import PlanBuilder, StepPlan
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable
@@ -132,7 +132,7 @@ def trust_names_that_leave_out_what_is_before(patch: pytest.MonkeyPatch) -> None
 def fork_without_the_partial_page(patch: pytest.MonkeyPatch) -> None:
     fill = KvPages._fill
 
-    def lazy(self: KvPages, beginning: Beginning, own: list[int], draft: Draft) -> int:
+    def lazy(self: KvPages, beginning: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
         filled = fill(self, beginning, own, draft)
         draft.copies = []
         return filled
@@ -141,13 +141,13 @@ def fork_without_the_partial_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_pages_as_they_were_found(patch: pytest.MonkeyPatch) -> None:
-    plan = Draft.plan
+    plan = PlanBuilder.plan
 
-    def unzeroed(self: Draft) -> StepPlan | None:
+    def unzeroed(self: PlanBuilder) -> StepPlan | None:
         self.zero_pages = []
         return plan(self)
 
-    patch.setattr(Draft, "plan", unzeroed)
+    patch.setattr(PlanBuilder, "plan", unzeroed)
 
 
 def swap_pages_in_out_of_order(patch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def swap_pages_in_out_of_order(patch: pytest.MonkeyPatch) -> None:
     )
     swap_out = KvPages._swap_out
 
-    def crossed(self: KvPages, state: RequestState, draft: Draft) -> Any:
+    def crossed(self: KvPages, state: RequestState, draft: PlanBuilder) -> Any:
         swapped = swap_out(self, state, draft)
         if swapped is not None:
             swapped.host_pages.reverse()
@@ -283,7 +283,7 @@ def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) 
 def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
     pause = Preemption.pause
 
-    def careless(self: Preemption, state: RequestState, draft: Draft) -> None:
+    def careless(self: Preemption, state: RequestState, draft: PlanBuilder) -> None:
         pause(self, state, draft)
         if state.is_paused and len(state.pages.table.pages[0]) > len(state.pages.held):
             self._kv._pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)

@@ -16,13 +16,20 @@ from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item, wast
 from weft.server.adapters.garbage import remove_unreferenced
 from weft.server.adapters.pins import check_pinned_pages, sync_pins
 from weft.server.adapters.publish import receive_adapter
+from weft.server.adapters.schemas import (
+    AdapterFitBody,
+    AdapterFitView,
+    AdapterList,
+    AdapterPatchBody,
+    AdapterView,
+    PlannedAdapters,
+    VersionList,
+)
 from weft.server.adapters.views import adapter_view, fit_view, residency_now, version_view
 from weft.server.auth.callers import AnyTenantReader, Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
 from weft.server.generation.model_name import resolve_model
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes, takes_retries, takes_upload
-from weft.server.responses import AdapterFitView, AdapterList, AdapterView, VersionList
-from weft.server.schemas import AdapterFitBody, AdapterPatchBody, PlannedAdapters
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["adapters"])

@@ -9,7 +9,7 @@ from weft.engine.status import EngineStatus
 from weft.errors import EngineUnavailableError
 from weft.registry.records import WEIGHTS_FILE, Adapter, AdapterUsage, AdapterVersion, Shares, Upload
 from weft.server.adapters.fit import AdapterFit
-from weft.server.responses import (
+from weft.server.adapters.schemas import (
     AdapterFitItem,
     AdapterFitView,
     AdapterView,

@@ -17,8 +17,9 @@ from starlette.types import Scope
 from weft.errors import ForbiddenError, InvalidRequestError
 from weft.registry.records import Credential
 from weft.server.auth.callers import AnyCaller, Caller
-from weft.server.responses import LinkView, SessionView, iso
+from weft.server.http.bodies import iso
 from weft.server.services import Wired
+from weft.server.tenants.schemas import LinkView, SessionView
 
 COOKIE = "weft_session"
 OWN_SITES = frozenset({"same-origin", "none"})

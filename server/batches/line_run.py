@@ -30,10 +30,10 @@ from weft.server.errors import answer, error_body
 from weft.server.generation.openai_format import JsonObject
 from weft.server.generation.response import WholeAnswer
 from weft.server.generation.routes import Origin, PlannedGeneration, plan_chat, plan_completion
+from weft.server.generation.schemas import ChatBody, CompletionBody
 from weft.server.http.json_body import validate
 from weft.server.limits.admission import shares_of
 from weft.server.limits.reservation import LimitReservation
-from weft.server.schemas import ChatBody, CompletionBody
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")

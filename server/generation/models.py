@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from weft.registry.records import Adapter, AdapterIdentity, AdapterVersion
 from weft.server.auth.callers import AnyCaller, Caller
 from weft.server.generation.model_name import resolve_model
-from weft.server.responses import ModelList, ModelView
+from weft.server.generation.schemas import ModelList, ModelView
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["models"])

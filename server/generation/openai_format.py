@@ -10,7 +10,7 @@ from itertools import accumulate
 from weft.engine.request import TokenLogprobs
 from weft.engine.text.tokenizer import Tokenizer
 from weft.server.generation.choices import Choice, Step
-from weft.server.schemas import ChatBody, CompletionBody
+from weft.server.generation.schemas import ChatBody, CompletionBody
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import ContextLengthError, InvalidRequestError
-from weft.server.schemas import ChatBody, CompletionBody, GenerationBody, Message
+from weft.server.generation.schemas import ChatBody, CompletionBody, GenerationBody, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

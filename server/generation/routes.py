@@ -30,13 +30,12 @@ from weft.server.generation.prompts import (
     completion_prompts,
 )
 from weft.server.generation.response import GenerationResponse, ResponseOptions
+from weft.server.generation.schemas import ChatBody, ChatView, CompletionBody, CompletionView, GenerationBody
 from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.http.openapi import takes
 from weft.server.limits.admission import GeneratingCaller, admit_generation, lease_of
 from weft.server.limits.gate import Admission, Ask
 from weft.server.limits.reservation import LimitReservation
-from weft.server.responses import ChatView, CompletionView
-from weft.server.schemas import ChatBody, CompletionBody, GenerationBody
 from weft.server.services import Services, services_of
 
 

@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 import weft
 from weft.server.auth.middleware import PUBLIC_PATHS
-from weft.server.responses import ErrorView
+from weft.server.http.bodies import ErrorView
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")

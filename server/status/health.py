@@ -7,9 +7,9 @@ from fastapi import APIRouter, Response
 import weft
 from weft.errors import EngineUnavailableError
 from weft.server.auth.callers import Admin
-from weft.server.responses import HealthView, VersionNumberView
 from weft.server.services import Services, Wired
 from weft.server.status import metrics
+from weft.server.status.schemas import HealthView, VersionNumberView
 
 router = APIRouter(tags=["health"])
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query
 
 from weft.registry.names import MAX_INTEGER
 from weft.server.auth.callers import Admin
-from weft.server.responses import AuditList, AuditView
 from weft.server.services import Wired
+from weft.server.tenants.schemas import AuditList, AuditView
 
 router = APIRouter(tags=["audit"])
 Limit = Annotated[int, Query(ge=1, le=1000)]

@@ -12,9 +12,8 @@ from weft.registry.records import Grant
 from weft.server.auth.callers import TenantCaller, TenantReader, TenantWriter
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
-from weft.server.responses import GrantList, GrantView
-from weft.server.schemas import GrantBody
 from weft.server.services import Services, Wired
+from weft.server.tenants.schemas import GrantBody, GrantList, GrantView
 
 router = APIRouter(tags=["grants"])
 Version = Annotated[int | None, Query(ge=1, lt=1 << 31)]

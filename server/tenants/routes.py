@@ -11,12 +11,24 @@ from weft.registry.records import SCOPES
 from weft.server.adapters.garbage import remove_unreferenced
 from weft.server.adapters.pins import pinned_pages
 from weft.server.auth.callers import Admin, AnyCaller
+from weft.server.http.bodies import HeldView, NamedView
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
 from weft.server.limits.admission import shares_of
-from weft.server.responses import HeldView, KeyList, KeyView, MeView, NamedView, NewKeyView, TenantList, TenantView
-from weft.server.schemas import KeyBody, KeyPatchBody, RotateBody, TenantBody, TenantPatchBody
 from weft.server.services import Wired
+from weft.server.tenants.schemas import (
+    KeyBody,
+    KeyList,
+    KeyPatchBody,
+    KeyView,
+    MeView,
+    NewKeyView,
+    RotateBody,
+    TenantBody,
+    TenantList,
+    TenantPatchBody,
+    TenantView,
+)
 
 router = APIRouter(tags=["tenants"])
 Limit = Annotated[int, Query(ge=1, le=1000)]

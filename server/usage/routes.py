@@ -28,7 +28,9 @@ from weft.registry.usage.latency import LATENCY_GROUPS
 from weft.registry.usage.prices import in_currency
 from weft.registry.usage.write import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
 from weft.server.auth.callers import Caller, UsageCaller
-from weft.server.responses import (
+from weft.server.http.bodies import iso
+from weft.server.services import Services, Wired
+from weft.server.usage.schemas import (
     LatencyFiguresView,
     LatencyList,
     LatencyRowView,
@@ -38,9 +40,7 @@ from weft.server.responses import (
     UsageEventList,
     UsageEventView,
     UsageList,
-    iso,
 )
-from weft.server.services import Services, Wired
 from weft.server.usage.span import SpanParams, group_fields, groups_of, whose
 
 router = APIRouter(tags=["usage"])

@@ -14,7 +14,7 @@ from weft.adapters.base_shape import MODULE_PATHS
 from weft.adapters.lora.layout import adapter_pages
 from weft.engine.status import ResidentAdapter
 from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item
-from weft.server.responses import AdapterFitView
+from weft.server.adapters.schemas import AdapterFitView
 
 pytestmark = pytest.mark.anyio
 FIT = "/v1/adapters:fit"

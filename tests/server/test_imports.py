@@ -17,7 +17,7 @@ from api_adapters import sound, upload
 from api_server import Api
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, code
-from weft.server.responses import AdapterView
+from weft.server.adapters.schemas import AdapterView
 
 pytestmark = pytest.mark.anyio
 

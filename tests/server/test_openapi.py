@@ -5,10 +5,12 @@ import json
 import pytest
 
 from api_server import Api
-from weft.server import schemas
+from weft.server.adapters import schemas as adapters
 from weft.server.auth.middleware import PUBLIC_PATHS
+from weft.server.generation import schemas as generation
+from weft.server.http.bodies import Body
 from weft.server.http.openapi import IDEMPOTENCY_KEY
-from weft.server.schemas import Body
+from weft.server.tenants import schemas as tenants
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +24,12 @@ async def test_the_page_is_public_and_complete(api: Api) -> None:
     referred = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert referred <= set(page["components"]["schemas"])
     assert "HTTPValidationError" not in text
-    bodies = {cls.__name__ for cls in vars(schemas).values() if isinstance(cls, type) and issubclass(cls, Body)}
+    bodies = {
+        cls.__name__
+        for module in (adapters, generation, tenants)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, Body)
+    }
     assert {name for name in bodies if name.endswith("Body")} - {"Body", "GenerationBody"} <= referred
     assert page["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
 

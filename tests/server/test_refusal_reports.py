@@ -20,7 +20,7 @@ from fake_engine import DEMO_MODEL, demo_ready
 from lora_files import config_bytes, q_and_v, tensor, weights_bytes
 from piecewise_client import CONFIG, WEIGHTS, code, complete, send_all
 from weft.cli import make_app
-from weft.server.responses import ErrorView
+from weft.server.http.bodies import ErrorView
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import pytest
 from api_server import BASE, Api
 from fake_engine import BASE_TEXT, demo_tokenizer
 from weft.engine.request import RequestError
-from weft.server.responses import ChatView, CompletionView
+from weft.server.generation.schemas import ChatView, CompletionView
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "When are you open?"}]

@@ -18,7 +18,8 @@ from fake_engine import demo_ready
 from lora_files import config_bytes
 from weft.adapters.lora.layout import plan_layout
 from weft.engine.status import ResidentAdapter
-from weft.server.responses import AdapterList, AdapterView, ModelList, ReportView, VersionList
+from weft.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
+from weft.server.generation.schemas import ModelList
 
 pytestmark = pytest.mark.anyio
 

@@ -23,8 +23,8 @@ from weft.errors import CapacityError
 from weft.registry.records import VersionFacts
 from weft.server.adapters import garbage as removal
 from weft.server.adapters.garbage import Sweeper
+from weft.server.adapters.schemas import AdapterView, UploadList, UploadView
 from weft.server.http.body import Pace
-from weft.server.responses import AdapterView, UploadList, UploadView
 
 pytestmark = pytest.mark.anyio
 

@@ -21,8 +21,8 @@ from api_server import BASE, Api
 from fake_engine import demo_tokenizer
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineStatus, ResidentAdapter
-from weft.server.responses import OrganizationUsagePage, UsageList
 from weft.server.status.metrics import Metrics
+from weft.server.usage.schemas import OrganizationUsagePage, UsageList
 
 pytestmark = pytest.mark.anyio
 

@@ -75,7 +75,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
 
 def _modules(targets: str) -> list[str]:
     """Names of modules; none means all."""
-    from weft.server.schemas import ALL_LINEAR, MODULE_NAMES
+    from weft.server.http.bodies import ALL_LINEAR, MODULE_NAMES
 
     if targets in ("all", ALL_LINEAR):
         return []
@@ -87,7 +87,7 @@ def _modules(targets: str) -> list[str]:
 
 
 def _check_count(count: int) -> None:
-    from weft.server.schemas import MAX_PLANNED
+    from weft.server.adapters.schemas import MAX_PLANNED
 
     if not 1 <= count <= MAX_PLANNED:
         fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.", USAGE_ERROR)

@@ -1,83 +1,161 @@
-"""Bodies that clients send. Strict: no conversions, both bounds on every number, unknown fields refused.
-
-Fields that OpenAI or vLLM know and Weft lacks pass with the value that changes nothing; they stand in
-`weft.server.generation.unsupported_params`. A null means the default.
-"""
+"""Bodies of completions, chat, models and tokens, except the streamed answers."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.config import MAX_RANK_LIMIT
 from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from weft.errors import InvalidRequestError, UnsupportedParameterError
-from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
-from weft.registry.names import MAX_DESCRIPTION
-from weft.server.generation import unsupported_params as neutral
+from weft.server.generation import unsupported_params
+from weft.server.http.bodies import INT64, Body, Token, View
 
-INT64 = 1 << 63
+
+class ModelView(View):
+    """A model in OpenAI's shape: the base, or an adapter."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    """The base's name, or the adapter version's digest."""
+    parent: str | None
+    """The base's name; null for the base itself."""
+    max_model_len: int
+
+
+class ModelList(View):
+    """All models that the key may call."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelView]
+
+
+class UsageDetails(View):
+    """Parts of the prompt tokens."""
+
+    cached_tokens: int
+
+
+class UsageView(View):
+    """What a generation request is billed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: UsageDetails
+
+
+class CompletionLogprobsView(View):
+    """Parallel lists over the tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoiceView(View):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobsView | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+
+
+class CompletionView(View):
+    """Answer of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoiceView]
+    usage: UsageView
+
+
+class TopLogprobView(View):
+    """A token that could have stood here."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobView(TopLogprobView):
+    """A token and its alternatives."""
+
+    top_logprobs: list[TopLogprobView]
+
+
+class ChatLogprobsView(View):
+    """Log-probabilities of an answer."""
+
+    content: list[TokenLogprobView]
+    refusal: None
+
+
+class AnswerView(View):
+    """What the assistant says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoiceView(View):
+    """One answer."""
+
+    index: int
+    message: AnswerView
+    logprobs: ChatLogprobsView | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+
+
+class ChatView(View):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoiceView]
+    usage: UsageView
+
+
+class TokenizeView(View):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeView(View):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
 MAX_STOPS = 4
+
+
 MAX_STOP_LENGTH = 256
+
+
 MAX_BIASES = 300
+
+
 MAX_MESSAGES = 4096
-ALL_LINEAR = "all-linear"
-MAX_PLANNED = 1 << 20
-"""Most adapters to come of one kind, in one question whether they fit."""
-MODULE_NAMES = tuple(path.rsplit(".", 1)[-1] for path in MODULE_PATHS)
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Scope = Literal["infer", "adapters", "usage"]
-
-
-def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None:
-    """Show in the OpenAPI page that null means the default, and which foreign fields pass."""
-    required = schema.get("required", [])
-    properties = schema.setdefault("properties", {})
-    for name, field in properties.items():
-        if name not in required and {"type": "null"} not in field.get("anyOf", []):
-            keep = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
-            properties[name] = {"anyOf": [field, {"type": "null"}], **keep}
-    for name, values in model.neutral_values.items():
-        properties.setdefault(name, {"enum": [*values, None], "description": "Not supported; passes when neutral."})
-    for name in sorted(model.ignored):
-        properties.setdefault(name, {"description": "Accepted and ignored."})
-
-
-class Body(BaseModel):
-    """Base of all request bodies."""
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-        json_schema_extra=_describe_what_is_let_pass,
-    )
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    ignored: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_changes_nothing(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
-        if not isinstance(body, dict):
-            return body
-        kept = {}
-        for name, value in body.items():
-            if name in cls.ignored:
-                continue
-            if name in cls.neutral_values and name not in cls.model_fields:
-                if value is not None and value not in cls.neutral_values[name]:
-                    raise UnsupportedParameterError(f"Weft does not support {name}.", param=name)
-                continue
-            if value is not None or name not in cls.model_fields:
-                kept[name] = value
-        return kept
 
 
 def _prompts(value: object) -> list[str] | list[list[int]]:
@@ -146,36 +224,19 @@ def _content(value: object) -> str:
     raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
 
 
-def _targets(value: object) -> list[str]:
-    """Names of modules; none means all of them."""
-    if value == ALL_LINEAR:
-        return []
-    if isinstance(value, list) and value and all(isinstance(name, str) and name in MODULE_NAMES for name in value):
-        return value
-    raise InvalidRequestError(
-        f'target_modules must be "{ALL_LINEAR}" or a list of {", ".join(MODULE_NAMES)}.', param="ranks"
-    )
-
-
-_TARGETS_SCHEMA = {
-    "anyOf": [{"const": ALL_LINEAR}, {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1}]
-}
 # What is sent, for the OpenAPI page; the functions above say themselves what is wrong with it.
 _Tokens = list[Annotated[int, Field(ge=0)]]
+
+
 _Prompt = str | list[str] | _Tokens | list[_Tokens]
+
+
 _Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
 _Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 
-def _limits_schema(names: Sequence[str]) -> dict[str, Any]:
-    limit = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": INT64 - 1}, {"type": "null"}]}
-    return {"type": "object", "properties": dict.fromkeys(names, limit), "additionalProperties": False}
-
-
-# What they may hold is checked by the registry.
-Weight = Annotated[float, Field(ge=WEIGHTS[0], le=WEIGHTS[1])]
-TenantLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(TENANT_LIMITS))]
-KeyLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(KEY_LIMITS))]
 _CONTENT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -196,13 +257,15 @@ NOT_IN_BEAM_SEARCH = (
     *("logit_bias", "stop", "echo"),
 )
 """Fields that beam search takes with values that change nothing, and no others."""
+
+
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
 
 
 class StreamOptions(Body):
     """What a stream carries besides text."""
 
-    neutral_values = {"include_obfuscation": (False,)}
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
     """Send a last chunk with the usage."""
@@ -213,8 +276,8 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """Fields that completions and chat share."""
 
-    ignored = neutral.IGNORED
-    neutral_values = neutral.SHARED
+    ignored = unsupported_params.IGNORED
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.SHARED
 
     model: str | None = Field(None, min_length=1, max_length=512)
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`."""
@@ -308,7 +371,10 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    neutral_values = {**neutral.SHARED, **neutral.COMPLETIONS}
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **unsupported_params.SHARED,
+        **unsupported_params.COMPLETIONS,
+    }
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
     max_tokens: int = Field(16, ge=0, lt=1 << 31)
@@ -325,7 +391,7 @@ class CompletionBody(GenerationBody):
 class Message(Body):
     """One turn of a chat."""
 
-    neutral_values = neutral.MESSAGE
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)]
@@ -336,7 +402,10 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    neutral_values = {**neutral.SHARED, **neutral.CHAT}
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **unsupported_params.SHARED,
+        **unsupported_params.CHAT,
+    }
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
@@ -363,7 +432,7 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     """Body of POST /tokenize: a prompt, or a chat."""
 
-    neutral_values = neutral.TOKENIZE
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.TOKENIZE
 
     model: str | None = Field(None, min_length=1, max_length=512)
     prompt: str | None = None
@@ -384,166 +453,3 @@ class DetokenizeBody(Body):
 
     model: str | None = Field(None, min_length=1, max_length=512)
     tokens: list[Token]
-
-
-class KeyFields(Body):
-    """What a key has beside its tenant."""
-
-    name: str | None = Field(None, max_length=512)
-    limits: KeyLimits | None = None
-    scopes: list[Scope] | None = Field(None, min_length=1, max_length=3)
-    expires_at: Annotated[datetime | None, Field(strict=False)] = None
-    """ISO-8601 with an offset."""
-
-    @model_validator(mode="after")
-    def _expiry_has_an_offset(self) -> KeyFields:
-        if self.expires_at is not None and self.expires_at.tzinfo is None:
-            raise InvalidRequestError("expires_at needs a UTC offset, for example a final Z.", param="expires_at")
-        try:
-            _ = self.expires_at and self.expires_at.astimezone(UTC)
-        except OverflowError as error:
-            raise InvalidRequestError(
-                "expires_at must lie before the year 10000 in UTC.", param="expires_at"
-            ) from error
-        return self
-
-
-class TenantBody(Body):
-    """Body of POST /v1/tenants."""
-
-    name: str = Field(max_length=512)
-    limits: TenantLimits = Field(default_factory=dict)
-    """What is not named is as in the settings `tenant_defaults.*`; null is no limit."""
-    weight: Weight = 1.0
-    """Its part of the engine, beside those of the other tenants with requests."""
-
-
-class TenantPatchBody(Body):
-    """Body of PATCH /v1/tenants/{name}."""
-
-    limits: TenantLimits | None = None
-    """All of them: what is not named does not limit any more. Null leaves them."""
-    weight: Weight | None = None
-    """Null leaves it."""
-
-    @model_validator(mode="after")
-    def _says_something(self) -> TenantPatchBody:
-        if self.limits is None and self.weight is None:
-            raise InvalidRequestError("Give limits, weight or both.", param="limits")
-        return self
-
-
-class KeyBody(KeyFields):
-    """Body of POST /v1/tenants/{name}/keys; without scopes it grants all, without a time it never expires."""
-
-
-class KeyPatchBody(KeyFields):
-    """Body of PATCH /v1/keys/{id}: what is given changes; `limits` replaces all of the key's."""
-
-
-class PlannedAdapters(Body):
-    """Adapters that do not exist yet: of one rank, on the same modules of every layer."""
-
-    rank: int = Field(ge=1, le=MAX_RANK_LIMIT)
-    target_modules: Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGETS_SCHEMA)] = Field(
-        default_factory=list
-    )
-    """`all-linear`, or names of modules."""
-    count: int = Field(1, ge=1, le=MAX_PLANNED)
-
-
-class AdapterFitBody(Body):
-    """Body of POST /v1/adapters:fit."""
-
-    adapters: list[Annotated[str, Field(min_length=1, max_length=512)]] = Field(default_factory=list, max_length=1000)
-    """Each as in `model`: `name`, `name@3`, `name@prod`, `name@sha256:...`."""
-    ranks: list[PlannedAdapters] = Field(default_factory=list, max_length=32)
-
-    @model_validator(mode="after")
-    def _asks_for_something(self) -> AdapterFitBody:
-        if not self.adapters and not self.ranks:
-            raise InvalidRequestError(
-                "Name adapters, or ranks of adapters to come.", param="adapters", code="missing_required_parameter"
-            )
-        return self
-
-
-class GrantBody(Body):
-    """Body of POST /v1/adapters/{name}/grants."""
-
-    tenant: str = Field(min_length=1, max_length=512)
-    """The other tenant's id; admins may give its name."""
-    version: int | None = Field(None, ge=1, lt=1 << 31)
-    """None grants every version, those to come too."""
-
-
-class RotateBody(Body):
-    """Body of POST /v1/keys/{id}/rotate."""
-
-    grace_s: int = Field(0, ge=0, le=30 * 86_400)
-    """Seconds for which the old key goes on working."""
-
-
-def _aliases(value: object) -> dict[str, dict[int, int] | int | None]:
-    if not isinstance(value, dict):
-        raise InvalidRequestError("aliases must map names to versions.", param="aliases")
-    return {alias: _meaning(meaning) for alias, meaning in value.items()}
-
-
-def _meaning(value: object) -> dict[int, int] | int | None:
-    """A version, versions by weight, or nothing."""
-    if value is None or type(value) is int:
-        return value
-    if isinstance(value, dict) and all(_VERSION.fullmatch(key) and type(value[key]) is int for key in value):
-        return {int(version): weight for version, weight in value.items()}
-    raise InvalidRequestError(
-        'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.', param="aliases"
-    )
-
-
-_VERSION = re.compile(r"[1-9][0-9]{0,8}")
-_VersionNumber = Annotated[int, Field(ge=1)]
-_Shares = Annotated[dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)]
-_Aliases = Annotated[dict[str, _VersionNumber | _Shares | None], Field(max_length=64)]
-
-
-class AdapterPatchBody(Body):
-    """Body of PATCH /v1/adapters/{name}."""
-
-    description: str | None = Field(None, max_length=4096)
-    pinned: bool | None = None
-    aliases: Annotated[
-        dict[str, dict[int, int] | int | None], BeforeValidator(_aliases, json_schema_input_type=_Aliases)
-    ] = Field(default_factory=dict, max_length=64)
-    """Merged into what is there: a version, versions by weight (a canary), or null to remove the alias."""
-
-
-class UploadFileBody(Body):
-    """A file that is going to be sent."""
-
-    size: int = Field(ge=1, lt=1 << 53)
-    """Bytes."""
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-
-
-class UploadBody(Body):
-    """Body of POST /v1/uploads."""
-
-    name: str = Field(max_length=512)
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
-    activate: bool = True
-    """Let the plain name mean the version once it is there."""
-    files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = Field(min_length=2)
-    tenant: str | None = Field(None, max_length=512)
-    """For admins."""
-
-
-class ImportBody(Body):
-    """Body of POST /v1/adapters:import."""
-
-    name: str = Field(max_length=512)
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
-    activate: bool = True
-    source: str = Field(max_length=2048)
-    """`hf://organization/repository[@revision]` or `s3://bucket/prefix`."""
-    tenant: str | None = Field(None, max_length=512)

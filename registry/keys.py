@@ -23,7 +23,7 @@ from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Changes, ReadThroughCache
-from weft.registry.clock import Clock, from_micros, iso, to_micros
+from weft.registry.db.clock import Clock, from_micros, iso, to_micros
 from weft.registry.db.database import Database
 from weft.registry.db.models import KeyRow, TenantRow
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits

@@ -18,7 +18,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ForbiddenError, InvalidRequestError
-from weft.registry.clock import to_micros
+from weft.registry.db.clock import to_micros
 from weft.registry.db.models import AdapterRow, TenantRow, UploadRow, VersionRow
 from weft.registry.names import check_integer
 

@@ -12,10 +12,10 @@ from weft.server.adapters import upload_routes as routes_uploads
 from weft.server.auth import browser as routes_session
 from weft.server.auth.middleware import AuthMiddleware
 from weft.server.batches import routes as routes_batches
+from weft.server.boundary import Boundary
 from weft.server.generation import models as routes_models
 from weft.server.generation import routes as routes_generation
 from weft.server.generation import tokens as routes_tokens
-from weft.server.http.boundary import Boundary
 from weft.server.http.dashboard import add_dashboard
 from weft.server.http.openapi import openapi_of
 from weft.server.services import Services

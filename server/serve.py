@@ -25,17 +25,17 @@ from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
-from weft.server.adapters.garbage import Sweeper, end_removals
-from weft.server.adapters.pins import sync_pins
 from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.validation import AdapterCheck
 from weft.server.app import MetricsApp, create_app
 from weft.server.auth.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.batches.worker import BatchWorker, owner_name
 from weft.server.drain import Drain
+from weft.server.garbage import Sweeper, end_removals
 from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
 from weft.server.logs import configure_logs
+from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
 from weft.server.usage.prices import read_prices
@@ -273,9 +273,9 @@ def _load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
 
 async def _default_tenant(registry: Registry) -> Tenant:
     try:
-        return await registry.get_tenant(DEFAULT_TENANT)
+        return await registry.tenants.get_tenant(DEFAULT_TENANT)
     except NotFoundError:
-        return await registry.create_tenant(DEFAULT_TENANT)
+        return await registry.tenants.create_tenant(DEFAULT_TENANT)
 
 
 def _open_blobs(config: Config) -> BlobStore:
@@ -297,8 +297,10 @@ async def _sign_in(services: Services, key: AdminKey) -> str:
     if services.config.server.auth == "off":
         return ""
     try:
-        admin = await services.registry.authenticate(key.secret)
-        link, _ = await services.registry.begin_session(admin.credential, "link") if admin.credential else ("", None)
+        admin = await services.registry.keys.authenticate(key.secret)
+        link, _ = (
+            await services.registry.sessions.begin_session(admin.credential, "link") if admin.credential else ("", None)
+        )
     except CapacityError:  # a database that is away stops no server
         return ""
     return f"#link={link}"

@@ -19,7 +19,7 @@ from sqlalchemy import BigInteger, ColumnElement, Integer, RowMapping, case, cas
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
-from weft.registry.clock import DAY_US, HOUR_US, from_micros, to_micros
+from weft.registry.db.clock import DAY_US, HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageLatencyRow
 from weft.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
 from weft.registry.usage.write import GROUP_COLUMNS, check_query, matching

@@ -22,7 +22,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from weft.errors import CapacityError
-from weft.registry.clock import Clock, to_micros, utc_now
+from weft.registry.db.clock import Clock, to_micros, utc_now
 from weft.registry.db.database import Database, turn
 from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
 from weft.registry.usage import latency

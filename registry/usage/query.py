@@ -39,7 +39,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
-from weft.registry.clock import DAY_US, HOUR_US, MINUTE_US, from_micros, to_micros
+from weft.registry.db.clock import DAY_US, HOUR_US, MINUTE_US, from_micros, to_micros
 from weft.registry.db.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text
 from weft.registry.records import Bucket, Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals

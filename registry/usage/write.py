@@ -33,7 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
 from weft.registry import audit
-from weft.registry.clock import HOUR_US, from_micros, to_micros
+from weft.registry.db.clock import HOUR_US, from_micros, to_micros
 from weft.registry.db.database import insert_into
 from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.names import check_integer, check_text, storable

@@ -15,17 +15,16 @@ from starlette.responses import Response
 
 from weft.adapters.blobs.local import BlobWriter
 from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
-from weft.registry.idempotency import Answer, Retry, body_digest
 from weft.registry.limits import no_storage
 from weft.registry.names import is_name
 from weft.registry.records import Adapter, VersionFacts
-from weft.registry.uploads import Terms
-from weft.server.adapters.form_upload import UploadForm, read_upload
-from weft.server.adapters.garbage import delete_blobs
-from weft.server.adapters.pins import check_pinned_pages, sync_pins
+from weft.registry.uploads import Answer, Retry, Terms, body_digest
 from weft.server.adapters.retries import change_once, retry_key
 from weft.server.adapters.views import adapter_view, residency_now
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
+from weft.server.garbage import delete_blobs
+from weft.server.http.form import UploadForm, read_upload
+from weft.server.pins import check_pinned_pages, sync_pins
 from weft.server.services import Services
 from weft.server.threads import in_thread
 
@@ -143,7 +142,7 @@ async def publish(
     terms = Terms(answer=answer, pages=pages, retry=retry, upload_id=upload_id, store=store)
     try:
         await in_thread(weights.prepare)
-        adapter, _, is_new = await services.registry.publish_version(
+        adapter, _, is_new = await services.registry.adapters.publish_version(
             owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor, terms=terms
         )
     except BaseException:
@@ -158,7 +157,7 @@ async def publish(
 async def _check_pinned(services: Services, owner: TenantCaller, name: str, facts: VersionFacts) -> None:
     """A version that becomes the plain name of a pinned adapter is pinned with it."""
     try:
-        adapter = await services.registry.get_adapter(owner.tenant_id, name)
+        adapter = await services.registry.adapters.get_adapter(owner.tenant_id, name)
     except NotFoundError:
         return
     if adapter.pinned:

@@ -33,15 +33,15 @@ from weft.errors import (
     PayloadTooLargeError,
     TimeoutExceededError,
 )
-from weft.registry.idempotency import Answer, Retry
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
-from weft.server.adapters.form_upload import WRITE_BYTES, digest_mismatch
+from weft.registry.uploads import Answer, Retry
 from weft.server.adapters.publish import VersionDraft, checked_name, publish
 from weft.server.adapters.schemas import UploadBody, UploadView
 from weft.server.adapters.views import upload_view
 from weft.server.auth.callers import TenantCaller
 from weft.server.errors import error_body
 from weft.server.http.body import read_chunks
+from weft.server.http.form import WRITE_BYTES, digest_mismatch
 from weft.server.services import Services
 from weft.server.threads import in_thread
 

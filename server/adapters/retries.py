@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.errors import InvalidRequestError
-from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry
+from weft.registry.uploads import Answer, AnsweredBeforeError, Retry
 from weft.server.services import Services
 
 HEADER = "idempotency-key"

@@ -13,8 +13,6 @@ from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundEr
 from weft.registry.aliases import DEFAULT_ALIAS
 from weft.registry.records import AdapterUsage
 from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item, waste
-from weft.server.adapters.garbage import remove_unreferenced
-from weft.server.adapters.pins import check_pinned_pages, sync_pins
 from weft.server.adapters.publish import receive_adapter
 from weft.server.adapters.schemas import (
     AdapterFitBody,
@@ -27,9 +25,11 @@ from weft.server.adapters.schemas import (
 )
 from weft.server.adapters.views import adapter_view, fit_view, residency_now, version_view
 from weft.server.auth.callers import AnyTenantReader, Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
-from weft.server.generation.model_name import resolve_model
+from weft.server.garbage import remove_unreferenced
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes, takes_retries, takes_upload
+from weft.server.model_name import resolve_model
+from weft.server.pins import check_pinned_pages, sync_pins
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["adapters"])
@@ -57,9 +57,9 @@ async def list_adapters(
     With `?tenant=*` an admin sees those of all tenants, by tenant and name.
     """
     if caller.tenant_id is None:
-        page = await services.registry.list_every_adapter(after, limit)
+        page = await services.registry.adapters.list_every_adapter(after, limit)
     else:
-        page = await services.registry.list_adapters(caller.tenant_id, after, limit)
+        page = await services.registry.adapters.list_adapters(caller.tenant_id, after, limit)
     residency = await residency_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in page.items])
     pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in page.items))
@@ -89,7 +89,7 @@ async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) 
 @router.get("/v1/adapters/{name}")
 async def get_adapter(name: str, services: Wired, caller: TenantReader) -> AdapterView:
     """Show one adapter."""
-    adapter = await services.registry.get_adapter(caller.tenant_id, name)
+    adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     residency = await residency_now(services)
     usage = await services.registry.usage.summary([adapter.id])
     pages = await services.check.pages(adapter.current)
@@ -99,8 +99,8 @@ async def get_adapter(name: str, services: Wired, caller: TenantReader) -> Adapt
 @router.get("/v1/adapters/{name}/versions")
 async def list_versions(name: str, services: Wired, caller: TenantReader) -> VersionList:
     """List an adapter's versions, newest first."""
-    adapter = await services.registry.get_adapter(caller.tenant_id, name)
-    versions = await services.registry.list_versions(caller.tenant_id, name)
+    adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
+    versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     residency = await residency_now(services)
     return VersionList(data=[version_view(adapter, version, residency) for version in versions], next=None)
 
@@ -111,7 +111,7 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
     body = await json_body(request, AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
     async with services.pin_lock:
         await _check_pin(services, caller, name, body)
-        adapter = await services.registry.update_adapter(
+        adapter = await services.registry.adapters.update_adapter(
             caller.tenant_id,
             name,
             description=body.description,
@@ -132,20 +132,20 @@ async def delete_adapter(
     version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
 ) -> Response:
     """Delete an adapter, or one version of it. Running requests finish."""
-    removed = await services.registry.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
+    removed = await services.registry.adapters.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
     await remove_unreferenced(services, removed)
     return Response(status_code=204)
 
 
 async def _check_pin(services: Services, caller: TenantCaller, name: str, body: AdapterPatchBody) -> None:
     """Whether the tenant may have pinned what the change leaves pinned."""
-    adapter = await services.registry.get_adapter(caller.tenant_id, name)
+    adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     moves = DEFAULT_ALIAS in body.aliases
     if not (body.pinned or (moves and adapter.pinned and body.pinned is None)):
         return
     meaning = body.aliases.get(DEFAULT_ALIAS) if moves else adapter.aliases.get(DEFAULT_ALIAS)
     wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
-    versions = await services.registry.list_versions(caller.tenant_id, name)
+    versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     kept = [version for version in versions if version.version in wanted]
     await check_pinned_pages(services, adapter, kept or [adapter.current])
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from weft.registry.idempotency import Answer, Retry, body_digest
+from weft.registry.uploads import Answer, Retry, body_digest
 from weft.server.adapters import resumable_upload as piecewise
 from weft.server.adapters.hub_import import fetch, reader_of
 from weft.server.adapters.publish import VersionDraft, checked_name, owner_of, publish

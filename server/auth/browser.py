@@ -17,9 +17,9 @@ from starlette.types import Scope
 from weft.errors import ForbiddenError, InvalidRequestError
 from weft.registry.records import Credential
 from weft.server.auth.callers import AnyCaller, Caller
+from weft.server.auth.schemas import LinkView, SessionView
 from weft.server.http.bodies import iso
 from weft.server.services import Wired
-from weft.server.tenants.schemas import LinkView, SessionView
 
 COOKIE = "weft_session"
 OWN_SITES = frozenset({"same-origin", "none"})
@@ -78,7 +78,7 @@ router = APIRouter(tags=["session"])
 @router.post("/v1/session", status_code=201)
 async def begin_session(request: Request, response: Response, services: Wired, caller: AnyCaller) -> SessionView:
     """Begin a browser's session with the key, or the link, of the Authorization header; the cookie ends in 12 hours."""
-    token, ends = await services.registry.begin_session(_credential(caller))
+    token, ends = await services.registry.sessions.begin_session(_credential(caller))
     response.headers["set-cookie"] = session_cookie(request.scope, request.headers, token, ends)
     return SessionView(role=caller.identity.role, tenant=caller.identity.tenant, expires_at=iso(ends))
 
@@ -88,7 +88,7 @@ async def end_session(request: Request, services: Wired, _: AnyCaller) -> Respon
     """End the browser's session, everywhere and at once."""
     token = session_token(request.headers)
     if token is not None:
-        await services.registry.end_session(token)
+        await services.registry.sessions.end_session(token)
     cookie = session_cookie(request.scope, request.headers, "", None)
     return Response(status_code=204, headers={"set-cookie": cookie})
 
@@ -96,7 +96,7 @@ async def end_session(request: Request, services: Wired, _: AnyCaller) -> Respon
 @router.post("/v1/session/links", status_code=201)
 async def make_link(services: Wired, caller: AnyCaller) -> LinkView:
     """Make a link that begins a session like this key's, once, within ten minutes: put it behind `/#link=`."""
-    token, ends = await services.registry.begin_session(_credential(caller), "link")
+    token, ends = await services.registry.sessions.begin_session(_credential(caller), "link")
     return LinkView(link=token, expires_at=iso(ends))
 
 

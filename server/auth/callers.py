@@ -127,7 +127,7 @@ async def for_tenant(services: Services, admin: Identity, tenant: str | None) ->
     Raises:
         NotFoundError: There is no such tenant.
     """
-    chosen = services.default_tenant if tenant is None else await services.registry.get_tenant(tenant)
+    chosen = services.default_tenant if tenant is None else await services.registry.tenants.get_tenant(tenant)
     if chosen is None:
         return Caller(identity=admin, tenant_id=None, tenant=None)
     return Caller(identity=admin, tenant_id=chosen.id, tenant=chosen.name, weight=chosen.weight)

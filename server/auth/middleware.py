@@ -19,10 +19,8 @@ from weft.registry.registry import Registry
 from weft.registry.sessions import LINK_PREFIX
 from weft.server.auth.browser import check_own_page, session_token
 from weft.server.errors import error_response
-from weft.server.http.dashboard import is_dashboard
+from weft.server.http.public import is_public
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
-"""Answered without a key, to GET and HEAD."""
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
 """A POST here takes a key or a link, never a session: one that could begin another would outlive its time."""
@@ -43,7 +41,7 @@ class AuthMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Registry | None) -> None:
         self._app = app
-        self._keys = keys
+        self._registry = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its caller, or answer 401."""
@@ -62,23 +60,18 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     async def _identify(self, scope: Scope, headers: Headers) -> Identity:
-        if self._keys is None:
+        if self._registry is None:
             _check_local_browser(headers)
             return LOCAL_ADMIN
         token = session_token(headers)
         begins = scope["method"] == "POST" and scope["path"] in SESSION_CREATE_PATHS
         if token is not None and not begins and "authorization" not in headers:
             check_own_page(scope, headers)
-            return await self._keys.authenticate_session(token[:MAX_KEY_LENGTH])
+            return await self._registry.sessions.authenticate_session(token[:MAX_KEY_LENGTH])
         secret = _bearer(headers)
         if secret.startswith(LINK_PREFIX) and (scope["method"], scope["path"]) == ("POST", SIGN_IN):
-            return await self._keys.follow_link(secret)
-        return await self._keys.authenticate(secret)
-
-
-def is_public(scope: Scope) -> bool:
-    """Whether a request needs no key."""
-    return (scope["path"] in PUBLIC_PATHS and scope["method"] in ("GET", "HEAD")) or is_dashboard(scope)
+            return await self._registry.sessions.follow_link(secret)
+        return await self._registry.keys.authenticate(secret)
 
 
 def _bearer(headers: Headers) -> str:

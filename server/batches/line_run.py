@@ -149,10 +149,10 @@ class LineRunner:
             return self._known[1]
         identity = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
         if self.batch.key_id:
-            identity = await registry.identify_key(self.batch.key_id)
+            identity = await registry.keys.identify_key(self.batch.key_id)
         if "infer" not in identity.scopes:
             raise ForbiddenError("The API key lacks the scope infer.")
-        tenant = (await registry.tenant_names([tenant_id])).get(tenant_id)
+        tenant = (await registry.tenants.tenant_names([tenant_id])).get(tenant_id)
         caller = Caller(identity=identity, tenant_id=tenant_id, tenant=tenant, weight=identity.tenant_weight)
         self._known = (now_s, caller)
         return caller

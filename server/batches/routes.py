@@ -10,13 +10,13 @@ from fastapi.responses import StreamingResponse
 
 from weft.adapters.blobs.store import read_pieces
 from weft.errors import InvalidRequestError
+from weft.registry.batches import new_file
 from weft.registry.db.models import BatchRow, FileRow
-from weft.registry.files import new_file
 from weft.registry.records import Page
-from weft.server.adapters.form_upload import Form, Parts, read_form
-from weft.server.adapters.garbage import delete_blobs
 from weft.server.auth.callers import InferTenant
 from weft.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
+from weft.server.garbage import delete_blobs
+from weft.server.http.form import Form, Parts, read_form
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes, takes_form
 from weft.server.services import Wired

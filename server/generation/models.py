@@ -8,8 +8,8 @@ from fastapi import APIRouter
 
 from weft.registry.records import Adapter, AdapterIdentity, AdapterVersion
 from weft.server.auth.callers import AnyCaller, Caller
-from weft.server.generation.model_name import resolve_model
 from weft.server.generation.schemas import ModelList, ModelView
+from weft.server.model_name import resolve_model
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["models"])
@@ -23,7 +23,7 @@ async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
         _adapter_view(services, adapter, adapter.current, adapter.name)
         for adapter in await _own_adapters(services, caller)
     ]
-    granted = await services.registry.list_granted(caller.tenant_id) if caller.tenant_id else ()
+    granted = await services.registry.adapters.list_granted(caller.tenant_id) if caller.tenant_id else ()
     foreign = [
         _adapter_view(services, adapter, adapter.current, _granted_name(adapter, version))
         for adapter, version in granted
@@ -49,7 +49,7 @@ async def _own_adapters(services: Services, caller: Caller) -> list[Adapter]:
     adapters: list[Adapter] = []
     after: str | None = None
     while caller.tenant_id is not None:
-        page = await services.registry.list_adapters(caller.tenant_id, after, PAGE)
+        page = await services.registry.adapters.list_adapters(caller.tenant_id, after, PAGE)
         adapters.extend(page.items)
         after = page.next
         if after is None:

@@ -19,7 +19,6 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.choices import Choice, Generation
 from weft.server.generation.meter import Meter
-from weft.server.generation.model_name import ResolvedModel, resolve_model
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat, ResponseFormat
 from weft.server.generation.prompts import (
     Limits,
@@ -36,6 +35,7 @@ from weft.server.http.openapi import takes
 from weft.server.limits.admission import GeneratingCaller, admit_generation, lease_of
 from weft.server.limits.gate import Admission, Ask
 from weft.server.limits.reservation import LimitReservation
+from weft.server.model_name import ResolvedModel, resolve_model
 from weft.server.services import Services, services_of
 
 

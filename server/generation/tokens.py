@@ -9,12 +9,12 @@ from starlette.responses import JSONResponse, Response
 
 from weft.errors import InvalidRequestError
 from weft.server.auth.callers import Caller
-from weft.server.generation.model_name import resolve_model
 from weft.server.generation.prompts import as_turns
 from weft.server.generation.schemas import DetokenizeBody, DetokenizeView, TokenizeBody, TokenizeView
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
 from weft.server.limits.admission import TokenizingCaller
+from weft.server.model_name import resolve_model
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["tokens"])

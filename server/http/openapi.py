@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import weft
-from weft.server.auth.middleware import PUBLIC_PATHS
 from weft.server.http.bodies import ErrorView
+from weft.server.http.public import PUBLIC_PATHS
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")

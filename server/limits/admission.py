@@ -40,7 +40,7 @@ async def shares_of(services: Services, caller: Caller, *, with_month: bool = Fa
     held: list[tuple[Holder, str, Limits]] = []
     if caller.tenant_id is not None:
         is_own = identity.tenant_id == caller.tenant_id
-        limits = identity.tenant_limits if is_own else await services.registry.tenant_limits(caller.tenant_id)
+        limits = identity.tenant_limits if is_own else await services.registry.tenants.tenant_limits(caller.tenant_id)
         held.append(("tenant", caller.tenant_id, limits))
     if identity.key_id is not None:
         held.append(("key", identity.key_id, identity.key_limits))

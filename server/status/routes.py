@@ -68,11 +68,13 @@ async def _while_known(
 async def _snapshot(services: Services) -> dict[str, Any]:
     status = await services.engine_status(is_detailed=True)
     shown = status.batches.adapters if status.batches else []
-    names = await services.registry.version_names({*shown, *(resident.digest for resident in status.residents)})
+    names = await services.registry.adapters.version_names(
+        {*shown, *(resident.digest for resident in status.residents)}
+    )
     admission = services.gate.snapshot()
     tenant_names = {
         "": ADMIN,
-        **await services.registry.tenant_names({*status.tenants, *status.service_tokens, *admission}),
+        **await services.registry.tenants.tenant_names({*status.tenants, *status.service_tokens, *admission}),
     }
     return {
         "object": "engine",

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from weft.registry.records import SCOPES
-from weft.server.adapters.garbage import remove_unreferenced
-from weft.server.adapters.pins import pinned_pages
 from weft.server.auth.callers import Admin, AnyCaller
+from weft.server.garbage import remove_unreferenced
 from weft.server.http.bodies import HeldView, NamedView
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
 from weft.server.limits.admission import shares_of
+from weft.server.pins import pinned_pages
 from weft.server.services import Wired
 from weft.server.tenants.schemas import (
     KeyBody,
@@ -39,33 +39,33 @@ async def create_tenant(request: Request, services: Wired, _: Admin) -> TenantVi
     """Make a tenant. It gets the limits of the settings `tenant_defaults.*` where the body names none."""
     body = await json_body(request, TenantBody, services.config.server.max_body_bytes, services.pace)
     limits = {**asdict(services.config.tenant_defaults), **body.limits}
-    return TenantView.model_validate(await services.registry.create_tenant(body.name, limits, body.weight))
+    return TenantView.model_validate(await services.registry.tenants.create_tenant(body.name, limits, body.weight))
 
 
 @router.get("/v1/tenants")
 async def list_tenants(services: Wired, _: Admin, after: str | None = None, limit: Limit = 100) -> TenantList:
     """List tenants by name."""
-    page = await services.registry.list_tenants(after, limit)
+    page = await services.registry.tenants.list_tenants(after, limit)
     return TenantList(data=[TenantView.model_validate(tenant) for tenant in page.items], next=page.next)
 
 
 @router.get("/v1/tenants/{name}")
 async def get_tenant(name: str, services: Wired, _: Admin) -> TenantView:
     """Show one tenant."""
-    return TenantView.model_validate(await services.registry.get_tenant(name))
+    return TenantView.model_validate(await services.registry.tenants.get_tenant(name))
 
 
 @router.patch("/v1/tenants/{name}", openapi_extra=takes(TenantPatchBody))
 async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> TenantView:
     """Replace a tenant's limits, its weight, or both; in force at once."""
     body = await json_body(request, TenantPatchBody, services.config.server.max_body_bytes, services.pace)
-    return TenantView.model_validate(await services.registry.update_tenant(name, body.limits, body.weight))
+    return TenantView.model_validate(await services.registry.tenants.update_tenant(name, body.limits, body.weight))
 
 
 @router.delete("/v1/tenants/{name}", status_code=204)
 async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
     """Delete a tenant with its keys and adapters; its usage stays."""
-    await remove_unreferenced(services, await services.registry.delete_tenant(name))
+    await remove_unreferenced(services, await services.registry.tenants.delete_tenant(name))
     return Response(status_code=204)
 
 
@@ -73,7 +73,7 @@ async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
 async def create_key(name: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
     """Make a key. The secret is shown this once."""
     body = await json_body(request, KeyBody, services.config.server.max_body_bytes, services.pace)
-    key, secret = await services.registry.create_key(
+    key, secret = await services.registry.keys.create_key(
         name, body.name, body.scopes or SCOPES, body.expires_at, body.limits
     )
     return NewKeyView(**KeyView.model_validate(key).model_dump(), key=secret)
@@ -82,7 +82,9 @@ async def create_key(name: str, request: Request, services: Wired, _: Admin) -> 
 @router.get("/v1/tenants/{name}/keys")
 async def list_keys(name: str, services: Wired, _: Admin) -> KeyList:
     """List a tenant's living keys."""
-    return KeyList(data=[KeyView.model_validate(key) for key in await services.registry.list_keys(name)], next=None)
+    return KeyList(
+        data=[KeyView.model_validate(key) for key in await services.registry.keys.list_keys(name)], next=None
+    )
 
 
 @router.patch("/v1/keys/{key_id}", openapi_extra=takes(KeyPatchBody))
@@ -90,7 +92,7 @@ async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -
     """Change a key's name, limits, scopes or end; the secret stays, and the change is in force at once."""
     body = await json_body(request, KeyPatchBody, services.config.server.max_body_bytes, services.pace)
     return KeyView.model_validate(
-        await services.registry.update_key(
+        await services.registry.keys.update_key(
             key_id, name=body.name, limits=body.limits, scopes=body.scopes, expires_at=body.expires_at
         )
     )
@@ -100,14 +102,14 @@ async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -
 async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
     """Make a key like this one, which itself stops working at once, or after a grace."""
     body = await json_body(request, RotateBody, services.config.server.max_body_bytes, services.pace)
-    key, secret = await services.registry.rotate_key(key_id, body.grace_s)
+    key, secret = await services.registry.keys.rotate_key(key_id, body.grace_s)
     return NewKeyView(**KeyView.model_validate(key).model_dump(), key=secret)
 
 
 @router.delete("/v1/keys/{key_id}", status_code=204)
 async def revoke_key(key_id: str, services: Wired, _: Admin) -> Response:
     """Make a key useless, at once."""
-    await services.registry.revoke_key(key_id)
+    await services.registry.keys.revoke_key(key_id)
     return Response(status_code=204)
 
 
@@ -121,12 +123,12 @@ async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
         used[share.holder] = share.account.used(services.monotonic())
     if caller.tenant_id is not None:
         pages = await pinned_pages(services, caller.tenant_id)
-        used["tenant"] |= {**await services.registry.stored(caller.tenant_id), "pinned_pages": pages}
+        used["tenant"] |= {**await services.registry.tenants.stored(caller.tenant_id), "pinned_pages": pages}
     key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
     return MeView(
         role=caller.identity.role,
         tenant=NamedView(id=tenant_id, name=tenant) if tenant_id is not None and tenant is not None else None,
-        key=KeyView.model_validate(await services.registry.get_key(key_id)) if key_id is not None else None,
+        key=KeyView.model_validate(await services.registry.keys.get_key(key_id)) if key_id is not None else None,
         limits=HeldView(**limits),
         used=HeldView(**used),
     )

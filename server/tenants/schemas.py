@@ -67,23 +67,6 @@ class MeView(View):
     """What counts against a rate or quota now; tokens with what running requests reserve."""
 
 
-class SessionView(View):
-    """A browser's session; its cookie is in the header."""
-
-    object: Literal["session"] = "session"
-    role: Literal["admin", "tenant"]
-    tenant: str | None
-    expires_at: Moment
-
-
-class LinkView(View):
-    """What begins a session once."""
-
-    object: Literal["session.link"] = "session.link"
-    link: str
-    expires_at: Moment
-
-
 class GrantView(View):
     """Another tenant may call an adapter."""
 

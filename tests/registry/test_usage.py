@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from registry_samples import NOON, usage_event
 from weft.errors import InvalidRequestError
-from weft.registry.clock import to_micros
+from weft.registry.db.clock import to_micros
 from weft.registry.db.database import Database
 from weft.registry.records import Bucket, GroupBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 from weft.registry.usage import query as usage_query

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from postgres_server import KINDS, database_of
 from quarter_of_usage import ADAPTERS, END, START, TENANTS, insert_quarter, quarter
-from weft.registry.clock import to_micros
+from weft.registry.db.clock import to_micros
 from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent, UsageQuery, UsageReport
 from weft.registry.usage import query as usage_query

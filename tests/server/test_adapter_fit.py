@@ -52,8 +52,8 @@ async def test_equal_bytes_count_once(api: Api) -> None:
     pages = (await upload(client, "pirate")).json()["pages"]
     await upload(client, "twin")
     await upload(rival, "corsair")
-    ids = {tenant.name: tenant.id for tenant in (await api.services.registry.list_tenants()).items}
-    await api.services.registry.grant_adapter(ids["rival"], "corsair", ids["acme"], actor="test")
+    ids = {tenant.name: tenant.id for tenant in (await api.services.registry.tenants.list_tenants()).items}
+    await api.services.registry.adapters.grant_adapter(ids["rival"], "corsair", ids["acme"], actor="test")
     body = await ask(api, adapters=["pirate", "pirate@1", "twin", "rival/corsair"])
     assert (body["pages"]["needed"], body["slots"]["needed"]) == (pages, 1)
     assert [item["adapter"] for item in body["adapters"]] == ["pirate", "pirate", "twin", "rival/corsair"]

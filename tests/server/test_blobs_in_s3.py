@@ -21,8 +21,8 @@ from weft.adapters.blobs.s3 import S3Blobs
 from weft.cli import make_app
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.errors import ConfigError
-from weft.server.adapters.garbage import Sweeper, end_removals
 from weft.server.adapters.validation import AdapterCheck
+from weft.server.garbage import Sweeper, end_removals
 from weft.server.serve import _open_blobs
 
 pytestmark = pytest.mark.anyio
@@ -76,7 +76,9 @@ async def test_pages_are_counted_from_the_header_without_a_copy(api: Api, tmp_pa
     for path in api.files():
         path.unlink()
     restarted = AdapterCheck(api.services.ready, api.services.blobs)
-    version = (await api.services.registry.list_adapters((await api.services.registry.get_tenant("acme")).id)).items[0]
+    version = (
+        await api.services.registry.adapters.list_adapters((await api.services.registry.tenants.get_tenant("acme")).id)
+    ).items[0]
     assert await restarted.pages(version.current) == pages
     assert api.files() == []
     cut_off(api, 60)

@@ -246,8 +246,8 @@ async def test_draining_ends_the_streams(api: Api, url: str) -> None:
 async def test_tenants_are_told_by_name_and_pages_by_adapter_slot(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     await api.tenant("acme")
     await api.tenant("rival")
-    refused = (await api.services.registry.get_tenant("rival")).id
-    acme = (await api.services.registry.get_tenant("acme")).id
+    refused = (await api.services.registry.tenants.get_tenant("rival")).id
+    acme = (await api.services.registry.tenants.get_tenant("acme")).id
     load = TenantLoad(weight=3.0, running=2, paused=1, waiting=2, reasons={"NEW": 2}, rate=7.5)
     api.engine.tenants = {acme: load, "": TenantLoad(waiting=1), "ten_gone": TenantLoad(waiting=4)}
     gate = {acme: {"wait_s": 2.5, "refused": {"limit.queue": 3}}, refused: {"wait_s": 0.0, "refused": {}}}

@@ -29,7 +29,7 @@ async def completion(api: Api, key: str, model: str, **extra: object) -> tuple[i
 async def test_an_owner_grants_by_id_and_takes_it_back(api: Api) -> None:
     acme, rival = await api.tenant("acme"), await api.key("rival")
     await upload(acme, "support")
-    rival_id = (await api.services.registry.get_tenant("rival")).id
+    rival_id = (await api.services.registry.tenants.get_tenant("rival")).id
     made = await acme.post("/v1/adapters/support/grants", json={"tenant": rival_id})
     assert (made.status_code, made.json()["tenant"], made.json()["version"]) == (201, "rival", None)
     assert (await acme.post("/v1/adapters/support/grants", json={"tenant": rival_id})).status_code == 200

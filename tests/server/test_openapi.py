@@ -6,10 +6,10 @@ import pytest
 
 from api_server import Api
 from weft.server.adapters import schemas as adapters
-from weft.server.auth.middleware import PUBLIC_PATHS
 from weft.server.generation import schemas as generation
 from weft.server.http.bodies import Body
 from weft.server.http.openapi import IDEMPOTENCY_KEY
+from weft.server.http.public import PUBLIC_PATHS
 from weft.server.tenants import schemas as tenants
 
 pytestmark = pytest.mark.anyio

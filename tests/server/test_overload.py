@@ -47,7 +47,7 @@ async def flood(api: Api, tenant: str, count: int) -> AsyncIterator[httpx.AsyncC
 
 
 async def tenant_id(api: Api, name: str) -> str:
-    return (await api.services.registry.get_tenant(name)).id
+    return (await api.services.registry.tenants.get_tenant(name)).id
 
 
 async def test_a_flooding_tenant_is_refused_with_a_time_and_a_quiet_one_is_served(api: Api) -> None:
@@ -83,7 +83,7 @@ async def test_the_only_tenant_is_not_over_its_share_and_gets_503(api: Api) -> N
 async def test_a_refusal_counts_against_no_limit_and_is_in_the_metrics(api: Api) -> None:
     async with flood(api, "alone", 20) as client:
         say(api)
-        await api.services.registry.update_tenant("alone", {"requests_per_minute": 40})
+        await api.services.registry.tenants.update_tenant("alone", {"requests_per_minute": 40})
         for number in range(30):
             assert (await client.post("/v1/completions", json=body(number + 100))).status_code == 503
         me = (await client.get("/v1/me")).json()
@@ -110,9 +110,9 @@ async def test_all_that_was_let_in_leaves_the_gate_again(api: Api) -> None:
     assert (await client.post("/v1/completions", json=body(stream=True))).status_code == 200
     assert (await client.post("/v1/completions", json=body(prompt=[70_000]))).status_code == 400
     assert (await client.post("/v1/completions", json=body(max_tokens=100_000))).status_code == 400
-    await api.services.registry.update_tenant("acme", {"tokens_per_minute": 1})
+    await api.services.registry.tenants.update_tenant("acme", {"tokens_per_minute": 1})
     assert (await client.post("/v1/completions", json=body())).status_code == 429
-    await api.services.registry.update_tenant("acme", {})
+    await api.services.registry.tenants.update_tenant("acme", {})
     async with flood(api, "acme", 3):
         assert api.services.gate._waiting == 3
     await eventually(lambda: api.services.gate._waiting == 0)
@@ -162,7 +162,7 @@ async def test_weight_and_priority_go_to_the_engine(api: Api) -> None:
     client = await api.tenant("acme")
     assert (await client.post("/v1/completions", json=body())).status_code == 200
     assert (api.engine.requests[-1].flow.weight, api.engine.requests[-1].flow.priority) == (1.0, 0)
-    await api.services.registry.update_tenant("acme", weight=2.5)
+    await api.services.registry.tenants.update_tenant("acme", weight=2.5)
     assert (await client.post("/v1/completions", json=body(priority=-7))).status_code == 200
     assert (api.engine.requests[-1].flow.weight, api.engine.requests[-1].flow.priority) == (2.5, -7)
     as_admin = await api.admin.post("/v1/completions?tenant=acme", json=body())

@@ -10,7 +10,7 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api
 from weft.engine.status import ResidentAdapter
-from weft.server.adapters.pins import sync_pins
+from weft.server.pins import sync_pins
 from weft.server.status.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -66,8 +66,8 @@ async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes
         shown = (await client.patch("/v1/adapters/pirate", json={"pinned": pinned})).json()
         assert shown["pinned"] is pinned
         assert (await client.get("/v1/adapters/pirate")).json()["pinned"] is pinned
-    acme = await api.services.registry.get_tenant("acme")
-    adapter = await api.services.registry.get_adapter(acme.id, "pirate")
+    acme = await api.services.registry.tenants.get_tenant("acme")
+    adapter = await api.services.registry.adapters.get_adapter(acme.id, "pirate")
     ref = adapter.ref(adapter.current)
     assert api.engine.told_pins == [(ref, True), (ref, False)]
     assert api.engine.requests == []

@@ -26,11 +26,11 @@ SIZE = len(sound().weights)
 
 async def limit(api: Api, **limits: float) -> None:
     await api.key("acme")
-    await api.services.registry.update_tenant("acme", limits)
+    await api.services.registry.tenants.update_tenant("acme", limits)
 
 
 async def left(api: Api) -> int | None:
-    tenant = await api.services.registry.get_tenant("acme")
+    tenant = await api.services.registry.tenants.get_tenant("acme")
     return await api.services.registry.uploads.storage_left(tenant.id)
 
 
@@ -119,7 +119,7 @@ async def test_uploads_at_once_cannot_pass_a_limit_together(api: Api) -> None:
 async def test_bytes_on_their_way_are_reserved(api: Api) -> None:
     await limit(api, stored_bytes=3 * SIZE)
     client = await api.tenant("acme")
-    tenant = await api.services.registry.get_tenant("acme")
+    tenant = await api.services.registry.tenants.get_tenant("acme")
     with api.services.intake.reserving(tenant.id, 3 * SIZE):
         assert code(await upload(client, "a")) == (403, "quota.storage")
     assert (await upload(client, "a")).status_code == 201

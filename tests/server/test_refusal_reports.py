@@ -128,7 +128,7 @@ async def test_other_refusals_have_the_body_that_they_had(api: Api) -> None:
 async def test_a_rejection_of_before_there_were_findings_is_told_as_it_was(api: Api) -> None:
     client = await api.tenant("acme")
     upload_id = await send_all(client, sound())
-    owner = await api.services.registry.get_tenant("acme")
+    owner = await api.services.registry.tenants.get_tenant("acme")
     stored = {"message": "No.", "type": "adapter_error", "param": None, "code": "weights.empty"}
     await api.services.registry.uploads.reject(owner.id, upload_id, stored)
     assert (await complete(client, upload_id)).json() == {"error": stored}

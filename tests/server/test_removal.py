@@ -9,7 +9,7 @@ import pytest
 
 from api_server import Api, eventually
 from weft.errors import CapacityError
-from weft.server.adapters.garbage import HOLD_S, Sweeper, delete_blobs, end_removals
+from weft.server.garbage import HOLD_S, Sweeper, delete_blobs, end_removals
 
 pytestmark = pytest.mark.anyio
 SLOW_S = 0.05
@@ -38,7 +38,7 @@ async def test_a_long_sweep_lets_changes_pass(api: Api, monkeypatch: pytest.Monk
     monkeypatch.setattr(api.services.blobs, "delete", slowly)
     sweep = asyncio.create_task(Sweeper(api.services).sweep(is_start=True))
     await eventually(lambda: deleted)
-    await api.services.registry.create_tenant("acme")
+    await api.services.registry.tenants.create_tenant("acme")
     assert len(deleted) <= 2 * HOLD_S / SLOW_S
     assert (await sweep)["blobs"] == 40
     assert len(deleted) == 40
@@ -58,7 +58,7 @@ async def test_nobody_waits_for_a_store_that_hangs(api: Api, monkeypatch: pytest
         patch.setattr(api.services.blobs, "reach", hang)
         removal = asyncio.create_task(delete_blobs(api.services, digests))
         await eventually(lambda: asked)
-        await api.services.registry.create_tenant("acme")
+        await api.services.registry.tenants.create_tenant("acme")
         assert time.monotonic() < asked[0] + 1.0
         await removal
         assert len(api.files()) == 2

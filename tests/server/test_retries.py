@@ -17,12 +17,11 @@ from bad_upload import Upload
 from piecewise_client import announce, code, complete, facts, send_all
 from postgres_server import KINDS, database_of
 from weft.registry.db.models import IdempotencyRow
-from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry, body_digest
 from weft.registry.records import FileFacts, UploadDraft
 from weft.registry.registry import Registry
-from weft.registry.uploads import Terms
-from weft.server.adapters.garbage import Sweeper
+from weft.registry.uploads import Answer, AnsweredBeforeError, Retry, Terms, body_digest
 from weft.server.adapters.validation import AdapterCheck
+from weft.server.garbage import Sweeper
 
 pytestmark = pytest.mark.anyio
 
@@ -181,7 +180,7 @@ async def test_answers_are_kept_for_a_day(api: Api) -> None:
 async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, database_url: str | None) -> None:
     """Two registries over one database: the loser gets the winner's answer, and nothing of its own stays."""
     await api.key("acme")
-    tenant = await api.services.registry.get_tenant("acme")
+    tenant = await api.services.registry.tenants.get_tenant("acme")
     url = database_url or f"sqlite:///{api.services.config.server.data_dir.absolute() / 'registry.sqlite'}"
     other = await Registry.open(url, tmp_path / "other", ADMIN_KEY)
     made = sound()
@@ -194,7 +193,7 @@ async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, dat
         answer = Answer(status=201, body={"number": number})
         terms = Terms(answer=lambda *_: answer, retry=retry)
         try:
-            await registry.publish_version(tenant.id, "pirate", facts_, None, terms=terms)
+            await registry.adapters.publish_version(tenant.id, "pirate", facts_, None, terms=terms)
         except AnsweredBeforeError as error:
             return int(error.answer.body["number"])
         return number

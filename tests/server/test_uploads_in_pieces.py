@@ -21,9 +21,9 @@ from postgres_server import KINDS, database_of
 from weft.adapters.blobs.local import LocalBlobs
 from weft.errors import CapacityError
 from weft.registry.records import VersionFacts
-from weft.server.adapters import garbage as removal
-from weft.server.adapters.garbage import Sweeper
+from weft.server import garbage as removal
 from weft.server.adapters.schemas import AdapterView, UploadList, UploadView
+from weft.server.garbage import Sweeper
 from weft.server.http.body import Pace
 
 pytestmark = pytest.mark.anyio
@@ -249,7 +249,7 @@ async def test_another_tenants_upload_looks_like_none(api: Api) -> None:
 
 async def test_nobody_writes_beside_another(api: Api) -> None:
     client, files = await api.tenant("acme"), sound()
-    upload_id, tenant_id = await send_all(client, files), (await api.services.registry.get_tenant("acme")).id
+    upload_id, tenant_id = await send_all(client, files), (await api.services.registry.tenants.get_tenant("acme")).id
     with api.services.intake.writing(upload_id, WEIGHTS):
         for answer in (
             await put(client, upload_id, WEIGHTS, files.weights),
@@ -392,7 +392,7 @@ async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
 ) -> None:
     client = await api.tenant("acme")
     upload_id = await send_all(client, sound())
-    owner, check = await api.services.registry.get_tenant("acme"), api.services.check.check
+    owner, check = await api.services.registry.tenants.get_tenant("acme"), api.services.check.check
 
     async def check_while_another_rejects(*arguments: Any) -> VersionFacts:
         await api.services.registry.uploads.reject(owner.id, upload_id, {"code": "adapter_invalid", "message": "no"})

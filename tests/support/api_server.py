@@ -54,11 +54,11 @@ class Api:
         """A key of the tenant, which is made on first use."""
         name = ",".join((tenant, *scopes))
         if name not in self.keys:
-            existing = {known.name for known in (await self.services.registry.list_tenants(limit=1000)).items}
+            existing = {known.name for known in (await self.services.registry.tenants.list_tenants(limit=1000)).items}
             if tenant not in existing:
-                await self.services.registry.create_tenant(tenant)
+                await self.services.registry.tenants.create_tenant(tenant)
             granted = scopes or ("infer", "adapters", "usage")
-            _, self.keys[name] = await self.services.registry.create_key(tenant, None, granted)
+            _, self.keys[name] = await self.services.registry.keys.create_key(tenant, None, granted)
         return self.keys[name]
 
     async def tenant(self, tenant: str, *scopes: str) -> httpx.AsyncClient:
@@ -124,7 +124,7 @@ async def api(
     )
     registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY)
     blobs = open_blobs(config.registry, server.data_dir)
-    default = await registry.create_tenant("default") if server.auth == "off" else None
+    default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
     metrics = Metrics(ready.memory.slots)
     services = Services(
         config=config,

@@ -25,11 +25,11 @@ async def fill(data_dir: Path, admin_key: str, now: datetime) -> None:
     known: list[tuple[str, str, str, str, str]] = []
     try:
         for tenant in range(TENANTS):
-            owner = await registry.create_tenant(f"tenant-{tenant:02}")
-            key, _ = await registry.create_key(owner.name, "app")
+            owner = await registry.tenants.create_tenant(f"tenant-{tenant:02}")
+            key, _ = await registry.keys.create_key(owner.name, "app")
             for number in range(ADAPTERS // TENANTS):
                 name = f"adapter-{tenant:02}-{number:02}"
-                adapter, version, _ = await registry.publish_version(owner.id, name, facts(name))
+                adapter, version, _ = await registry.adapters.publish_version(owner.id, name, facts(name))
                 known.append((owner.id, owner.name, key.id, adapter.id, f"{name} {version.digest}"))
     finally:
         await registry.close()

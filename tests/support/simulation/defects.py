@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from weft.adapters.residency import images as host_images
-from weft.adapters.residency import load_queue, residency
+from weft.adapters.residency import load_threads, residency
 from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.slots import AdapterSlots
 from weft.engine.fairness.fair_order import FairOrder
 from weft.engine.fairness.shares import Share
-from weft.engine.scheduling import kv_pages, prefix_seed
+from weft.engine.scheduling import kv_pages
 from weft.engine.scheduling.kv_pages import KvPages, PrefixHit
 from weft.engine.scheduling.plan import PlanBuilder, StepPlan
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.memory import token_chain
+from weft.memory import prefix_cache
 from weft.memory.eviction import Evictor
 from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import NO_OWNER, PageKind, PagePool
@@ -93,13 +93,13 @@ def reuse_pages_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def share_prefixes_between_tenants(patch: pytest.MonkeyPatch) -> None:
-    seed = token_chain.chain_seed
-    patch.setattr(prefix_seed, "chain_seed", lambda _, *fields: seed("", *fields))
+    seed = prefix_cache.chain_seed
+    patch.setattr(kv_pages, "chain_seed", lambda _, *fields: seed("", *fields))
 
 
 def share_prefixes_between_adapters(patch: pytest.MonkeyPatch) -> None:
-    seed = token_chain.chain_seed
-    patch.setattr(prefix_seed, "chain_seed", lambda tenant, *_: seed(tenant))
+    seed = prefix_cache.chain_seed
+    patch.setattr(kv_pages, "chain_seed", lambda tenant, *_: seed(tenant))
 
 
 def find_all_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -238,8 +238,8 @@ def point_at_pages_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_a_finished_load(patch: pytest.MonkeyPatch) -> None:
-    take_done = load_queue.LoadQueue.take_done
-    patch.setattr(load_queue.LoadQueue, "take_done", lambda self: take_done(self)[1:])
+    take_done = load_threads.LoadQueue.take_done
+    patch.setattr(load_threads.LoadQueue, "take_done", lambda self: take_done(self)[1:])
 
 
 def evict_what_is_held(patch: pytest.MonkeyPatch) -> None:

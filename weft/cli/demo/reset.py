@@ -52,7 +52,7 @@ async def _reset(config: Config, data_dir: Path) -> Removed:
             raise _no_demo(data_dir)
         living = [key for key in keys if key.revoked_at is None]
         for key in living:
-            await registry.revoke_key(key.id)
+            await registry.keys.revoke_key(key.id)
         return Removed(await registry.usage.erase([key.id for key in keys]) if keys else 0, len(living))
     finally:
         await registry.close()
@@ -64,7 +64,7 @@ async def _traffic_keys(registry: Registry) -> list[Key] | None:
     is_demo = False
     for tenant in TENANTS:
         try:
-            found += [key for key in await registry.list_keys(tenant, with_revoked=True) if key.name == KEY_NAME]
+            found += [key for key in await registry.keys.list_keys(tenant, with_revoked=True) if key.name == KEY_NAME]
         except NotFoundError:
             continue
         is_demo = True

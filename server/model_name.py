@@ -80,7 +80,7 @@ async def _resolve_one(registry: Registry, caller: Caller, served_name: str, tex
         return ResolvedModel(name=text)
     tenant_id = caller.tenant_id or await _tenant_of_selector(registry, text)
     try:
-        adapter, version = await registry.resolve(tenant_id, text, sticky)
+        adapter, version = await registry.adapters.resolve(tenant_id, text, sticky)
     except NotFoundError as error:
         if caller.tenant_id is None:
             raise
@@ -94,7 +94,7 @@ async def _tenant_of_selector(registry: Registry, text: str) -> str:
     if owner is None:
         raise model_not_found(text)
     try:
-        return (await registry.get_tenant(owner)).id
+        return (await registry.tenants.get_tenant(owner)).id
     except NotFoundError as error:
         raise model_not_found(text) from error
 
@@ -104,14 +104,14 @@ async def _with_hint(
 ) -> NotFoundError:
     name = text.partition("@")[0]
     with suppress(NotFoundError):
-        version = (await registry.get_adapter(tenant_id, name)).current.version
+        version = (await registry.adapters.get_adapter(tenant_id, name)).current.version
         hint = f"Your adapter `{name}` has no such version or alias: ask for `{name}@{version}`, or set the alias"
         return NotFoundError(
             f"{error.message} {hint} (`{DEFAULT_ALIAS}` is what the plain name means).",
             code=error.code,
             param=error.param,
         )
-    page = await registry.list_adapters(tenant_id)
+    page = await registry.adapters.list_adapters(tenant_id)
     names = [served_name, *(adapter.name for adapter in page.items)]
     near = difflib.get_close_matches(name, names, n=NEAR_NAMES)
     if not near:

@@ -9,7 +9,7 @@ import structlog
 
 from weft.errors import CapacityError, EngineUnavailableError, WeftError
 from weft.registry.records import Removed
-from weft.server.adapters.pins import sync_pins
+from weft.server.pins import sync_pins
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
@@ -64,7 +64,7 @@ async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str
         Those in use, and those for which there was no time.
     """
     used = []
-    async with services.registry.holding_unreferenced(weights) as unreferenced:
+    async with services.registry.adapters.holding_unreferenced(weights) as unreferenced:
         doomed, until_s = sorted(unreferenced), services.monotonic() + HOLD_S
         while doomed and services.monotonic() < until_s:
             if services.engine.uses(doomed[-1]):
@@ -163,6 +163,6 @@ class Sweeper:
         digests = await asyncio.to_thread(lambda: list(self._services.blobs.digests()))
         doomed: list[str] = []
         for start in range(0, len(digests), BLOBS_AT_ONCE):
-            doomed += await self._services.registry.unreferenced(digests[start : start + BLOBS_AT_ONCE])
+            doomed += await self._services.registry.adapters.unreferenced(digests[start : start + BLOBS_AT_ONCE])
         await delete_blobs(self._services, doomed)
         return len(doomed)

@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.errors import WeftError
-from weft.server.auth.middleware import PUBLIC_PATHS
 from weft.server.drain import Drain
 from weft.server.errors import error_response, internal_response
+from weft.server.http.public import PUBLIC_PATHS
 from weft.server.limits.reservation import LimitReservation
 from weft.server.status.metrics import Metrics
 

@@ -1,1 +1,1 @@
-"""HTTP itself: the wire, bodies, request ids, the OpenAPI page and static files."""
+"""HTTP itself: the wire, bodies, forms, the OpenAPI page and static files."""

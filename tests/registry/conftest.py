@@ -12,11 +12,6 @@ from weft.registry.registry import Registry
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def clock() -> StandingClock:
     return StandingClock()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import structlog
 import uvicorn
 from fastapi import FastAPI
 
@@ -27,6 +28,9 @@ from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
 from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
+
+# As servers log them: a trace that shows every local of every frame takes seconds.
+structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 BASE = "demo"

@@ -12,7 +12,7 @@ from weft.config import GIB
 from weft.engine.llm import Completion
 from weft.engine.sampling_params import SamplingParams
 
-DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo"
 ADAPTERS = [None, *(DEMO / "adapters" / name for name in ("french", "haiku", "json", "pirate", "shout"))]
 NUM_REQUESTS = 30
 PAGE_BYTES = 32768

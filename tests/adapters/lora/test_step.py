@@ -43,7 +43,7 @@ def test_a_step_equals_plain_products_in_bf16() -> None:
 
 
 def test_a_step_equals_plain_products_with_the_triton_kernels() -> None:
-    support = Path(__file__).parents[1] / "support"
+    support = Path(__file__).parents[2] / "support"
     script = f"import sys; sys.path.insert(0, {str(support)!r})\n{INTERPRETED}"
     done = subprocess.run(
         [sys.executable, "-P", "-c", script],

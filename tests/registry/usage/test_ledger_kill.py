@@ -26,7 +26,7 @@ from weft.registry.usage.ledger import UsageLedger
 
 KILLS = 20
 RECOVERED_WITHIN_S = 5.0
-PROGRAM = Path(__file__).parents[1] / "support" / "ledger_under_load.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "ledger_under_load.py"
 
 
 def _acknowledged_until_killed(data_dir: Path, run: int, events: int, seconds: float) -> set[str]:

@@ -32,7 +32,7 @@ from weft.errors import ConfigError, EngineUnavailableError
 
 pytestmark = pytest.mark.slow
 
-DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo"
 ADAPTERS = ("french", "haiku", "json", "pirate", "shout")
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from piecewise_client import CONFIG, WEIGHTS, facts
 from weft.config import environment
 from weft_server import ADMIN_KEY, DEMO_MODEL, upload_bytes
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 PUBLISHING = (
     "before check",
     "after check",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.residency.entry import ResidentAdapter as ResidentAdapter
-from weft.engine.fairness.tenant_service import Prices
+from weft.adapters.residency.resident import ResidentAdapter as ResidentAdapter
+from weft.engine.fairness.prices import Prices
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_map import PageMap
 

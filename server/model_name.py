@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from weft.adapters.ref import AdapterRef
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry.aliases import DEFAULT_ALIAS, model_not_found, parse_selector
-from weft.registry.records import AdapterIdentity, AdapterVersion
-from weft.registry.registry import Registry
-from weft.server.auth.callers import Caller
+
+if TYPE_CHECKING:
+    from weft.adapters.ref import AdapterRef
+    from weft.registry.records import AdapterIdentity, AdapterVersion
+    from weft.registry.registry import Registry
+    from weft.server.auth.callers import Caller
 
 NEAR_NAMES = 3
 """Most names suggested for one that does not exist."""

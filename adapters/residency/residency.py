@@ -20,11 +20,12 @@ from typing import Literal
 
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.entry import Entry, KnownAdapters, LoadFailure, LoadTimes, ResidentAdapter, Stage
+from weft.adapters.residency.entry import Entry, KnownAdapters, LoadTimes, Stage
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.adapters.residency.load_threads import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
 from weft.adapters.residency.loader import AdapterLoader
 from weft.adapters.residency.pins import Pins
+from weft.adapters.residency.resident import LoadFailure, ResidentAdapter
 from weft.adapters.residency.slots import AdapterSlots
 from weft.adapters.residency.slots import SlotLease as SlotLease
 from weft.adapters.residency.view import check_entries, check_sums, residents

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.entry import Entry, KnownAdapters, ResidentAdapter, Stage
+from weft.adapters.residency.entry import Entry, KnownAdapters, Stage
 from weft.adapters.residency.images import HostImages
 from weft.adapters.residency.pins import Pins
+from weft.adapters.residency.resident import ResidentAdapter
 from weft.adapters.residency.slots import AdapterSlots
 from weft.errors import PageAccountingError
 from weft.memory.eviction import Evictor

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from weft.engine.execution.batch import build_batch
-from weft.engine.fairness.tenant_service import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.model.decoder import Decoder, KvViews
 from weft.engine.scheduling.plan import Chunk, StepPlan
 from weft.memory.arena import Arena, PageCopier

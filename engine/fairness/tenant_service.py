@@ -13,28 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.engine.fairness.lengths import Lengths
+from weft.engine.fairness.prices import Prices
 from weft.engine.scheduling.plan import Chunk
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.status import TenantLoad
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """Units per piece of work. Prompt tokens found in the prefix cache cost nothing."""
-
-    prompt: float = 1.0
-    """One computed prompt token."""
-    output: float = 2.0
-    """One generated token, besides the context that it reads."""
-    context: float = 1 / 600
-    """One token of context that an output token attends to: it is read from memory for this row alone."""
-    prompt_context: float = 1 / 30_000
-    """One token of context that a prompt token attends to: the tokens of a chunk share the read, and each computes."""
-    rank: float = 1 / 16
-    """One rank of a distinct adapter in a step; its requests in the step share this."""
-    page_load: float = 2.0
-    """One page of an adapter that is brought to the device, paid by the tenant that asked for it."""
-
 
 NUM_KEPT_ENDS = 64
 MAX_RETRY_AFTER_S = 60.0

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
+from weft.engine.process.inbox import Inbox
 from weft.engine.process.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -171,37 +172,6 @@ def _start_error(failed: StartFailed) -> ConfigError | EngineUnavailableError:
     if failed.is_setting:
         return ConfigError(failed.message, code=failed.code, param=failed.param)
     return EngineUnavailableError(failed.message, code=failed.code, param=failed.param)
-
-
-ItemT = TypeVar("ItemT")
-
-
-class Inbox(Generic[ItemT]):
-    """An unbounded queue with one reader, which takes all there is at once.
-
-    Each wait of `asyncio.Queue` looks for the running event loop, which in Python 3.11 is a system call. For each token
-    of each stream, that was a twentieth of the server's time.
-    """
-
-    def __init__(self) -> None:
-        self._items: list[ItemT] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: ItemT) -> None:
-        """Add an item."""
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[ItemT]:
-        """Everything that was put since the last call, in order; waits until there is something."""
-        if not self._items:
-            self._loop = self._loop or asyncio.get_running_loop()
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        items, self._items = self._items, []
-        return items
 
 
 logger = logging.getLogger(__name__)

@@ -54,7 +54,8 @@ from weft.engine.failures import EXPIRED, INTERNAL, request_error
 from weft.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
 from weft.engine.fairness.inner_order import inner_order
 from weft.engine.fairness.lengths import Lengths
-from weft.engine.fairness.tenant_service import Prices, TenantService
+from weft.engine.fairness.prices import Prices
+from weft.engine.fairness.tenant_service import TenantService
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.chunks import Chunks

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from weft.errors import BusyError, RateLimitError
 from weft.registry.records import VersionFacts
-from weft.server.adapters.resumable_upload import FILES
+from weft.server.adapters.staged_files import FILES
 
 STREAMS = 2
 """Files of uploads in pieces that a tenant may send at once."""

@@ -12,9 +12,9 @@ from weft.registry.uploads import Answer, Retry, body_digest
 from weft.server.adapters import resumable_upload as piecewise
 from weft.server.adapters.hub_import import fetch, reader_of
 from weft.server.adapters.publish import VersionDraft, checked_name, owner_of, publish
-from weft.server.adapters.resumable_upload import FILES
 from weft.server.adapters.retries import change_once, retry_key
 from weft.server.adapters.schemas import AdapterView, ImportBody, UploadBody, UploadList, UploadView
+from weft.server.adapters.staged_files import FILES
 from weft.server.auth.callers import Admin, TenantReader, TenantWriter, UploadCaller, bound, for_tenant
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes, takes_file, takes_retries

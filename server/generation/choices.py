@@ -10,15 +10,18 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from weft.engine.process.client import Inbox
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.text.text_stream import TextDelta, TextStream
+from weft.engine.process.inbox import Inbox
 from weft.errors import EngineError, EngineUnavailableError
 from weft.server.errors import from_engine
-from weft.server.generation.prompts import Prompt
-from weft.server.limits.gate import Admission
-from weft.server.services import Engine
+
+if TYPE_CHECKING:
+    from weft.engine.request import GenerationRequest, RequestOutput
+    from weft.engine.text.text_stream import TextDelta, TextStream
+    from weft.server.generation.prompts import Prompt
+    from weft.server.limits.gate import Admission
+    from weft.server.services import Engine
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[Step], n: int) -> list[Choice]:

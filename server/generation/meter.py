@@ -14,17 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import structlog
 
-from weft.engine.request import AdapterState
 from weft.errors import WeftError
 from weft.registry.records import ServiceClass, UsageEvent
-from weft.server.auth.callers import Caller
-from weft.server.generation.choices import Computed, Step
-from weft.server.limits.reservation import LimitReservation
-from weft.server.model_name import ResolvedModel
-from weft.server.services import Services
+
+if TYPE_CHECKING:
+    from weft.engine.request import AdapterState
+    from weft.server.auth.callers import Caller
+    from weft.server.generation.choices import Computed, Step
+    from weft.server.limits.reservation import LimitReservation
+    from weft.server.model_name import ResolvedModel
+    from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
 MARK_TOKENS = 128

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from weft.engine.request import TokenLogprobs
-from weft.engine.text.tokenizer import Tokenizer
-from weft.server.generation.choices import Choice, Step
-from weft.server.generation.schemas import ChatBody, CompletionBody
+if TYPE_CHECKING:
+    from weft.engine.request import TokenLogprobs
+    from weft.engine.text.tokenizer import Tokenizer
+    from weft.server.generation.choices import Choice, Step
+    from weft.server.generation.schemas import ChatBody, CompletionBody
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""

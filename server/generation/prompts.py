@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import ContextLengthError, InvalidRequestError
-from weft.server.generation.schemas import ChatBody, CompletionBody, GenerationBody, Message
+
+if TYPE_CHECKING:
+    from weft.engine.text.tokenizer import Tokenizer
+    from weft.server.generation.schemas import ChatBody, CompletionBody, GenerationBody, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -17,12 +18,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, WeftError
-from weft.server.drain import Drain
 from weft.server.generation.choices import Choice, Generation, Step, best_choices
-from weft.server.generation.meter import Meter
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
 from weft.server.http import sse
 from weft.server.http.wire import IS_CLOSING
+
+if TYPE_CHECKING:
+    from weft.server.drain import Drain
+    from weft.server.generation.meter import Meter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,15 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from weft.engine.fairness.lengths import Lengths
-from weft.engine.fairness.tenant_service import Prices
-from weft.engine.status import EngineLoad
+from weft.engine.fairness.prices import Prices
 from weft.errors import CapacityError, RateLimitError, WeftError
 from weft.server.limits.return_slots import ReturnSlots
+
+if TYPE_CHECKING:
+    from weft.engine.status import EngineLoad
 
 OVER_SHARE = "limit.queue"
 OVERLOADED = "server.overloaded"

@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from weft.errors import QuotaExceededError, RateLimitError
-from weft.registry.limits import Limits
 from weft.server.limits.windows import Account, Window, month_of
+
+if TYPE_CHECKING:
+    from weft.registry.limits import Limits
 
 BUSY_S = 1.0
 """When to come again where it depends on when others end."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 import weft
-from weft.engine.status import EngineStatus
 from weft.registry.limits import TENANT_LIMITS
+
+if TYPE_CHECKING:
+    from weft.engine.status import EngineStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100

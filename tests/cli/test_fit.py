@@ -19,7 +19,7 @@ from weft.adapters.lora.layout import adapter_pages
 from weft.cli import make_app
 from weft.config import GIB, Config, MemoryConfig, ModelConfig
 from weft.engine.build import build_engine
-from weft.server.adapters.fit import plan_room
+from weft.server.adapters.planned_room import plan_room
 
 ADAPTERS = DEMO_MODEL.parent / "adapters"
 SMALL = ("--device", "cpu", "--dtype", "float32", "--set", "memory.host_gib=0.01")

@@ -28,7 +28,7 @@ from weft.registry.registry import Registry
 from weft.server import serve
 from weft.server.adapters import resumable_upload as piecewise
 from weft.server.adapters import retries
-from weft.server.adapters.resumable_upload import StagedFiles, StagedWriter
+from weft.server.adapters.staged_files import StagedFiles, StagedWriter
 from weft.server.adapters.validation import AdapterCheck
 
 WHERE = Path(environment()["DIE_WHERE"])

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weft.engine.fairness.tenant_service import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import CapacityError, RateLimitError
 from weft.server.limits.gate import Admission, Ask, Gate

@@ -14,7 +14,8 @@ from weft.cli.serve import Setting
 from weft.cli.table import print_table
 
 if TYPE_CHECKING:
-    from weft.server.adapters.fit import AdapterFit, FitItem, PlannedRoom
+    from weft.server.adapters.fit import AdapterFit, FitItem
+    from weft.server.adapters.planned_room import PlannedRoom
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
@@ -49,7 +50,8 @@ def fit(  # noqa: PLR0913 - one parameter per option
     """
     from weft.config import environment
     from weft.errors import ConfigError
-    from weft.server.adapters.fit import find_fit, plan_room
+    from weft.server.adapters.fit import find_fit
+    from weft.server.adapters.planned_room import plan_room
     from weft.server.settings import load_config, merge_trees, parse_assignments
 
     if not adapters and not ranks:
@@ -95,7 +97,7 @@ def _check_count(count: int) -> None:
 
 def _on_disk(path: Path, planned: PlannedRoom) -> FitItem:
     from weft.errors import WeftError
-    from weft.server.adapters.fit import item_of_files
+    from weft.server.adapters.files import item_of_files
 
     config, weights = (None, path) if path.is_file() else adapter_files(path)
     try:

@@ -8,8 +8,7 @@ from typing import Any
 import typer
 
 from weft.cli.client import DEFAULT_URL, JSON, KEY, URL, call, show
-from weft.cli.engine_text import REASONS, counts_text, in_words, num_paused
-from weft.cli.table import print_table
+from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table
 
 HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
 NUMBERS = ("PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS")

@@ -7,7 +7,8 @@ import pytest
 
 from residency_parts import ResidencyParts, prepare
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.entry import NUM_LOADS, LoadTimes, ResidentAdapter
+from weft.adapters.residency.entry import NUM_LOADS, LoadTimes
+from weft.adapters.residency.resident import ResidentAdapter
 
 
 @pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 32])

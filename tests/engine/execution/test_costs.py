@@ -10,7 +10,7 @@ import torch
 from step_driver import StepDriver
 from tiny_models import make_model
 from weft.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, measure_costs, measure_prices
-from weft.engine.fairness.tenant_service import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.model.decoder import StepRows
 from weft.memory.arena import PageCopier
 from weft.memory.eviction import PageCosts

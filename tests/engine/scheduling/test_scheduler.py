@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
-from weft.engine.fairness.tenant_service import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduling.plan import Chunk
 from weft.engine.scheduling.waiting import MAX_BYPASSES

@@ -22,7 +22,7 @@ from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
 from weft.engine.execution.runner import ModelRunner
-from weft.engine.fairness.tenant_service import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams

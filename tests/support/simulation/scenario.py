@@ -9,7 +9,7 @@ from typing import Literal
 from simulation.adapters import LoadFaults, adapter_ref
 from simulation.truth import MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from weft.adapters.ref import AdapterRef
-from weft.engine.fairness.tenant_service import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.memory.eviction import PageCosts

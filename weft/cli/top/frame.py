@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from weft.cli import top_tenants
-from weft.cli.engine_text import REASONS, counts_text, in_words, num_paused
 from weft.cli.ps import TIERS, adapter_name
+from weft.cli.table import REASONS, counts_text, in_words, num_paused
+from weft.cli.top import tenants as top_tenants
 
 if TYPE_CHECKING:
     from rich.console import ConsoleDimensions, RenderableType

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from weft.cli import top_frame
 from weft.cli.client import (
     DEFAULT_URL,
     KEY,
@@ -26,6 +25,7 @@ from weft.cli.client import (
     reason_of,
     unreachable,
 )
+from weft.cli.top import frame as top_frame
 
 if TYPE_CHECKING:
     import httpx

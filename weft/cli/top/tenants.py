@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.cli.engine_text import REASONS, REFUSALS, counts_text, in_words
+from weft.cli.table import REASONS, REFUSALS, counts_text, in_words
 
 TEXTS = ("TENANT", "WHY", "REFUSED")
 WIDE_ONLY = ("WEIGHT", "WHY")

@@ -1,0 +1,36 @@
+"""What one task waits for from others of its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+
+class Inbox(Generic[ItemT]):
+    """An unbounded queue with one reader, which takes all there is at once.
+
+    Each wait of `asyncio.Queue` looks for the running event loop, which in Python 3.11 is a system call. For each token
+    of each stream, that was a twentieth of the server's time.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[ItemT] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: ItemT) -> None:
+        """Add an item."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[ItemT]:
+        """Everything that was put since the last call, in order; waits until there is something."""
+        if not self._items:
+            self._loop = self._loop or asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items

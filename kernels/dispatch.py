@@ -101,24 +101,18 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 @functools.cache
 def native_kernels() -> Kernels:
     """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`; sampling is in torch operators."""
-    from weft.kernels.native import attention as attention_native
-    from weft.kernels.native import rows as rows_native
-    from weft.kernels.native import sgmv as sgmv_native
-    from weft.kernels.plain import sampling as sampling_cpu
+    from weft.kernels.native import attention, rows, sgmv
+    from weft.kernels.plain import sampling
 
-    composed = _kernels_of(rows_native, attention_native, sgmv_native, sampling_cpu)
-    return replace(composed, attend=attention_native.attend)
+    return replace(_kernels_of(rows, attention, sgmv, sampling), attend=attention.attend)
 
 
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without a compiler and for dtypes that the C++ ones do not know."""
-    from weft.kernels.plain import attention as attention_cpu
-    from weft.kernels.plain import rows as rows_cpu
-    from weft.kernels.plain import sampling as sampling_cpu
-    from weft.kernels.plain import sgmv as sgmv_cpu
+    from weft.kernels.plain import attention, rows, sampling, sgmv
 
-    return _kernels_of(rows_cpu, attention_cpu, sgmv_cpu, sampling_cpu)
+    return _kernels_of(rows, attention, sgmv, sampling)
 
 
 @functools.cache
@@ -127,12 +121,9 @@ def triton_kernels() -> Kernels:
 
     On CPU tensors they run only where TRITON_INTERPRET=1 was set before Triton was first imported.
     """
-    from weft.kernels.triton import attention as attention_triton
-    from weft.kernels.triton import rows as rows_triton
-    from weft.kernels.triton import sampling as sampling_triton
-    from weft.kernels.triton import sgmv as sgmv_triton
+    from weft.kernels.triton import attention, rows, sampling, sgmv
 
-    return _kernels_of(rows_triton, attention_triton, sgmv_triton, sampling_triton)
+    return _kernels_of(rows, attention, sgmv, sampling)
 
 
 def _kernels_of(rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampling: ModuleType) -> Kernels:

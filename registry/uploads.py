@@ -283,7 +283,7 @@ class Uploads:
         async with self._database.write() as session:
             await session.delete(await _row(session, tenant_id, upload_id, self._clock()))
 
-    async def forget_old_answers(self) -> tuple[int, int]:
+    async def forget_old(self) -> tuple[int, int]:
         """Remove expired uploads and the answers that nobody may ask for any more; returns how many of each."""
         now = self._clock()
         async with self._database.write() as session:

@@ -9,7 +9,7 @@ from operator import attrgetter, itemgetter
 
 from weft.engine.failures import INTERNAL
 from weft.engine.request import FinishReason, RequestError
-from weft.engine.scheduling.plan import PlanBuilder
+from weft.engine.scheduling.plan_builder import PlanBuilder
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable

@@ -16,7 +16,8 @@ from typing import Literal
 
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import GenerationRequest
-from weft.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
+from weft.engine.scheduling.plan import PageCopy, PageMove
+from weft.engine.scheduling.plan_builder import PlanBuilder
 from weft.engine.scheduling.request_limits import check_fits
 from weft.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
 from weft.errors import EngineError, PageAccountingError

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from weft.engine.failures import request_error
 from weft.engine.request import FinishReason, RequestError
 from weft.engine.scheduling.kv_pages import PrefixHit
-from weft.engine.scheduling.plan import PlanBuilder
+from weft.engine.scheduling.plan_builder import PlanBuilder
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState, WaitingReason
 from weft.engine.scheduling.request_table import RequestTable

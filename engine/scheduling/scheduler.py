@@ -61,13 +61,15 @@ from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.chunks import Chunks
 from weft.engine.scheduling.kv_pages import KvPages
 from weft.engine.scheduling.outcomes import Outcomes
-from weft.engine.scheduling.plan import Chunk, ChunkResult, PlanBuilder, StepPlan
-from weft.engine.scheduling.preemption import Preemption, Stall
+from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.protocols import AdapterResidency
 from weft.engine.scheduling.request_limits import ModelLimits, check_limits
 from weft.engine.scheduling.request_state import RequestPages, RequestState
 from weft.engine.scheduling.request_table import RequestTable
 from weft.engine.scheduling.rows import Rows
+from weft.engine.scheduling.stall import Stall
 from weft.engine.scheduling.step_budget import StepBudget
 from weft.engine.scheduling.waiting import Deadlines
 from weft.engine.status import EngineLoad, TenantLoad

@@ -38,8 +38,8 @@ from weft.registry.db.database import insert_into
 from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.names import check_integer, check_text, storable
 from weft.registry.records import AdapterUsage, GroupBy, RankBy, UsageEvent, UsageQuery
-from weft.registry.usage.latency import bin_in_sql, bin_of
-from weft.registry.usage.query import WIDTHS, zone
+from weft.registry.usage.buckets import WIDTHS, zone
+from weft.registry.usage.latency_bins import bin_in_sql, bin_of
 
 MAX_TOKENS = 1 << 40
 """Most tokens in one event; 2^23 such events still sum to less than 2^63."""

@@ -371,10 +371,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **unsupported_params.SHARED,
-        **unsupported_params.COMPLETIONS,
-    }
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.COMPLETIONS
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
     max_tokens: int = Field(16, ge=0, lt=1 << 31)
@@ -402,10 +399,7 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **unsupported_params.SHARED,
-        **unsupported_params.CHAT,
-    }
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)

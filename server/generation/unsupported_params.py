@@ -39,11 +39,13 @@ SHARED: Neutral = {
     "lora_path": (),
 }
 COMPLETIONS: Neutral = {
+    **SHARED,
     "suffix": ("",),
     "add_special_tokens": (True,),
     "prompt_embeds": (),
 }
 CHAT: Neutral = {
+    **SHARED,
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),

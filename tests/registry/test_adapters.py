@@ -123,7 +123,7 @@ async def test_two_processes_publishing_at_once_make_one_version(
     other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
     published = await asyncio.gather(
         *(
-            process.publish_version(acme.id, "support", facts(content))
+            process.adapters.publish_version(acme.id, "support", facts(content))
             for content in "aabb"
             for process in (registry, other)
         )
@@ -362,13 +362,15 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
     sha256 = facts("a").weights_sha256
     for process in (registry, other):
         async with registry.adapters.holding_unreferenced([sha256, "0" * 64]) as unreferenced:
-            publishing = asyncio.create_task(process.publish_version(acme.id, "support", facts("a"), terms=terms))
+            publishing = asyncio.create_task(
+                process.adapters.publish_version(acme.id, "support", facts("a"), terms=terms)
+            )
             await asyncio.sleep(0.2)
             assert not publishing.done()
             assert unreferenced == {sha256, "0" * 64}
             order.append("deleted")
         await publishing
-        async with other.holding_unreferenced([sha256]) as unreferenced:
+        async with other.adapters.holding_unreferenced([sha256]) as unreferenced:
             assert unreferenced == frozenset()
         await registry.adapters.delete_adapter(acme.id, "support")
     assert order == ["deleted", "stored"] * 2

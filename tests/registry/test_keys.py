@@ -155,7 +155,7 @@ async def test_a_key_revoked_by_another_server_stops_within_a_second(
     await registry.keys.authenticate(secret)
     url = database_url or f"sqlite:///{tmp_path}/registry.sqlite"
     other = await Registry.open(url, tmp_path / "other", pepper="other")
-    await other.revoke_key(key.id)
+    await other.keys.revoke_key(key.id)
     await other.close()
     clock.advance(1.0)
     with pytest.raises(AuthenticationError):

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from registry_samples import StandingClock, facts, usage_event
 from weft.errors import CapacityError, ConfigError, NotFoundError, WeftError
+from weft.registry.adapters import Adapters
 from weft.registry.cache import MAX_OUTAGE_S
 from weft.registry.db.clock import from_micros, iso, to_micros
+from weft.registry.keys import Keys
 from weft.registry.registry import Registry
+from weft.registry.sessions import Sessions
+from weft.registry.tenants import Tenants
 
 pytestmark = pytest.mark.anyio
 
@@ -86,7 +90,8 @@ async def test_a_second_process_is_refused_and_disturbs_nothing(registry: Regist
 async def test_every_question_about_one_adapter_is_tried_against_other_tenants() -> None:
     takes_tenant_and_name = {
         name
-        for name, method in inspect.getmembers(Registry, inspect.iscoroutinefunction)
+        for part in (Tenants, Keys, Sessions, Adapters)
+        for name, method in inspect.getmembers(part, inspect.iscoroutinefunction)
         if list(inspect.signature(method).parameters)[1:3] in (["tenant_id", "name"], ["tenant_id", "selector"])
     }
     assert takes_tenant_and_name - {"publish_version"} == set(TENANT_SCOPED)

@@ -72,7 +72,7 @@ async def test_a_database_that_is_away_ends_no_removal(api: Api, monkeypatch: py
 
     digests = lonely_blobs(api, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(api.services.registry, "holding_unreferenced", away)
+        patch.setattr(api.services.registry.adapters, "holding_unreferenced", away)
         await delete_blobs(api.services, digests)
         assert len(api.files()) == 1
     await eventually(lambda: not api.files())

@@ -21,7 +21,7 @@ from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatency
 from weft.registry.records import LatencyReport, UsageEvent, UsageQuery
 from weft.registry.usage import latency
 from weft.registry.usage import write as usage
-from weft.registry.usage.latency import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
+from weft.registry.usage.latency_bins import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from weft.registry.db.database import Database
 from weft.registry.records import Bucket, UsageQuery, UsageRow
 from weft.registry.usage import query as usage_query
 from weft.registry.usage import write as usage
-from weft.registry.usage.query import zone
+from weft.registry.usage.buckets import zone
 
 pytestmark = pytest.mark.anyio
 TICK = timedelta(microseconds=1)

@@ -309,7 +309,7 @@ async def test_a_full_disk_keeps_what_was_received(api: Api, monkeypatch: pytest
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("weft.server.adapters.resumable_upload.os.write", full)
+        patch.setattr("weft.server.adapters.staged_files.os.write", full)
         answer = await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)
         assert code(answer) == (507, "storage.full")
     assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000

@@ -168,7 +168,7 @@ async def test_answers_are_kept_for_a_day(api: Api) -> None:
     assert (await send(client, "a", "k")).headers["idempotent-replayed"] == "true"
     assert (await Sweeper(api.services).sweep())["answers"] == 0
     later = datetime.now(UTC) + timedelta(hours=24, minutes=1)
-    uploads._clock = api.services.registry._clock = lambda: later
+    uploads._clock = api.services.registry.adapters._clock = lambda: later
     fresh = await send(client, "a", "k")
     assert (fresh.status_code, "idempotent-replayed" in fresh.headers) == (200, False)
     assert [row.status for row in await rows(api)] == [200]
@@ -204,7 +204,7 @@ async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, dat
         )
         assert len(set(numbers)) == 1
         assert await other.uploads.answered(tenant.id, retry) == Answer(status=201, body={"number": numbers[0]})
-        assert len(await other.list_versions(tenant.id, "pirate")) == 1
+        assert len(await other.adapters.list_versions(tenant.id, "pirate")) == 1
         published = [entry for entry in await other.list_audit() if entry.action == "adapter.publish"]
         assert len(published) == 1
         draft = UploadDraft(

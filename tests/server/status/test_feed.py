@@ -172,7 +172,7 @@ async def test_events_go_on_after_an_outage_of_the_database(
         raise CapacityError("away", code="db.unavailable")
 
     with monkeypatch.context() as outage:
-        outage.setattr(api.services.registry, "tenant_names", away)
+        outage.setattr(api.services.registry.tenants, "tenant_names", away)
         async with watching(url) as watcher:
             name, said = await watcher.next()
             assert (name, said["error"]["code"]) == ("engine_error", "db.unavailable")
@@ -184,7 +184,7 @@ async def test_what_nobody_expected_ends_the_streams_and_not_those_that_come_lat
     api: Api, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(api.services.registry, "tenant_names", None)
+        broken.setattr(api.services.registry.tenants, "tenant_names", None)
         with pytest.raises(Exception, match=r"peer closed|EOF"):
             async with watching(url) as watcher:
                 await watcher.next()

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from weft.adapters.base_shape import SITES
-from weft.adapters.layout import adapter_pages, plan_layout
-from weft.adapters.lora_step import LoraStep
-from weft.adapters.paged_lora import PagedLora
-from weft.adapters.tables import AdapterTables
+from weft.adapters.lora.layout import adapter_pages, plan_layout
+from weft.adapters.lora.step import LoraStep, PagedLora
+from weft.adapters.lora.tables import AdapterTables
 from weft.benchmarks.arguments import counts
 from weft.benchmarks.model_shapes import MODELS, ModelShape
 from weft.benchmarks.report import goal

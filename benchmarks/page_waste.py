@@ -13,7 +13,7 @@ import argparse
 import itertools
 from typing import Any
 
-from weft.adapters.layout import LAYOUT_VERSION, adapter_pages
+from weft.adapters.lora.layout import LAYOUT_VERSION, adapter_pages
 from weft.benchmarks.model_shapes import ALL_LINEAR, DTYPE_BYTES, MODELS, QUERY_AND_VALUE, ModelShape
 
 KINDS = ((QUERY_AND_VALUE, 8), *((ALL_LINEAR, rank) for rank in (8, 16, 32, 64, 128)))

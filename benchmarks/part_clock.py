@@ -16,15 +16,15 @@ from unittest.mock import patch
 
 import torch
 
-from weft.adapters.lora_step import LoraStep
-from weft.adapters.paged_lora import PagedLora
-from weft.engine import build, runner
-from weft.engine.batch import build_batch
+from weft.adapters.lora.step import LoraStep, PagedLora
+from weft.engine import build
 from weft.engine.core import EngineCore
+from weft.engine.execution import runner
+from weft.engine.execution.batch import build_batch
+from weft.engine.execution.sampler import Sampler
 from weft.engine.model import weights
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.linear import Linear, make_linear
-from weft.engine.sampler import Sampler
 from weft.kernels.dispatch import Kernels, kernels_for
 
 P = ParamSpec("P")

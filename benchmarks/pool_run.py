@@ -28,16 +28,15 @@ from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.core import EngineCore
-from weft.engine.costs import measure_costs
+from weft.engine.execution.costs import measure_costs
 from weft.engine.model.spec import read_spec
 from weft.engine.model.weights import load_decoder
 from weft.engine.request import GenerationRequest
 from weft.engine.status import EngineStatus, StepStats
 from weft.errors import WeftError
-from weft.memory.arena import Arena
-from weft.memory.copies import PageCopier
+from weft.memory.arena import Arena, PageCopier
+from weft.memory.eviction import PageCosts
 from weft.memory.host_slab import HostSlab
-from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
 
 IDLE_S = 0.001

@@ -18,8 +18,8 @@ from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.layout import adapter_pages
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.benchmarks.model_shapes import ALL_LINEAR, ModelShape
 from weft.benchmarks.stored import adapter_ref, random_lora, store_blob

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from weft.adapters.residency import Residency
+from weft.adapters.residency.residency import Residency
 from weft.config import Config
 from weft.engine import build
-from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import Evictor, PageCosts, eviction_policy
 from weft.memory.pool import PagePool
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.ref import AdapterRef, LoraSpec, content_digest
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams

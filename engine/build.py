@@ -15,40 +15,36 @@ from pathlib import Path
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blob_store import open_blobs
-from weft.adapters.host_images import HostImages
-from weft.adapters.load_pace import LoadPace
-from weft.adapters.load_threads import copier_thread, loader_threads
-from weft.adapters.loading import AdapterLoader
-from weft.adapters.paged_lora import PagedLora
-from weft.adapters.residency import Residency
-from weft.adapters.tables import AdapterTables
+from weft.adapters.blobs.store import open_blobs
+from weft.adapters.lora.step import PagedLora
+from weft.adapters.lora.tables import AdapterTables
+from weft.adapters.residency.images import HostImages
+from weft.adapters.residency.load_threads import LoadPace, copier_thread, loader_threads
+from weft.adapters.residency.loader import AdapterLoader
+from weft.adapters.residency.residency import Residency
 from weft.config import Config
 from weft.engine.core import EngineCore
-from weft.engine.costs import measure_costs, measure_prices
-from weft.engine.fit import ModelLimits
-from weft.engine.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
+from weft.engine.execution.costs import measure_costs, measure_prices
+from weft.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
+from weft.engine.execution.runner import ModelRunner
+from weft.engine.execution.sampler import Sampler
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core
 from weft.engine.model.heap import keep_freed_memory
 from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec
 from weft.engine.model.weights import base_digest, load_decoder, resolve_model
-from weft.engine.prefix_seed import prefix_seed
-from weft.engine.runner import ModelRunner
-from weft.engine.sampler import Sampler
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduling.kv_pages import prefix_seed
+from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineReady, MemoryPlan
-from weft.engine.tokenizer import read_eos_token_ids
+from weft.engine.text.tokenizer import read_eos_token_ids
 from weft.kernels.dispatch import kernels_for
-from weft.memory.arena import Arena
-from weft.memory.copies import PageCopier
-from weft.memory.eviction import Evictor, eviction_policy
+from weft.memory.arena import Arena, PageCopier
+from weft.memory.eviction import Evictor, PageCosts, eviction_policy
 from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import HostSlab
-from weft.memory.page_costs import PageCosts
+from weft.memory.host_slab import HostSlab, SwapSpace
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 

@@ -10,19 +10,19 @@ import time
 from collections.abc import Callable
 
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency import Residency
-from weft.engine.plan import StepPlan
+from weft.adapters.residency.residency import Residency
+from weft.engine.execution.runner import ModelRunner
+from weft.engine.execution.step_history import StepHistory
 from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.runner import ModelRunner
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus
-from weft.engine.step_history import StepHistory
 from weft.errors import EngineError
 from weft.memory.eviction import Evictor
+from weft.memory.host_slab import SwapSpace
 from weft.memory.page_map import page_map
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ INTERNAL = RequestError(
 UNSOUND = RequestError(
     code="scores_not_finite",
     message="The scores of the next token are not finite numbers. An adapter whose training diverged does that, and so "
-    "does a repetition_penalty close to 0. Mend it and send the request again.",
+    "does a repetition_penalty close to 0. Change it and send the request again.",
 )
 """The doing of the request or its adapter; others in the step are not touched."""
 

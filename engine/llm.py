@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from weft.adapters.adapter_folder import adapter_files
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.folder import adapter_files
+from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.config import (
     AdapterConfig,
@@ -26,8 +26,8 @@ from weft.config import (
 from weft.engine.build import build_engine
 from weft.engine.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.text import TextStream
-from weft.engine.tokenizer import Tokenizer
+from weft.engine.text.text_stream import TextStream
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import (
     AdapterError,
     CapacityError,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.resident import ResidentAdapter as ResidentAdapter
-from weft.engine.prices import Prices
+from weft.adapters.residency.resident import ResidentAdapter as ResidentAdapter
+from weft.engine.fairness.prices import Prices
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_map import PageMap
 
@@ -78,7 +78,7 @@ class StepBatches:
 
 @dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and there may be thousands
 class TenantLoad:
-    """What one tenant has in the engine now. Units are those of `weft.engine.prices`."""
+    """What one tenant has in the engine now. Units are those of `weft.engine.fairness.tenant_service`."""
 
     weight: float = 1.0
     running: int = 0

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels import attention_cpu, rows_cpu
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_slots import KvSlots
+from weft.kernels.plain import attention as attention_cpu
+from weft.kernels.plain import rows as rows_cpu
 
 if TYPE_CHECKING:
     from weft.kernels.dispatch import Kernels

@@ -13,13 +13,13 @@ import torch
 from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.native_library import NATIVE_DTYPES, native_library
+from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.sampling import PenaltyTensors, SamplingTensors, apply_penalties
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
 
 class PagedAttention(Protocol):
-    """`weft.kernels.attention_cpu.paged_attention` states what it computes."""
+    """`weft.kernels.plain.attention.paged_attention` states what it computes."""
 
     def __call__(
         self,
@@ -101,18 +101,18 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 @functools.cache
 def native_kernels() -> Kernels:
     """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`; sampling is in torch operators."""
-    from weft.kernels import attention_native, rows_native, sampling_cpu, sgmv_native
+    from weft.kernels.native import attention, rows, sgmv
+    from weft.kernels.plain import sampling
 
-    composed = _kernels_of(rows_native, attention_native, sgmv_native, sampling_cpu)
-    return replace(composed, attend=attention_native.attend)
+    return replace(_kernels_of(rows, attention, sgmv, sampling), attend=attention.attend)
 
 
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without a compiler and for dtypes that the C++ ones do not know."""
-    from weft.kernels import attention_cpu, rows_cpu, sampling_cpu, sgmv_cpu
+    from weft.kernels.plain import attention, rows, sampling, sgmv
 
-    return _kernels_of(rows_cpu, attention_cpu, sgmv_cpu, sampling_cpu)
+    return _kernels_of(rows, attention, sgmv, sampling)
 
 
 @functools.cache
@@ -121,9 +121,9 @@ def triton_kernels() -> Kernels:
 
     On CPU tensors they run only where TRITON_INTERPRET=1 was set before Triton was first imported.
     """
-    from weft.kernels import attention_triton, rows_triton, sampling_triton, sgmv_triton
+    from weft.kernels.triton import attention, rows, sampling, sgmv
 
-    return _kernels_of(rows_triton, attention_triton, sgmv_triton, sampling_triton)
+    return _kernels_of(rows, attention, sgmv, sampling)
 
 
 def _kernels_of(rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampling: ModuleType) -> Kernels:

@@ -10,10 +10,24 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from weft.errors import PageAccountingError
 from weft.memory.pool import PageKind, PagePool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCosts:
+    """Seconds."""
+
+    copy_s: float
+    """One page between host and device."""
+    load_s: float
+    """One page of an adapter from the store into host memory: read, hashed, checked and packed."""
+    token_s: float
+    """One token of a prompt, computed with others."""
+
 
 HALF_LIFE_S = 120.0
 """A use counts half after so many seconds."""
@@ -66,10 +80,10 @@ class Evictable(Protocol):
         """How much stands below it; of equals the deepest goes first."""
 
     @property
-    def goes_last(self) -> bool:
+    def evict_last(self) -> bool:
         """Whether it goes only when nothing else is left."""
 
-    def worth(self) -> tuple[float, int]:
+    def reload_cost(self) -> tuple[float, int]:
         """Seconds to have it again, and pages that taking it frees, both with all that goes with it."""
 
     def evict(self) -> None:
@@ -109,7 +123,7 @@ class Gdsf:
 
     def score(self, item: Evictable) -> float:
         """Inflation + uses * seconds / pages."""
-        cost_s, pages = item.worth()
+        cost_s, pages = item.reload_cost()
         return self._inflation + item.uses.value * cost_s / max(pages, 1)
 
     def evicted(self, score: float) -> None:
@@ -175,7 +189,7 @@ class Evictor:
         """Let an item be taken from now on; one that is offered already is scored anew."""
         self.withdraw(item)
         self._last_ticket += 1
-        entry = (item.goes_last, self._policy.score(item), -item.depth, self._last_ticket, item)
+        entry = (item.evict_last, self._policy.score(item), -item.depth, self._last_ticket, item)
         self._offered[id(item)] = _Offer(entry, item.num_pages)
         self.num_evictable += item.num_pages
         heapq.heappush(self._heap, entry)

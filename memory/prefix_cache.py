@@ -11,14 +11,67 @@ seed.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from weft.errors import PageAccountingError
 from weft.memory.eviction import Evictor, UseCount
 from weft.memory.pool import PageKind, PagePool
-from weft.memory.token_chain import TokenChain
+
+
+def chain_seed(*fields: str) -> bytes:
+    """What stands before the first token: SHA-256 over the fields, each with its length before it.
+
+    Two sequences share a block only if all their fields are equal, so whatever changes keys and values (or who may see
+    them) belongs here.
+    """
+    digest = hashlib.sha256()
+    for field in fields:
+        content = field.encode()
+        digest.update(struct.pack("<Q", len(content)))
+        digest.update(content)
+    return digest.digest()
+
+
+class TokenChain:
+    """Names of the full blocks of one sequence, made as the sequence grows.
+
+    Args:
+        seed: From `chain_seed`.
+        block_tokens: Tokens of a block.
+    """
+
+    def __init__(self, seed: bytes, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._last = seed
+        self.digests: list[bytes] = []
+        """Name of each full block: SHA-256 over the name before it, the number of tokens, the tokens."""
+        self.blocks: list[tuple[int, ...]] = []
+        """The tokens of each."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in full blocks so far; `extend` goes on from here."""
+        return len(self.blocks) * self._block_tokens
+
+    def copy(self) -> TokenChain:
+        """A chain with the same blocks, to go on with other tokens."""
+        chain = TokenChain(self._last, self._block_tokens)
+        chain.digests, chain.blocks = list(self.digests), list(self.blocks)
+        return chain
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add the tokens that follow `num_tokens`; what does not fill a block is left for the next call."""
+        for start in range(0, len(token_ids) - self._block_tokens + 1, self._block_tokens):
+            block = tuple(token_ids[start : start + self._block_tokens])
+            content = struct.pack("<Q", len(block)) + array("q", block).tobytes()
+            self._last = hashlib.sha256(self._last + content).digest()
+            self.digests.append(self._last)
+            self.blocks.append(block)
 
 
 class PrefixBlock:
@@ -39,7 +92,7 @@ class PrefixBlock:
     )
 
     kind: PageKind = "prefix"
-    goes_last = False
+    evict_last = False
 
     def __init__(
         self,
@@ -70,7 +123,7 @@ class PrefixBlock:
         """One per layer group."""
         return len(self.pages)
 
-    def worth(self) -> tuple[float, int]:
+    def reload_cost(self) -> tuple[float, int]:
         """Seconds to compute the block again, and its pages."""
         return self._cache.block_s, self.num_pages
 
@@ -190,7 +243,7 @@ class PrefixCache:
         self.hold([block])
         return block
 
-    def group_worth(self, group: str) -> tuple[float, int]:
+    def group_reload_cost(self, group: str) -> tuple[float, int]:
         """Seconds to have a group again, and its pages."""
         blocks = self._groups.get(group, {})
         num_pages = next(iter(blocks)).num_pages if blocks else 0

@@ -32,12 +32,22 @@ from sqlalchemy.orm import aliased
 
 from weft.adapters.ref import LoraSpec
 from weft.errors import NotFoundError
-from weft.registry import audit, grants, quotas
-from weft.registry.aliases import main_version, pick, point_aliases, read_aliases
+from weft.registry import audit, grants
+from weft.registry.aliases import (
+    DEFAULT_ALIAS,
+    Selector,
+    main_version,
+    model_not_found,
+    parse_selector,
+    pick,
+    point_aliases,
+    read_aliases,
+)
 from weft.registry.audit import ADMIN
-from weft.registry.clock import from_micros, to_micros
+from weft.registry.db.clock import from_micros, to_micros
+from weft.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
 from weft.registry.grants import EVERY_VERSION, may_call
-from weft.registry.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
+from weft.registry.limits import check_adapters, check_storage
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name
 from weft.registry.records import (
     Adapter,
@@ -51,7 +61,6 @@ from weft.registry.records import (
     VersionFacts,
 )
 from weft.registry.references import only_referenced_by, unreferenced_weights
-from weft.registry.selectors import DEFAULT_ALIAS, Selector, model_not_found, parse_selector
 from weft.registry.transactions import Transactions
 from weft.registry.uploads import Terms, settle
 
@@ -126,9 +135,9 @@ class Adapters(Transactions):
             if terms is not None:
                 await settle(session, tenant_id, adapter, is_new, terms, now)
             if is_new:
-                await quotas.check_storage(session, tenant_id, now)
+                await check_storage(session, tenant_id, now)
                 if version.version == 1:
-                    await quotas.check_adapters(session, tenant_id)
+                    await check_adapters(session, tenant_id)
             if terms is not None and terms.store is not None:
                 await terms.store()
         return adapter, adapter.current, is_new

@@ -7,9 +7,9 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry.clock import from_micros, to_micros
-from weft.registry.database import Database
-from weft.registry.models import AuditRow
+from weft.registry.db.clock import from_micros, to_micros
+from weft.registry.db.database import Database
+from weft.registry.db.models import AuditRow
 from weft.registry.names import check_integer, check_text, storable
 from weft.registry.records import AuditEntry
 

@@ -8,8 +8,8 @@ from sqlalchemy import BindParameter, ColumnElement, exists, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError, NotFoundError
-from weft.registry.clock import from_micros, to_micros
-from weft.registry.models import AdapterRow, GrantRow, TenantRow, VersionRow
+from weft.registry.db.clock import from_micros, to_micros
+from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
 from weft.registry.names import check_integer, check_text
 from weft.registry.records import Grant
 

@@ -22,12 +22,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
-from weft.registry.clock import Clock, from_micros, iso, to_micros
-from weft.registry.database import Database
+from weft.registry.cache import Changes, ReadThroughCache
+from weft.registry.db.clock import Clock, from_micros, iso, to_micros
+from weft.registry.db.database import Database
+from weft.registry.db.models import KeyRow, TenantRow
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
-from weft.registry.models import KeyRow, TenantRow
 from weft.registry.names import check_text
-from weft.registry.recent import Changes, Recent
 from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
 from weft.registry.sessions import find_session
 from weft.registry.tenants import tenant_row
@@ -58,9 +58,9 @@ class KeyRing:
         self._pepper = pepper
         self._clock = clock
         self._admin_digest = None if admin_key is None else self.digest(admin_key)
-        self._recent: Recent[str, tuple[Identity, datetime | None]] = Recent(monotonic, changes)
+        self._recent: ReadThroughCache[str, tuple[Identity, datetime | None]] = ReadThroughCache(monotonic, changes)
         """Who holds a secret, and until when, by its digest."""
-        self.sessions: Recent[str, tuple[Credential, int]] = Recent(monotonic)
+        self.sessions: ReadThroughCache[str, tuple[Credential, int]] = ReadThroughCache(monotonic)
         """What sessions stand for, and when they end, by the digest of their token."""
 
     def digest(self, secret: str) -> str:

@@ -2,14 +2,24 @@
 
 A limit that is absent does not limit. Who holds to them stands elsewhere: rates and quotas in the server's admission,
 counts and sizes where adapters are taken in and pinned.
+
+Storage (`adapters`, `stored_bytes`, `adapter_pages`) is asked once before bytes are taken in, and again in the
+transaction that makes them count. It counts every version by the size of its weights, and every open upload in pieces
+by what it announced. Absent or null means no limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import datetime
 
-from weft.errors import InvalidRequestError
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.errors import ForbiddenError, InvalidRequestError
+from weft.registry.db.clock import to_micros
+from weft.registry.db.models import AdapterRow, TenantRow, UploadRow, VersionRow
 from weft.registry.names import check_integer
 
 
@@ -65,3 +75,81 @@ def checked_limits(limits: Mapping[str, object], names: Sequence[str]) -> dict[s
         if value is not None:
             checked[name] = check_integer(value, f"limits.{name}")
     return checked
+
+
+UPLOADING = "uploading"
+"""State of an upload in pieces that still reserves storage, until it expires."""
+
+
+async def storage_left(session: AsyncSession, tenant_id: str, now: datetime) -> int | None:
+    """Bytes that the tenant may still store, below 0 when there are too many; None without a limit."""
+    limit = await _limit(session, tenant_id, "stored_bytes")
+    return None if limit is None else int(limit) - await stored_bytes(session, tenant_id, now)
+
+
+async def stored_bytes(session: AsyncSession, tenant_id: str, now: datetime) -> int:
+    """Bytes that the tenant stores or has reserved."""
+    stored = select(func.coalesce(func.sum(VersionRow.size_bytes), 0)).join(AdapterRow)
+    reserved = select(func.coalesce(func.sum(UploadRow.size_bytes), 0)).where(
+        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(now)
+    )
+    used = await session.scalar(stored.where(AdapterRow.tenant_id == tenant_id))
+    return int(used or 0) + int(await session.scalar(reserved) or 0)
+
+
+async def count_adapters(session: AsyncSession, tenant_id: str) -> int:
+    """Adapters of the tenant."""
+    owned = select(func.count()).select_from(AdapterRow).where(AdapterRow.tenant_id == tenant_id)
+    return int(await session.scalar(owned) or 0)
+
+
+async def check_storage(session: AsyncSession, tenant_id: str, now: datetime) -> None:
+    """Return if no more is stored or reserved than the tenant may.
+
+    Raises:
+        ForbiddenError: Code quota.storage.
+    """
+    left = await storage_left(session, tenant_id, now)
+    if left is not None and left < 0:
+        raise no_storage()
+
+
+async def check_adapters(session: AsyncSession, tenant_id: str, to_come: int = 0) -> None:
+    """Return if the tenant has, with those `to_come`, no more adapters than it may.
+
+    Raises:
+        ForbiddenError: Code quota.adapters.
+    """
+    limit = await _limit(session, tenant_id, "adapters")
+    if limit is not None and await count_adapters(session, tenant_id) + to_come > limit:
+        raise ForbiddenError(
+            f"The tenant may have {int(limit)} adapters; delete one first.", code="quota.adapters", param="name"
+        )
+
+
+async def check_pages(session: AsyncSession, tenant_id: str, pages: int) -> None:
+    """Return if one adapter may take so many pages on the device.
+
+    Raises:
+        ForbiddenError: Code quota.adapter_memory.
+    """
+    limit = await _limit(session, tenant_id, "adapter_pages")
+    if limit is not None and pages > limit:
+        raise ForbiddenError(
+            f"The adapter takes {pages} pages on the device, and the tenant's adapters may take {int(limit)} each. Use "
+            "a smaller rank or fewer target modules.",
+            code="quota.adapter_memory",
+        )
+
+
+def no_storage() -> ForbiddenError:
+    """The refusal of an upload for which no storage is left."""
+    return ForbiddenError(
+        "The upload would exceed the bytes that the tenant may store; delete versions or uploads first.",
+        code="quota.storage",
+    )
+
+
+async def _limit(session: AsyncSession, tenant_id: str, name: str) -> float | None:
+    limits = await session.scalar(select(TenantRow.limits).where(TenantRow.id == tenant_id))
+    return (limits or {}).get(name)

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, exists, not_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
-from weft.registry.models import FileRow, VersionRow
+from weft.registry.db.models import FileRow, VersionRow
 from weft.registry.records import Removed
 
 _CHUNK = 500

@@ -1,6 +1,6 @@
 """The registry: what exists, who may use it, and who did.
 
-One object, opened once by the server; its methods stand with their subjects, each is one transaction. Knows blobs by
+Opened once by the server. Each subject is an object of its own; each of its methods is one transaction. Knows blobs by
 digest only: the caller deletes the files that a delete leaves without a reference.
 """
 
@@ -13,21 +13,21 @@ from pathlib import Path
 
 from weft.registry import audit
 from weft.registry.adapters import Adapters
-from weft.registry.batches import Batches
-from weft.registry.clock import Clock, utc_now
-from weft.registry.database import Database
-from weft.registry.files import Files
-from weft.registry.journal import Journal
+from weft.registry.batches import Batches, Files
+from weft.registry.cache import Changes, ReadThroughCache
+from weft.registry.db.clock import Clock, utc_now
+from weft.registry.db.database import Database
 from weft.registry.keys import KeyRing, Keys, read_pepper
-from weft.registry.ledger import UsageLedger
-from weft.registry.recent import Changes
 from weft.registry.records import AuditEntry
 from weft.registry.sessions import Sessions
 from weft.registry.tenants import Tenants
+from weft.registry.transactions import Shared
 from weft.registry.uploads import Uploads
+from weft.registry.usage.journal import Journal
+from weft.registry.usage.ledger import UsageLedger
 
 
-class Registry(Tenants, Keys, Sessions, Adapters):
+class Registry:
     """Tenants, keys, adapters and usage over one database.
 
     Thread: the event loop that opened it. All methods raise `CapacityError` (code db.unavailable or
@@ -44,13 +44,19 @@ class Registry(Tenants, Keys, Sessions, Adapters):
         monotonic: Callable[[], float],
         changes: Changes,
     ) -> None:
-        super().__init__(database, key_ring, clock, monotonic, changes)
+        shared = Shared(database, key_ring, clock, monotonic, changes)
+        self.tenants = Tenants(shared)
+        self.keys = Keys(shared)
+        self.sessions = Sessions(shared)
+        self.adapters = Adapters(shared)
         self.usage = ledger
         """The usage ledger: `record`, `progress`, `flush`, `query`, `summary`."""
         self.uploads = Uploads(database, clock)
         """Uploads in pieces, and the answers to changes that are sent again."""
         self.files = Files(database, clock)
         self.batches = Batches(database, clock)
+        self._database = database
+        self._answers: ReadThroughCache[str, bool] = ReadThroughCache(monotonic)
 
     @classmethod
     async def open(

@@ -13,8 +13,8 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import AuthenticationError
-from weft.registry.clock import to_micros
-from weft.registry.models import SessionRow
+from weft.registry.db.clock import to_micros
+from weft.registry.db.models import SessionRow
 from weft.registry.records import Credential, Identity
 from weft.registry.transactions import Transactions
 

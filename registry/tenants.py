@@ -9,11 +9,19 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
-from weft.registry import audit, quotas
+from weft.registry import audit
 from weft.registry.audit import ADMIN
-from weft.registry.clock import from_micros, to_micros
-from weft.registry.limits import TENANT_LIMITS, WEIGHTS, Limits, checked_limits, known_limits
-from weft.registry.models import AdapterRow, TenantRow
+from weft.registry.db.clock import from_micros, to_micros
+from weft.registry.db.models import AdapterRow, TenantRow
+from weft.registry.limits import (
+    TENANT_LIMITS,
+    WEIGHTS,
+    Limits,
+    checked_limits,
+    count_adapters,
+    known_limits,
+    stored_bytes,
+)
 from weft.registry.names import check_integer, check_name, check_text, is_name
 from weft.registry.records import Page, Removed, Tenant
 from weft.registry.references import only_referenced_by
@@ -91,8 +99,8 @@ class Tenants(Transactions):
         """What counts against the limits `adapters` and `stored_bytes` of this tenant."""
         async with self._database.read() as session:
             return {
-                "adapters": await quotas.count_adapters(session, tenant_id),
-                "stored_bytes": await quotas.stored_bytes(session, tenant_id, self._clock()),
+                "adapters": await count_adapters(session, tenant_id),
+                "stored_bytes": await stored_bytes(session, tenant_id, self._clock()),
             }
 
     async def update_tenant(

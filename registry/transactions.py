@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry.clock import Clock
-from weft.registry.database import Database
+from weft.registry.cache import Changes, ReadThroughCache
+from weft.registry.db.clock import Clock
+from weft.registry.db.database import Database
 from weft.registry.limits import Limits
-from weft.registry.recent import Changes, Recent
 from weft.registry.records import Resolution
 
 if TYPE_CHECKING:
     from weft.registry.keys import KeyRing
 
 
-class Forgetful(Protocol):
+class Invalidates(Protocol):
     """Keeps answers of the database."""
 
     def forget(self) -> None:
         """Something changed: no earlier answer counts any more."""
 
 
-class Transactions:
-    """Base of the parts of the registry. Each of their methods is one transaction.
+class Shared:
+    """What the parts of the registry have in common.
 
     Args:
         database: Where everything is.
@@ -44,15 +44,25 @@ class Transactions:
         monotonic: Callable[[], float],
         changes: Changes,
     ) -> None:
-        self._database = database
-        self._key_ring = key_ring
-        self._clock = clock
-        self._resolved: Recent[tuple[str, str], Resolution] = Recent(monotonic, changes)
-        self._tenant_limits: Recent[str, Limits] = Recent(monotonic, changes)
-        self._answers: Recent[str, bool] = Recent(monotonic)
+        self.database = database
+        self.key_ring = key_ring
+        self.clock = clock
+        self.resolved: ReadThroughCache[tuple[str, str], Resolution] = ReadThroughCache(monotonic, changes)
+        self.tenant_limits: ReadThroughCache[str, Limits] = ReadThroughCache(monotonic, changes)
+
+
+class Transactions:
+    """Base of the parts of the registry. Each of their methods is one transaction."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._database = shared.database
+        self._key_ring = shared.key_ring
+        self._clock = shared.clock
+        self._resolved = shared.resolved
+        self._tenant_limits = shared.tenant_limits
 
     @asynccontextmanager
-    async def _change(self, *touched: Forgetful) -> AsyncIterator[AsyncSession]:
+    async def _change(self, *touched: Invalidates) -> AsyncIterator[AsyncSession]:
         """A transaction that writes, after which the answers that it touches count no more.
 
         Others stay, so that an outage of the database right after a change stops nobody whom it did not concern.

@@ -6,6 +6,7 @@ does not exist.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,107 @@ from typing import Any, cast
 from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, NotFoundError
-from weft.registry import idempotency, quotas
-from weft.registry.clock import Clock, from_micros, to_micros
-from weft.registry.database import Database
-from weft.registry.idempotency import Answer, AnsweredBeforeError, Retry
-from weft.registry.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
+from weft.errors import ConflictError, InvalidRequestError, NotFoundError
+from weft.registry.db.clock import Clock, from_micros, to_micros
+from weft.registry.db.database import Database
+from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
+from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text
-from weft.registry.quotas import UPLOADING
 from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, UploadState
+
+KEPT = timedelta(hours=24)
+"""How long a client may send the same change again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a client is told of a change."""
+
+    status: int
+    """As in HTTP."""
+    body: Mapping[str, Any]
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """By what a change is known when it is sent again."""
+
+    key: str
+    """The client's own, 1 to 255 printable characters."""
+    body_digest: str
+    """`body_digest` of all that was asked for."""
+
+
+class AnsweredBeforeError(Exception):
+    """Another request with this key was faster; nothing was changed. Never leaves the server."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__("the change was made before")
+        self.answer = answer
+
+
+def body_digest(*parts: str | bytes | bool | None) -> str:
+    """SHA-256 (64 hex digits) over parts, none of which can pass for another or for two."""
+    found = hashlib.sha256()
+    for part in parts:
+        if part is None or isinstance(part, bool):
+            found.update(f"{part};".encode())
+        else:
+            raw = part.encode() if isinstance(part, str) else part
+            found.update(b"%d:" % len(raw) + raw)
+    return found.hexdigest()
+
+
+async def find_answer(session: AsyncSession, tenant_id: str, retry: Retry, now: datetime) -> Answer | None:
+    """What this change was answered, if it was made in the last 24 hours.
+
+    Raises:
+        InvalidRequestError: The key was used for another change; code idempotency.key_reused.
+    """
+    row = await session.get(IdempotencyRow, (tenant_id, retry.key))
+    if row is None or row.created_at <= to_micros(now - KEPT):
+        return None
+    if row.body_digest != retry.body_digest:
+        raise InvalidRequestError(
+            "This Idempotency-Key was used for another request; choose a new key for a new request.",
+            code="idempotency.key_reused",
+        )
+    return Answer(status=row.status, body=row.response)
+
+
+async def keep_answer(session: AsyncSession, tenant_id: str, retry: Retry, answer: Answer, now: datetime) -> None:
+    """Remember the answer.
+
+    Raises:
+        AnsweredBeforeError: There is one already.
+        InvalidRequestError: The key was used for another change.
+    """
+    before = await find_answer(session, tenant_id, retry, now)
+    if before is not None:
+        raise AnsweredBeforeError(before)
+    expired = await session.get(IdempotencyRow, (tenant_id, retry.key))
+    if expired is not None:
+        await session.delete(expired)
+        await session.flush()
+    session.add(
+        IdempotencyRow(
+            tenant_id=tenant_id,
+            key=retry.key,
+            body_digest=retry.body_digest,
+            status=answer.status,
+            response=dict(answer.body),
+            created_at=to_micros(now),
+        )
+    )
+    await session.flush()
+
+
+async def forget_old_answers(session: AsyncSession, now: datetime) -> int:
+    """Remove the answers that nobody may ask for any more; returns how many."""
+    old = delete(IdempotencyRow).where(IdempotencyRow.created_at <= to_micros(now - KEPT))
+    return len((await session.scalars(old.returning(IdempotencyRow.key))).all())
+
 
 LIFETIME = timedelta(hours=24)
 MAX_OPEN = 100
@@ -67,9 +160,9 @@ async def settle(
         row.state, row.result = "ready", dict(answer.body)
         await session.flush()
     if terms.retry is not None:
-        await idempotency.keep(session, tenant_id, terms.retry, answer, now)
+        await keep_answer(session, tenant_id, terms.retry, answer, now)
     if is_new and terms.pages is not None:
-        await quotas.check_pages(session, tenant_id, terms.pages)
+        await check_pages(session, tenant_id, terms.pages)
 
 
 class Uploads:
@@ -89,7 +182,7 @@ class Uploads:
             InvalidRequestError: The key was used for another change; code idempotency.key_reused.
         """
         async with self._database.read() as session:
-            return await idempotency.find(session, tenant_id, retry, self._clock())
+            return await find_answer(session, tenant_id, retry, self._clock())
 
     async def storage_left(self, tenant_id: str, key: str | None = None) -> int | None:
         """Bytes that the tenant may still store, below 0 when there are too many; None without a limit.
@@ -98,7 +191,7 @@ class Uploads:
         nothing again, but its body has to be read to be known.
         """
         async with self._database.read() as session:
-            left = await quotas.storage_left(session, tenant_id, self._clock())
+            left = await storage_left(session, tenant_id, self._clock())
             if left is None or key is None or await session.get(IdempotencyRow, (tenant_id, key)) is None:
                 return left
             own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id)
@@ -147,11 +240,11 @@ class Uploads:
             await session.flush()
             made = answer((await _records(session, [row]))[0])
             if retry is not None:
-                await idempotency.keep(session, tenant_id, retry, made, now)
-            await quotas.check_storage(session, tenant_id, now)
+                await keep_answer(session, tenant_id, retry, made, now)
+            await check_storage(session, tenant_id, now)
             known = exists().where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name)
             if not await session.scalar(select(known)):
-                await quotas.check_adapters(session, tenant_id, to_come=1)
+                await check_adapters(session, tenant_id, to_come=1)
         return made
 
     async def get(self, tenant_id: str, upload_id: str) -> Upload:
@@ -195,7 +288,7 @@ class Uploads:
         now = self._clock()
         async with self._database.write() as session:
             expired = delete(UploadRow).where(UploadRow.expires_at <= to_micros(now)).returning(UploadRow.id)
-            return len((await session.scalars(expired)).all()), await idempotency.forget_old(session, now)
+            return len((await session.scalars(expired)).all()), await forget_old_answers(session, now)
 
     async def open_ids(self) -> frozenset[str]:
         """Every tenant's uploads that still take bytes."""

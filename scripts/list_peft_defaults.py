@@ -2,7 +2,7 @@
 
     python scripts/list_peft_defaults.py
 
-Run it when PEFT is upgraded, and put new fields into `adapters/peft_fields.py`.
+Run it when PEFT is upgraded, and put new fields into `adapters/checkpoint/peft_fields.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from peft import LoraConfig, __version__
 
-from weft.adapters.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
+from weft.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
 
 
 def main() -> None:

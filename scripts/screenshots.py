@@ -16,10 +16,10 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from browser import DESKTOP, PHONE, chromium, sign_in, watched_page
-from weft.registry.database import Database
+from weft.cli.demo.round import ADAPTERS, BASE_NAME
+from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
-from weft.registry.usage import insert_events
-from weft.server.demo_round import ADAPTERS, BASE_NAME
+from weft.registry.usage.write import insert_events
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, weft_server
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,25 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def expected_files() -> set[str]:
     """Wheel paths of every file that belongs into a package: tracked modules, and data."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {package: package.replace(".", "/") for package in settings["packages"]}
-    for package, folder in settings["package-dir"].items():
-        for name in folders:
-            if name == package or name.startswith(package + "."):
-                folders[name] = folder + folders[name].removeprefix(package.replace(".", "/"))
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
-        "\n"
-    )
-    files: set[str] = set()
-    for name, folder in folders.items():
-        files |= {
-            f"{name.replace('.', '/')}/{Path(path).name}"
-            for path in tracked
-            if path.endswith(".py") and str(Path(path).parent) == folder
-        }
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
+    parts = tuple(f"{folder}/" for folder in settings["package-dir"].values())
+    files = {f"weft/{path}" for path in listed.stdout.splitlines() if path.startswith(parts)}
+    files |= {path for path in listed.stdout.splitlines() if path.startswith("weft/")}
     for name, patterns in settings["package-data"].items():
-        for pattern in patterns:
-            held = (path for path in (ROOT / folders[name]).glob(pattern) if path.is_file())
-            files |= {f"{name.replace('.', '/')}/{path.relative_to(ROOT / folders[name])}" for path in held}
+        folder = ROOT / name.replace(".", "/")  # through the link of the part
+        held = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+        files |= {str(path.relative_to(ROOT)) for path in held}
     return {path for path in files if "__pycache__" not in path}
 
 

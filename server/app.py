@@ -6,30 +6,26 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import NotFoundError
-from weft.server import (
-    errors,
-    routes_adapters,
-    routes_audit,
-    routes_engine,
-    routes_generation,
-    routes_grants,
-    routes_health,
-    routes_latency,
-    routes_me,
-    routes_models,
-    routes_session,
-    routes_tenants,
-    routes_tokens,
-    routes_uploads,
-    routes_usage,
-)
-from weft.server.auth import AuthMiddleware
+from weft.server import errors
+from weft.server.adapters import routes as routes_adapters
+from weft.server.adapters import upload_routes as routes_uploads
+from weft.server.auth import browser as routes_session
+from weft.server.auth.middleware import AuthMiddleware
 from weft.server.batches import routes as routes_batches
 from weft.server.boundary import Boundary
-from weft.server.dashboard import add_dashboard
-from weft.server.openapi import openapi_of
-from weft.server.routes_health import metrics_response
+from weft.server.generation import models as routes_models
+from weft.server.generation import routes as routes_generation
+from weft.server.generation import tokens as routes_tokens
+from weft.server.http.dashboard import add_dashboard
+from weft.server.http.openapi import openapi_of
 from weft.server.services import Services
+from weft.server.status import health as routes_health
+from weft.server.status import routes as routes_engine
+from weft.server.status.health import metrics_response
+from weft.server.tenants import audit as routes_audit
+from weft.server.tenants import grants as routes_grants
+from weft.server.tenants import routes as routes_tenants
+from weft.server.usage import routes as routes_usage
 
 ROUTERS = (
     routes_generation.router,
@@ -40,10 +36,8 @@ ROUTERS = (
     routes_grants.router,
     routes_tenants.router,
     routes_audit.router,
-    routes_me.router,
     routes_session.router,
     routes_usage.router,
-    routes_latency.router,
     routes_tokens.router,
     routes_engine.router,
     routes_health.router,

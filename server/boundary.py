@@ -14,11 +14,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.errors import WeftError
-from weft.server.auth import PUBLIC_PATHS
 from weft.server.drain import Drain
 from weft.server.errors import error_response, internal_response
-from weft.server.lease import Lease
-from weft.server.metrics import Metrics
+from weft.server.http.public import PUBLIC_PATHS
+from weft.server.limits.reservation import LimitReservation
+from weft.server.status.metrics import Metrics
 
 log = structlog.get_logger("weft.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
@@ -44,7 +44,7 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        lease = Lease()
+        lease = LimitReservation()
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "lease": lease}
         sender = _Sender(send, request_id, self._drain, lease, self._metrics)
         try:
@@ -65,7 +65,7 @@ class Boundary:
 
 
 class _Sender:
-    def __init__(self, send: Send, request_id: str, drain: Drain, lease: Lease, metrics: Metrics) -> None:
+    def __init__(self, send: Send, request_id: str, drain: Drain, lease: LimitReservation, metrics: Metrics) -> None:
         self.has_started = False
         self._send = send
         self._request_id = request_id

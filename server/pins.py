@@ -20,7 +20,7 @@ async def check_pinned_pages(services: Services, adapter: Adapter, versions: Ite
         ForbiddenError: With all else that is pinned it takes more than the limit; code quota.pinned_pages.
         AdapterUnavailableError: Its weights cannot be read, so nobody knows how many pages they take.
     """
-    limit = (await services.registry.tenant_limits(adapter.tenant_id)).pinned_pages
+    limit = (await services.registry.tenants.tenant_limits(adapter.tenant_id)).pinned_pages
     if limit is None:
         return
     pages = 0
@@ -42,23 +42,23 @@ async def check_pinned_pages(services: Services, adapter: Adapter, versions: Ite
 
 async def pinned_pages(services: Services, tenant_id: str, besides: str | None = None) -> int:
     """Device pages of the tenant's pinned adapters, without the one of the id `besides`."""
-    pinned = await services.registry.pinned_adapters()
+    pinned = await services.registry.adapters.pinned_adapters()
     others = [other.current for other in pinned if other.tenant_id == tenant_id and other.id != besides]
     return sum([await services.check.pages(other) or 0 for other in others])
 
 
-async def settle_pins(services: Services) -> None:
+async def sync_pins(services: Services) -> None:
     """Tell the engine where its pins differ from the registry's."""
     async with services.pin_lock:
-        pinned = await services.registry.pinned_adapters()
+        pinned = await services.registry.adapters.pinned_adapters()
         wanted = {adapter.current.digest for adapter in pinned}
-        for digest, ref in list(services.told_pins.items()):
+        for digest, ref in list(services.synced_pins.items()):
             if digest not in wanted:
                 await services.engine.pin_adapter(ref, False)
-                del services.told_pins[digest]
+                del services.synced_pins[digest]
         for adapter in pinned:
             ref = adapter.ref(adapter.current)
-            if ref.digest not in services.told_pins:
+            if ref.digest not in services.synced_pins:
                 services.metrics.learn_adapter(ref.digest, adapter.tenant, adapter.name)
                 await services.engine.pin_adapter(ref, True)
-                services.told_pins[ref.digest] = ref
+                services.synced_pins[ref.digest] = ref

@@ -17,28 +17,28 @@ from pathlib import Path
 import structlog
 import uvicorn
 
-from weft.adapters.blob_store import BlobStore, open_blobs
+from weft.adapters.blobs.store import BlobStore, open_blobs
 from weft.config import Config, environment
-from weft.engine.client import EngineClient
+from weft.engine.process.client import EngineClient
 from weft.engine.status import EngineReady
-from weft.engine.tokenizer import Tokenizer
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
-from weft.server.adapter_check import AdapterCheck
-from weft.server.admin_key import AdminKey, admin_key, given_pepper
+from weft.server.adapters.staged_files import StagedFiles
+from weft.server.adapters.validation import AdapterCheck
 from weft.server.app import MetricsApp, create_app
+from weft.server.auth.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.batches.worker import BatchWorker, owner_name
 from weft.server.drain import Drain
-from weft.server.gate import Gate
-from weft.server.http_protocol import BoundedReads
+from weft.server.garbage import Sweeper, end_removals
+from weft.server.http.wire import BoundedReads
+from weft.server.limits.gate import Gate
 from weft.server.logs import configure_logs
-from weft.server.metrics import Metrics
-from weft.server.pins import settle_pins
-from weft.server.price_file import read_prices
-from weft.server.removal import Sweeper, end_removals
+from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
-from weft.server.staged_files import StagedFiles
+from weft.server.status.metrics import Metrics
+from weft.server.usage.prices import read_prices
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
@@ -131,7 +131,7 @@ async def open_services(
     sweeper = Sweeper(services)
     stack.push_async_callback(sweeper.stop)
     await sweeper.start()
-    await settle_pins(services)
+    await sync_pins(services)
     worker = BatchWorker(services, await asyncio.to_thread(owner_name, config.server.data_dir))
     stack.push_async_callback(worker.stop)
     worker.start()
@@ -273,9 +273,9 @@ def _load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
 
 async def _default_tenant(registry: Registry) -> Tenant:
     try:
-        return await registry.get_tenant(DEFAULT_TENANT)
+        return await registry.tenants.get_tenant(DEFAULT_TENANT)
     except NotFoundError:
-        return await registry.create_tenant(DEFAULT_TENANT)
+        return await registry.tenants.create_tenant(DEFAULT_TENANT)
 
 
 def _open_blobs(config: Config) -> BlobStore:
@@ -297,8 +297,10 @@ async def _sign_in(services: Services, key: AdminKey) -> str:
     if services.config.server.auth == "off":
         return ""
     try:
-        admin = await services.registry.authenticate(key.secret)
-        link, _ = await services.registry.begin_session(admin.credential, "link") if admin.credential else ("", None)
+        admin = await services.registry.keys.authenticate(key.secret)
+        link, _ = (
+            await services.registry.sessions.begin_session(admin.credential, "link") if admin.credential else ("", None)
+        )
     except CapacityError:  # a database that is away stops no server
         return ""
     return f"#link={link}"

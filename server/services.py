@@ -7,32 +7,34 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from fastapi import Depends
 from starlette.requests import Request
 
 import weft
-from weft.adapters.blob_store import BlobStore
-from weft.adapters.ref import AdapterRef
-from weft.config import Config
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineLoad, EngineReady, EngineStatus
-from weft.engine.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
-from weft.registry.prices import PriceTable
-from weft.registry.records import Tenant
-from weft.registry.registry import Registry
-from weft.server.adapter_check import AdapterCheck
-from weft.server.arrivals import Arrivals
-from weft.server.drain import Drain
-from weft.server.engine_feed import EngineFeed
-from weft.server.gate import Gate
-from weft.server.incoming import Pace
-from weft.server.intake import Intake
-from weft.server.metrics import Metrics
-from weft.server.rate_limits import Accounts
-from weft.server.staged_files import StagedFiles
+from weft.server.adapters.upload_guards import Intake
+from weft.server.http.body import Pace
+from weft.server.limits.arrivals import Arrivals
+from weft.server.limits.windows import Accounts
+from weft.server.status.feed import EngineFeed
+
+if TYPE_CHECKING:
+    from weft.adapters.blobs.store import BlobStore
+    from weft.adapters.ref import AdapterRef
+    from weft.config import Config
+    from weft.engine.request import GenerationRequest, RequestOutput
+    from weft.engine.status import EngineLoad, EngineReady, EngineStatus
+    from weft.engine.text.tokenizer import Tokenizer
+    from weft.registry.records import Tenant
+    from weft.registry.registry import Registry
+    from weft.registry.usage.prices import PriceTable
+    from weft.server.adapters.staged_files import StagedFiles
+    from weft.server.adapters.validation import AdapterCheck
+    from weft.server.drain import Drain
+    from weft.server.limits.gate import Gate
+    from weft.server.status.metrics import Metrics
 
 STATUS_S = 10.0
 """Longest wait for the engine's word on itself."""
@@ -94,7 +96,7 @@ class Services:
     """Whom an admin stands for by default: set where authentication is off."""
     removals: set[asyncio.Task[None]] = field(default_factory=set)
     """Deletions that wait until the last request with an adapter ends."""
-    told_pins: dict[str, AdapterRef] = field(default_factory=dict)
+    synced_pins: dict[str, AdapterRef] = field(default_factory=dict)
     """Adapters that the engine was told to pin, by digest."""
     pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine is told what to pin."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from api_server import Api
     from s3_server import S3Server
 
 # The same examples in every run, and no judgement by the clock: test machines are shared and slow at times.
@@ -25,3 +27,23 @@ def s3() -> Iterator[S3Server]:
 
     with s3_server() as server:
         yield server
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def database_url() -> str | None:
+    """SQLite; files that hold for what only a database decides name PostgreSQL too."""
+    return None
+
+
+@pytest.fixture
+async def api(tmp_path: Path, database_url: str | None) -> AsyncIterator[Api]:
+    """The API over a fake engine."""
+    from api_server import api as open_api  # takes seconds to import
+
+    async with open_api(tmp_path, database_url=database_url) as opened:
+        yield opened

@@ -17,7 +17,7 @@ import yaml
 from weft.cli import make_app
 from weft.config import Config
 from weft.errors import ConfigError
-from weft.server.admin_key import admin_key
+from weft.server.auth.admin_key import admin_key
 from weft.server.drain import SETTLE_S
 from weft.server.serve import STOP_S
 from weft.server.settings import load_config

@@ -1,4 +1,4 @@
-"""The package table, the links in weft/ and the folders must tell the same story."""
+"""pyproject.toml, the links in weft/ and the folders must tell the same story."""
 
 from __future__ import annotations
 
@@ -27,15 +27,10 @@ def test_the_table_maps_each_part_to_its_folder() -> None:
     assert SETTINGS["package-dir"] == {f"weft.{part}": part for part in PARTS}
 
 
-def test_every_folder_with_modules_is_in_the_table() -> None:
-    folders = {"weft", "weft.demo"}
-    for part in PARTS:
-        for init in (ROOT / part).rglob("__init__.py"):
-            folders.add("weft." + ".".join(init.parent.relative_to(ROOT).parts))
-    assert sorted(SETTINGS["packages"]) == sorted(folders)
+def test_every_folder_with_modules_is_a_package() -> None:
     lonely = {
         path.parent
-        for part in PARTS
+        for part in (*PARTS, "weft")
         for path in (ROOT / part).rglob("*.py")
         if not (path.parent / "__init__.py").exists()
     }
@@ -48,7 +43,7 @@ def test_no_part_is_importable_by_its_bare_name(part: str) -> None:
     assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["weft", "weft.cli", "weft.registry.registry", "weft.adapters.checkpoint"])
+@pytest.mark.parametrize("module", ["weft", "weft.cli", "weft.registry.registry", "weft.adapters.checkpoint.reader"])
 def test_light_modules_do_not_bring_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

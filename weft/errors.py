@@ -65,7 +65,7 @@ class ConfigError(WeftError):
 
 
 class RequestError(WeftError):
-    """The client can mend this."""
+    """The client's fault (4xx)."""
 
     code = "invalid_request"
 
@@ -161,7 +161,7 @@ class Finding:
     """What was expected, and what came."""
     param: str | None
     """The field of the config, or the first tensor, that is wrong; None where it is a file as a whole."""
-    mend: str
+    hint: str
     """What to do."""
 
 
@@ -172,7 +172,7 @@ class AdapterError(WeftError):
         message: What was expected, and what came.
         code: Stable machine-readable name; the class's default when omitted.
         param: What of the adapter is wrong.
-        mend: What to do; the error's whole message ends with it.
+        hint: What to do; the error's whole message ends with it.
         findings: Everything that is wrong with the adapter, this first; none where nobody looked into it.
     """
 
@@ -184,18 +184,18 @@ class AdapterError(WeftError):
         *,
         code: str | None = None,
         param: str | None = None,
-        mend: str = "",
+        hint: str = "",
         findings: Sequence[Finding] = (),
     ) -> None:
-        super().__init__(f"{message} {mend}" if mend else message, code=code, param=param)
-        self.finding = Finding(self.code, message, param, mend)
+        super().__init__(f"{message} {hint}" if hint else message, code=code, param=param)
+        self.finding = Finding(self.code, message, param, hint)
         self.findings = tuple(findings)
 
     @classmethod
     def of(cls, findings: Sequence[Finding]) -> Self:
         """The error that says the first of these, and carries them all."""
         first = findings[0]
-        return cls(first.message, code=first.code, param=first.param, mend=first.mend, findings=findings)
+        return cls(first.message, code=first.code, param=first.param, hint=first.hint, findings=findings)
 
 
 class AdapterFormatError(AdapterError):

@@ -22,7 +22,7 @@ from weft.kernels.dispatch import Kernels
 from weft.kernels.kv_slots import KvSlots
 
 if TYPE_CHECKING:
-    from weft.adapters.lora_step import LoraStep
+    from weft.adapters.lora.step import LoraStep
     from weft.memory.arena import Arena
 
 QKV, OUT, GATE_UP, DOWN = range(4)

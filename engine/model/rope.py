@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.engine.model.rope_spec import RopeSpec
-from weft.kernels.rows_cpu import both_halves
+from weft.kernels.plain.rows import both_halves
 
 
 @dataclass(frozen=True, slots=True)

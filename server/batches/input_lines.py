@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.adapters.blob_store import BlobStore, read_pieces
+from weft.adapters.blobs.store import BlobStore, read_pieces
 from weft.errors import InvalidRequestError, RequestError
-from weft.server.json_body import parse_json, validate
-from weft.server.schemas import Body
+from weft.server.http.bodies import Body
+from weft.server.http.json_body import parse_json, validate
 from weft.server.threads import in_thread
 
 MAX_ERRORS = 50

@@ -22,19 +22,19 @@ from weft.errors import (
     WeftError,
 )
 from weft.registry.batches import LineResult
-from weft.registry.models import BatchRow
+from weft.registry.db.models import BatchRow
 from weft.registry.records import SCOPES, Identity, UsageEvent
-from weft.server.access import Caller
-from weft.server.admission import shares_of
+from weft.server.auth.callers import Caller
 from weft.server.batches.input_lines import Line
 from weft.server.errors import answer, error_body
-from weft.server.generation_response import WholeAnswer
-from weft.server.json_body import validate
-from weft.server.lease import Lease
-from weft.server.routes_generation import Origin, PlannedGeneration, plan_chat, plan_completion
-from weft.server.schemas import ChatBody, CompletionBody
+from weft.server.generation.openai_format import JsonObject
+from weft.server.generation.response import WholeAnswer
+from weft.server.generation.routes import Origin, PlannedGeneration, plan_chat, plan_completion
+from weft.server.generation.schemas import ChatBody, CompletionBody
+from weft.server.http.json_body import validate
+from weft.server.limits.admission import shares_of
+from weft.server.limits.reservation import LimitReservation
 from weft.server.services import Services
-from weft.server.shapes import JsonObject
 
 log = structlog.get_logger("weft.server")
 LOSSES = (EngineUnavailableError, AdapterUnavailableError)
@@ -69,7 +69,7 @@ class LineRunner:
             return
         losses = 0
         while True:
-            lease = Lease()
+            lease = LimitReservation()
             try:
                 async with self.places:
                     await self._try(number, line, lease, is_last=losses + 1 == MAX_LOSSES)
@@ -82,7 +82,7 @@ class LineRunner:
                 lease.end()
             await asyncio.sleep(wait_s)
 
-    async def _try(self, number: int, line: Line, lease: Lease, *, is_last: bool) -> None:
+    async def _try(self, number: int, line: Line, lease: LimitReservation, *, is_last: bool) -> None:
         """Keep a result, be it an error; raises RateLimitError and CapacityError where the line may run later."""
         planned, event = None, None
         try:
@@ -117,7 +117,7 @@ class LineRunner:
         text = orjson.dumps(told).decode()
         return LineResult(batch_id=self.batch.id, line=number, is_error=is_error, text=text, event=event)
 
-    async def _plan(self, number: int, line: Line, lease: Lease) -> PlannedGeneration:
+    async def _plan(self, number: int, line: Line, lease: LimitReservation) -> PlannedGeneration:
         services, name = self.services, f"{self.batch.id}-{number}"
         if services.engine.ready is None:
             raise CapacityError("The engine is starting.")
@@ -149,10 +149,10 @@ class LineRunner:
             return self._known[1]
         identity = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
         if self.batch.key_id:
-            identity = await registry.identify_key(self.batch.key_id)
+            identity = await registry.keys.identify_key(self.batch.key_id)
         if "infer" not in identity.scopes:
             raise ForbiddenError("The API key lacks the scope infer.")
-        tenant = (await registry.tenant_names([tenant_id])).get(tenant_id)
+        tenant = (await registry.tenants.tenant_names([tenant_id])).get(tenant_id)
         caller = Caller(identity=identity, tenant_id=tenant_id, tenant=tenant, weight=identity.tenant_weight)
         self._known = (now_s, caller)
         return caller
@@ -167,5 +167,5 @@ class LineRunner:
                     planned.meter.take_computed(await asyncio.shield(generation.abort()))
                     await asyncio.shield(planned.meter.finish_quietly("aborted"))
                 raise
-            body, ended = whole.body(planned.manner, generation.choices)
+            body, ended = whole.body(planned.options, generation.choices)
         return body, planned.meter.close(ended)

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 import structlog
 
 from weft.errors import CapacityError
-from weft.registry.batches import LineResult
-from weft.registry.files import new_file
-from weft.registry.models import BatchRow
+from weft.registry.batches import LineResult, new_file
+from weft.registry.db.models import BatchRow
 from weft.server.services import Services
 from weft.server.threads import in_thread
 

@@ -8,19 +8,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
-from weft.adapters.blob_store import read_pieces
+from weft.adapters.blobs.store import read_pieces
 from weft.errors import InvalidRequestError
-from weft.registry.files import new_file
-from weft.registry.models import BatchRow, FileRow
+from weft.registry.batches import new_file
+from weft.registry.db.models import BatchRow, FileRow
 from weft.registry.records import Page
-from weft.server.access import InferTenant
+from weft.server.auth.callers import InferTenant
 from weft.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
-from weft.server.json_body import json_body
-from weft.server.openapi import takes, takes_form
-from weft.server.removal import delete_blobs
+from weft.server.garbage import delete_blobs
+from weft.server.http.form import Form, Parts, read_form
+from weft.server.http.json_body import json_body
+from weft.server.http.openapi import takes, takes_form
 from weft.server.services import Wired
 from weft.server.threads import in_thread
-from weft.server.upload import Form, Parts, read_form
 
 router = APIRouter(tags=["batches"])
 FILE_PARTS = Parts(file="file", texts={"purpose": 64}, rule="A file has the parts file and purpose, each once.")

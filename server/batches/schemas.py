@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.server.responses import View
-from weft.server.schemas import Body
+from weft.server.http.bodies import Body, View
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import structlog
 
 from weft.errors import AdapterUnavailableError, WeftError
-from weft.registry.clock import to_seconds
-from weft.registry.files import OPEN
-from weft.registry.models import BatchRow
+from weft.registry.batches import OPEN
+from weft.registry.db.clock import to_seconds
+from weft.registry.db.models import BatchRow
 from weft.server.batches.input_lines import check_input, input_error, parse_line, read_lines
 from weft.server.batches.line_run import LineRunner
 from weft.server.batches.results import ResultCommits, write_files

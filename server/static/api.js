@@ -8,7 +8,7 @@ export class ApiError extends Error {
     this.status = status;
     this.code = fields.code;
     this.param = fields.param ?? null;
-    /** @type {{code: string, message: string, param: string|null, mend: string}[]} */
+    /** @type {{code: string, message: string, param: string|null, hint: string}[]} */
     this.findings = fields.findings ?? [];
     this.requestId = fields.requestId ?? null;
   }

@@ -117,7 +117,7 @@ export function Findings({ findings }) {
     ${findings.map(
       (finding) => html`<li>
         <p>${finding.message}</p>
-        ${finding.mend && html`<p class="mend"><strong>Mend:</strong> ${finding.mend}</p>`}
+        ${finding.hint && html`<p class="hint"><strong>Hint:</strong> ${finding.hint}</p>`}
         ${finding.param && html`<p class="quiet"><code>${finding.param}</code></p>`}
       </li>`,
     )}

@@ -28,7 +28,7 @@ export function UploadDialog({ given, name, tenant, known, isOver, onAgain, onCl
     setRound(round + 1);
   };
   const title = !state ? "Upload an adapter" : TITLES[state.phase](state);
-  // The form stays there while its adapter is on its way, so that what is in it can be sent again, mended.
+  // The form stays there while its adapter is on its way, so that its content can be corrected and sent again.
   return html`<${Dialog} title=${title} onClose=${close}>
     <div hidden=${state !== null}><${DraftForm} key=${round} given=${given} givenName=${name} tenant=${tenant} known=${known} isOver=${isOver} /></div>
     ${state && html`<div class="upload-state" data-phase=${state.phase}>${state.phase === "done" ? html`<${Done} state=${state} again=${another} onClose=${close} />` : html`<${OnTheWay} state=${state} again=${again} onClose=${close} />`}</div>`}
@@ -87,7 +87,7 @@ function DraftForm({ given, givenName, tenant: givenTenant, known, isOver }) {
 function Files({ found, among, isOver, take, clear }) {
   const choose = (event) => {
     take(chosenFiles(event.target));
-    event.target.value = ""; // so that the same files, mended, can be chosen again
+    event.target.value = ""; // so that the same files can be chosen again after a correction
   };
   const sent = [["Config", among.config], ["Weights", among.weights]].filter(([, file]) => file);
   return html`<fieldset class=${isOver ? "drop-zone over" : "drop-zone"}>

@@ -5,11 +5,11 @@
 const CONFIG = /^adapter_config( ?\(\d+\))?\.json$/;
 const WEIGHTS = /^(adapter_model|adapters)( ?\(\d+\))?\.safetensors$/;
 const MOST_FILES = 2000;
-const MENDS = [
+const HINTS = [
   { like: /\.(bin|pt|pth|ckpt|pkl)$/i, says: "is a pickle, which can run code when it is read; Weft takes safetensors only",
-    mend: 'Save the adapter again: model.save_pretrained("my-adapter", safe_serialization=True)' },
-  { like: /\.(zip|tar|tgz|gz|7z|rar)$/i, says: "is an archive", mend: "Unpack it, and give the folder or its two files." },
-  { like: /\.gguf$/i, says: "is in llama.cpp's format", mend: "Give the safetensors file from which it was made." },
+    hint: 'Save the adapter again: model.save_pretrained("my-adapter", safe_serialization=True)' },
+  { like: /\.(zip|tar|tgz|gz|7z|rar)$/i, says: "is an archive", hint: "Unpack it, and give the folder or its two files." },
+  { like: /\.gguf$/i, says: "is in llama.cpp's format", hint: "Give the safetensors file from which it was made." },
 ];
 
 const nameOf = (path) => path.slice(path.lastIndexOf("/") + 1);
@@ -17,7 +17,7 @@ const folderOf = (path) => path.slice(0, Math.max(0, path.lastIndexOf("/")));
 
 /**
  * @param {Found[]} found
- * @returns {{config: File|null, weights: File|null, name: string, left: string[], problems: {message: string, mend: string}[]}}
+ * @returns {{config: File|null, weights: File|null, name: string, left: string[], problems: {message: string, hint: string}[]}}
  *   `name` is what the folder suggests; `left` are files that are not sent.
  */
 export function adapterAmong(found) {
@@ -48,17 +48,17 @@ function adapterFolder(found) {
 
 function oneOf(files, usual, isTold = false) {
   if (files.length === 1 || isTold) return [];
-  if (!files.length) return [{ message: `${usual} is missing.`, mend: "Both files are needed, as PEFT's save_pretrained or mlx-lm writes them." }];
+  if (!files.length) return [{ message: `${usual} is missing.`, hint: "Both files are needed, as PEFT's save_pretrained or mlx-lm writes them." }];
   const names = files.map(({ path }) => nameOf(path)).join(", ");
-  return [{ message: `There are ${files.length} files that could be ${usual}: ${names}.`, mend: "Choose the one that is meant." }];
+  return [{ message: `There are ${files.length} files that could be ${usual}: ${names}.`, hint: "Choose the one that is meant." }];
 }
 
-const empty = ({ path, file }) => (file.size ? [] : [{ message: `${nameOf(path)} is empty.`, mend: "Save the adapter again." }]);
+const empty = ({ path, file }) => (file.size ? [] : [{ message: `${nameOf(path)} is empty.`, hint: "Save the adapter again." }]);
 
 function unread(files) {
-  for (const { like, says, mend } of MENDS) {
+  for (const { like, says, hint } of HINTS) {
     const one = files.find(({ path }) => like.test(path));
-    if (one) return [{ message: `${nameOf(one.path)} ${says}.`, mend }];
+    if (one) return [{ message: `${nameOf(one.path)} ${says}.`, hint }];
   }
   return [];
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.checkpoint import read_checkpoint
+from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.benchmarks.main import main
 from weft.benchmarks.qwen_shape import NUM_SMALL, base_config, make_small_adapters
 from weft.benchmarks.workloads import zipf_adapters

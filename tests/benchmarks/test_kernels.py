@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.adapters.base_shape import SITES
-from weft.adapters.layout import adapter_pages
+from weft.adapters.lora.layout import adapter_pages
 from weft.benchmarks import kernels
 from weft.benchmarks.kernels import MIXES, KernelBench, Machine, Work, arena_pages, figures
 from weft.benchmarks.main import main

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import check_weights
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import check_weights
 from weft.benchmarks import unified
 from weft.benchmarks.main import main
 from weft.benchmarks.pool_run import PoolEngine, pool_engine
@@ -19,7 +19,7 @@ from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, Poo
 from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import TimedRequest
 from weft.errors import WeftError
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import PageCosts
 
 NUM_FILES = 8
 COSTS = PageCosts(copy_s=1e-5, load_s=1e-4, token_s=1e-4)

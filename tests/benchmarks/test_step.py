@@ -12,7 +12,7 @@ import pytest
 from drive_core import run_all
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs.local import LocalBlobs
 from weft.benchmarks import step
 from weft.benchmarks.main import make_parser
 from weft.benchmarks.own_engine import own_engine

@@ -147,7 +147,7 @@ def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_mended(
     expect(dialog.get_by_text("3 things are wrong with it; nothing of it was kept.")).to_be_visible()
     findings = dialog.locator("ol.findings > li")
     expect(findings).to_have_count(3)
-    expect(findings.nth(0)).to_contain_text('Mend: Retrain with bias="none".')
+    expect(findings.nth(0)).to_contain_text('Hint: Retrain with bias="none".')
     expect(findings.nth(1)).to_contain_text("use_dora")
     expect(findings.nth(2)).to_contain_text("base_model.model.lm_head.weight")
     assert server.tenant(OWNER).get("/v1/adapters/mended").status_code == 404
@@ -180,7 +180,7 @@ def test_the_next_version_is_not_current_unless_wished(page: Page, server: WeftS
 
 
 @pytest.mark.parametrize(
-    ("names", "says", "mend"),
+    ("names", "says", "hint"),
     [
         ([CONFIG, "adapter_model.bin"], "adapter_model.bin is a pickle", "safe_serialization=True"),
         (["adapter.zip"], "adapter.zip is an archive", "Unpack it"),
@@ -189,12 +189,12 @@ def test_the_next_version_is_not_current_unless_wished(page: Page, server: WeftS
     ],
 )
 def test_what_no_upload_can_be_is_said_before_it_is_sent(
-    page: Page, server: WeftServer, names: list[str], says: str, mend: str
+    page: Page, server: WeftServer, names: list[str], says: str, hint: str
 ) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
     dialog = choose(page, [{"name": name, "mimeType": "", "buffer": b"{}"} for name in names], "never")
     expect(dialog.get_by_role("alert")).to_contain_text(says)
-    expect(dialog.get_by_role("alert")).to_contain_text(mend)
+    expect(dialog.get_by_role("alert")).to_contain_text(hint)
     expect(dialog.get_by_role("button", name="Upload", exact=True)).to_be_disabled()
     dialog.get_by_label("Name", exact=True).fill("Never")
     expect(dialog.get_by_text("Lower-case letters")).to_be_visible()

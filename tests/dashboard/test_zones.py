@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from browser import watched_page
-from weft.registry.usage_buckets import Buckets
+from weft.registry.usage.buckets import Buckets
 from weft_server import WeftServer
 
 BUCKETS = """async ([zone, start, end, bucket]) => {

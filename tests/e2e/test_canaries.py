@@ -12,7 +12,7 @@ import pytest
 
 from canary import VOCAB, make_canary, make_canary_base, value_direction
 from stored_adapters import adapter_pages, store_adapter
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine

@@ -21,13 +21,13 @@ from peft import PeftModel
 from drive_core import collect, run_all
 from stored_adapters import adapter_pages, store_adapter
 from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, load_reference, make_adapter, make_model
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import PageCosts
 
 RANKS = (1, 4, 8, 16, 24, 64)
 COSTS = {

@@ -23,9 +23,9 @@ from postgres_server import OwnPostgres
 from usage_events import Billed, stored_events, usage_events
 from usage_load import BASE, Asked, UsageLoad, send
 from weft.config import environment
-from weft.registry.database import Database
-from weft.registry.journal import Journal
-from weft.registry.ledger import UsageLedger
+from weft.registry.db.database import Database
+from weft.registry.usage.journal import Journal
+from weft.registry.usage.ledger import UsageLedger
 from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
@@ -137,7 +137,7 @@ def engines(server: WeftServer) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "weft.engine.process" in child.cmdline():
+            if "weft.engine.process.worker" in child.cmdline():
                 found.append(child)
     return found
 

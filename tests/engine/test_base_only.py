@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from drive_core import run_all
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
 from weft.config import Config, MemoryConfig, ModelConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine

@@ -14,12 +14,12 @@ from peft import PeftModel
 from drive_core import run_all
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.load_pace import LoadPace
+from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
+from weft.adapters.residency.load_threads import LoadPace
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import EngineParts, build_engine
-from weft.engine.memory_plan import format_plan
+from weft.engine.execution.memory_plan import format_plan
 from weft.engine.model.device import has_idle_core
 from weft.engine.model.weights import base_digest
 from weft.engine.request import GenerationRequest
@@ -142,7 +142,7 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
             super().pause()
 
     monkeypatch.setattr("weft.engine.build.LoadPace", WatchedPace)
-    monkeypatch.setattr("weft.memory.copies.BYTES_AT_ONCE", 0)  # else nothing is left for the copier
+    monkeypatch.setattr("weft.memory.arena.BYTES_AT_ONCE", 0)  # else nothing is left for the copier
     config = settings(model, tmp_path)
     parts = build_engine(config)
     try:

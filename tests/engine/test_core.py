@@ -8,11 +8,11 @@ import pytest
 
 from engine_simulator import Simulator, adapter, expected_tokens, request
 from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS
-from weft.engine.plan import ChunkResult, StepPlan
-from weft.engine.prices import Prices
+from weft.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
+from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey
+from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.engine.status import StepBatches
-from weft.engine.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
 from weft.errors import EngineError, PageAccountingError
 
 

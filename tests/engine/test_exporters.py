@@ -1,4 +1,4 @@
-"""What training tools write is served as transformers with PEFT computes it, or refused by name with the mend."""
+"""What training tools write is served as transformers with PEFT computes it, or refused by name with a hint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from exporters import KINDS, PROMPT, REFUSED, SERVED, fresh_base, logits
 from tiny_models import TINY_VOCAB_SIZE, make_model
 from weft import LLM
-from weft.adapters.adapter_folder import adapter_files
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.checkpoint import Checkpoint, read_checkpoint
+from weft.adapters.checkpoint.folder import adapter_files
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import AdapterError
@@ -80,7 +80,7 @@ def test_what_is_served_equals_peft(name: str, model: Path, llm: LLM, base: Base
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_refused_with_the_mend(name: str, model: Path, base: BaseShape, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_with_the_hint(name: str, model: Path, base: BaseShape, tmp_path: Path) -> None:
     case = REFUSED[name]
     case.make(fresh_base(model), tmp_path)
     with pytest.raises(AdapterError) as caught:

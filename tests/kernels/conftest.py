@@ -5,8 +5,8 @@ import pytest
 
 import poison
 from cpu_kernels import BUILDS, can_run, flags_for
-from weft.kernels import native_library
-from weft.kernels.native_library import load_library
+from weft.kernels.native import library as native_library
+from weft.kernels.native.library import load_library
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import Kernels, native_kernels
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rows_cpu import both_halves
+from weft.kernels.plain.rows import both_halves
 
 CPU = torch.device("cpu")
 REQUESTS = ((1, 40), (20, 20), (3, 70), (1, 1), (130, 131), (1, 0))

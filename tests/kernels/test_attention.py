@@ -8,9 +8,10 @@ from cpu_kernels import ALL_KERNELS, CPU_KERNELS, KERNELS_AND_DTYPES, needs_comp
 from kernel_numerics import assert_rows_close
 from oracles.attention_reference import paged_attention as reference
 from scattered_kv import BF16, DECODE, F16, F32, FULL_CASES, INTERPRETER_CASES, LAYER, MIXED, AttentionCase, ScatteredKv
-from weft.kernels import attention_cpu, attention_native
 from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels
-from weft.kernels.native_library import NATIVE_DTYPES
+from weft.kernels.native import attention as attention_native
+from weft.kernels.native.library import NATIVE_DTYPES
+from weft.kernels.plain import attention as attention_cpu
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHORT_CASES = [case for case in FULL_CASES if case.requests in (DECODE, MIXED)]

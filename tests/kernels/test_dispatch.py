@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from cpu_kernels import BF16, F16, F32, needs_compiler
-from weft.kernels import dispatch, sampling_cpu, sgmv_native
+from weft.kernels import dispatch
 from weft.kernels.dispatch import kernels_for, native_kernels, torch_kernels
+from weft.kernels.native import sgmv as sgmv_native
+from weft.kernels.plain import sampling as sampling_cpu
 
 CPU = torch.device("cpu")
 
@@ -18,7 +20,7 @@ def test_a_cpu_gets_cpp_kernels(dtype: torch.dtype) -> None:
     kernels = kernels_for(CPU, dtype)
     assert kernels is native_kernels()
     assert kernels.sgmv is sgmv_native.sgmv
-    in_torch = {name for name, operation in asdict(kernels).items() if not operation.__module__.endswith("_native")}
+    in_torch = {name for name, operation in asdict(kernels).items() if ".native." not in operation.__module__}
     assert in_torch == {"sample", "logprobs", "apply_penalties"}
     assert kernels.sample is sampling_cpu.sample
 
@@ -54,6 +56,6 @@ def test_the_cpu_path_does_not_import_triton() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_cuda_gets_triton(dtype: torch.dtype) -> None:
-    from weft.kernels import sgmv_triton
+    from weft.kernels.triton import sgmv as sgmv_triton
 
     assert kernels_for(torch.device("cuda"), dtype).sgmv is sgmv_triton.sgmv

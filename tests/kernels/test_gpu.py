@@ -16,7 +16,7 @@ from silu_rows import extreme_gates
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels, kernels_for
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rows_cpu import both_halves
+from weft.kernels.plain.rows import both_halves
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")

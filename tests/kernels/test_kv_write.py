@@ -3,9 +3,9 @@ import torch
 
 from cpu_kernels import ALL_KERNELS, CPU_KERNELS, KERNELS_AND_DTYPES, needs_compiler
 from oracles import kv_write_reference
-from weft.kernels import rows_native
 from weft.kernels.dispatch import Kernels
 from weft.kernels.kv_slots import KvSlots
+from weft.kernels.native import rows as rows_native
 
 CPU = torch.device("cpu")
 SLOTS = [35, -1, 16, 0 * 16 + 17, 79, -1, 48]

@@ -5,8 +5,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from cpu_kernels import CPU_KERNELS, KERNELS_AND_DTYPES, needs_compiler
 from kernel_numerics import assert_rows_close
 from oracles import norm_reference
-from weft.kernels import rows_native
 from weft.kernels.dispatch import Kernels
+from weft.kernels.native import rows as rows_native
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SHAPES = [(1, 896), (33, 128), (5, 4, 64), (2, 2049), (3, 2, 24), (2, 7)]

@@ -5,8 +5,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from cpu_kernels import CPU_KERNELS, KERNELS_AND_DTYPES, needs_compiler
 from kernel_numerics import assert_rows_close
 from oracles import rope_reference
-from weft.kernels import rows_cpu, rows_native
 from weft.kernels.dispatch import Kernels
+from weft.kernels.native import rows as rows_native
+from weft.kernels.plain import rows as rows_cpu
 
 HEAD_DIM = 32
 ANGLES = torch.arange(50.0)[:, None] * 10000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)

@@ -4,7 +4,7 @@ import torch
 from oracles import sampling_reference
 from oracles.sampling_reference import probabilities
 from sampling_rows import GREEDY, Parameters, sampling_of
-from weft.kernels import sampling_cpu
+from weft.kernels.plain import sampling as sampling_cpu
 from weft.kernels.sampling import PenaltyTensors, RowPenalties, apply_penalties
 
 CPU = torch.device("cpu")

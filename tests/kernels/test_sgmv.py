@@ -18,9 +18,9 @@ from scattered_lora import (
     ScatteredLora,
     SgmvCase,
 )
-from weft.kernels import sgmv_native
 from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels
-from weft.kernels.native_library import NATIVE_DTYPES
+from weft.kernels.native import sgmv as sgmv_native
+from weft.kernels.native.library import NATIVE_DTYPES
 from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, Tiles, row_pitch_units
 from weft.memory import geometry
 

@@ -20,7 +20,7 @@ class Thing:
     kind: PageKind = "adapter"
     last_step: int = 0
     depth: int = 0
-    goes_last: bool = False
+    evict_last: bool = False
     uses: UseCount = field(default_factory=UseCount)
     dependents: list[Thing] = field(default_factory=list)
 
@@ -28,7 +28,7 @@ class Thing:
     def num_pages(self) -> int:
         return len(self.pages)
 
-    def worth(self) -> tuple[float, int]:
+    def reload_cost(self) -> tuple[float, int]:
         return self.cost_s, self.num_pages
 
     def evict(self) -> None:
@@ -144,7 +144,7 @@ def test_of_equals_the_deepest_goes_first(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["lru", "gdsf"])
 def test_some_things_go_only_when_nothing_else_is_left(policy: str) -> None:
     parts = Parts(policy_of(policy))  # type: ignore[arg-type]
-    pinned = parts.idle(cost_s=0.0, goes_last=True)
+    pinned = parts.idle(cost_s=0.0, evict_last=True)
     parts.now_s = 50.0
     dear = parts.idle(cost_s=1e6)
     assert parts.order() == [dear, pinned]

@@ -7,8 +7,7 @@ import pytest
 from weft.errors import PageAccountingError
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.token_chain import TokenChain, chain_seed
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 BLOCK_TOKENS = 2
 
@@ -220,8 +219,8 @@ def test_a_group_goes_with_its_adapter_and_leaves_others() -> None:
     pirate = parts.publish(parts.chain(1, 2, 3, 4, seed="pirate"), "pirate")
     base = parts.publish(parts.chain(1, 2))
     assert parts.cache.groups() == {"pirate": 4, None: 2}
-    assert parts.cache.group_worth("pirate") == (1.0, 4)
-    assert parts.cache.group_worth("nobody") == (0.0, 0)
+    assert parts.cache.group_reload_cost("pirate") == (1.0, 4)
+    assert parts.cache.group_reload_cost("nobody") == (0.0, 0)
     with pytest.raises(PageAccountingError, match="hold"):
         parts.cache.evict_group("pirate")
     parts.cache.release(pirate[1:], 0)

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.token_chain import TokenChain, chain_seed
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 BLOCK_TOKENS = 2
 NUM_PAGES = 24
@@ -145,7 +144,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def an_adapter_leaves(self, group: str) -> None:
         if any(reader.seed[1] == group and reader.held for reader in self.readers):
             return
-        worth = self.cache.group_worth(group)
+        worth = self.cache.group_reload_cost(group)
         assert worth[1] == self.cache.groups().get(group, 0)
         assert worth[0] == worth[1] // self.num_groups * 0.25
         before = len(self.cache)

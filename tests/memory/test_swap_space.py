@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import PageAccountingError
-from weft.memory.host_slab import HostSlab
-from weft.memory.swap_space import SwapSpace
+from weft.memory.host_slab import HostSlab, SwapSpace
 
 
 def swap_space(num_pages: int = 6, images: int = 0, max_pages: int = 4) -> tuple[SwapSpace, HostSlab, list[int]]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.memory.token_chain import TokenChain, chain_seed
+from weft.memory.prefix_cache import TokenChain, chain_seed
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 

@@ -7,13 +7,8 @@ import pytest
 
 from postgres_server import KINDS, database_of
 from registry_samples import StandingClock
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.registry import Registry
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture

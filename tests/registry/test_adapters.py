@@ -9,21 +9,22 @@ from sqlalchemy import Engine, event
 from registry_samples import NOON, StandingClock, facts
 from weft.adapters.ref import AdapterRef
 from weft.errors import CapacityError, InvalidRequestError, NotFoundError
-from weft.registry.idempotency import Answer
 from weft.registry.records import Removed, Tenant
 from weft.registry.registry import Registry
-from weft.registry.uploads import Terms
+from weft.registry.uploads import Answer, Terms
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def acme(registry: Registry) -> Tenant:
-    return await registry.create_tenant("acme")
+    return await registry.tenants.create_tenant("acme")
 
 
 async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Registry, acme: Tenant) -> None:
-    adapter, version, created = await registry.publish_version(acme.id, "support", facts("a"), "answers questions")
+    adapter, version, created = await registry.adapters.publish_version(
+        acme.id, "support", facts("a"), "answers questions"
+    )
     assert created
     assert version == adapter.current
     assert (version.version, version.created_at, version.adapter_id) == (1, NOON, adapter.id)
@@ -34,13 +35,13 @@ async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Regi
         False,
     )
     assert adapter.aliases == {"default": {1: 1}}
-    assert await registry.get_adapter(acme.id, "support") == adapter
+    assert await registry.adapters.get_adapter(acme.id, "support") == adapter
 
 
 async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Registry, acme: Tenant) -> None:
     uploaded = facts("a")
-    _, version, _ = await registry.publish_version(acme.id, "support", uploaded)
-    adapter, resolved = await registry.resolve(acme.id, "support")
+    _, version, _ = await registry.adapters.publish_version(acme.id, "support", uploaded)
+    adapter, resolved = await registry.adapters.resolve(acme.id, "support")
     assert resolved == version
     assert resolved.spec == uploaded.spec
     assert list(resolved.spec.rank_pattern) == list(uploaded.spec.rank_pattern)
@@ -56,7 +57,7 @@ async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Reg
 
 async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.publish_version(acme.id, "support", facts(content))
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
     statements: list[str] = []
 
     def keep(_connection: object, _cursor: object, statement: str, *_: object) -> None:
@@ -66,7 +67,7 @@ async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: 
     event.listen(Engine, "before_cursor_execute", keep)
     try:
         for selector in ("support", "support@1", "acme/support@default"):
-            await registry.resolve(acme.id, selector)
+            await registry.adapters.resolve(acme.id, selector)
     finally:
         event.remove(Engine, "before_cursor_execute", keep)
     assert len([statement for statement in statements if statement.startswith("SELECT")]) == 3, statements
@@ -74,40 +75,42 @@ async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: 
 
 async def test_each_upload_is_the_next_version_and_moves_the_plain_name(registry: Registry, acme: Tenant) -> None:
     for content in "abc":
-        await registry.publish_version(acme.id, "support", facts(content))
-    assert (await registry.resolve(acme.id, "support"))[1].version == 3
-    assert [version.version for version in await registry.list_versions(acme.id, "support")] == [3, 2, 1]
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 3
+    assert [version.version for version in await registry.adapters.list_versions(acme.id, "support")] == [3, 2, 1]
 
 
 async def test_an_upload_that_does_not_activate_leaves_the_plain_name(registry: Registry, acme: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
-    adapter, version, _ = await registry.publish_version(acme.id, "support", facts("b"), activate=False)
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    adapter, version, _ = await registry.adapters.publish_version(acme.id, "support", facts("b"), activate=False)
     assert version.version == 2
     assert adapter.aliases == {"default": {1: 1}}
-    assert (await registry.resolve(acme.id, "support"))[1].version == 1
-    assert (await registry.get_adapter(acme.id, "support")).current.version == 1
+    assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 1
+    assert (await registry.adapters.get_adapter(acme.id, "support")).current.version == 1
 
 
 async def test_a_first_upload_that_does_not_activate_has_no_plain_name(registry: Registry, acme: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"), activate=False)
+    await registry.adapters.publish_version(acme.id, "support", facts("a"), activate=False)
     with pytest.raises(NotFoundError):
-        await registry.resolve(acme.id, "support")
-    assert (await registry.resolve(acme.id, "support@1"))[1].version == 1
-    assert (await registry.get_adapter(acme.id, "support")).current.version == 1
+        await registry.adapters.resolve(acme.id, "support")
+    assert (await registry.adapters.resolve(acme.id, "support@1"))[1].version == 1
+    assert (await registry.adapters.get_adapter(acme.id, "support")).current.version == 1
 
 
 async def test_identical_bytes_are_the_same_version(registry: Registry, acme: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"), "first")
-    await registry.publish_version(acme.id, "support", facts("b"))
-    adapter, version, created = await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.publish_version(acme.id, "support", facts("a"), "first")
+    await registry.adapters.publish_version(acme.id, "support", facts("b"))
+    adapter, version, created = await registry.adapters.publish_version(acme.id, "support", facts("a"))
     assert (version.version, created) == (1, False)
     assert adapter.aliases == {"default": {1: 1}}
     assert adapter.description == "first"
-    assert len(await registry.list_versions(acme.id, "support")) == 2
+    assert len(await registry.adapters.list_versions(acme.id, "support")) == 2
 
 
 async def test_fifty_identical_uploads_at_once_make_one_version(registry: Registry, acme: Tenant) -> None:
-    published = await asyncio.gather(*(registry.publish_version(acme.id, "support", facts("a")) for _ in range(50)))
+    published = await asyncio.gather(
+        *(registry.adapters.publish_version(acme.id, "support", facts("a")) for _ in range(50))
+    )
     assert [created for _, _, created in published].count(True) == 1
     assert {version.version for _, version, _ in published} == {1}
     assert len({adapter.id for adapter, _, _ in published}) == 1
@@ -116,11 +119,11 @@ async def test_fifty_identical_uploads_at_once_make_one_version(registry: Regist
 async def test_two_processes_publishing_at_once_make_one_version(
     registry: Registry, tmp_path: Path, database_url: str | None
 ) -> None:
-    acme = await registry.create_tenant("acme")
+    acme = await registry.tenants.create_tenant("acme")
     other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
     published = await asyncio.gather(
         *(
-            process.publish_version(acme.id, "support", facts(content))
+            process.adapters.publish_version(acme.id, "support", facts(content))
             for content in "aabb"
             for process in (registry, other)
         )
@@ -132,8 +135,8 @@ async def test_two_processes_publishing_at_once_make_one_version(
 
 async def test_each_form_of_selector_finds_its_version(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.publish_version(acme.id, "support", facts(content))
-    await registry.update_adapter(acme.id, "support", aliases={"prod": 1})
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1})
     selectors = {
         "support": 2,
         "support@1": 1,
@@ -144,7 +147,7 @@ async def test_each_form_of_selector_finds_its_version(registry: Registry, acme:
         "acme/support@1": 1,
     }
     for _ in range(2):
-        found = {text: (await registry.resolve(acme.id, text))[1].version for text in selectors}
+        found = {text: (await registry.adapters.resolve(acme.id, text))[1].version for text in selectors}
         assert found == selectors
 
 
@@ -152,21 +155,23 @@ async def test_each_form_of_selector_finds_its_version(registry: Registry, acme:
     "selector", ["other", "support@9", "support@prod", f"support@{facts('z').digest}", "nobody/support", "", "a@b@c"]
 )
 async def test_what_does_not_exist_is_an_unknown_model(registry: Registry, acme: Tenant, selector: str) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
     with pytest.raises(NotFoundError) as caught:
-        await registry.resolve(acme.id, selector)
+        await registry.adapters.resolve(acme.id, selector)
     assert caught.value.code == "model_not_found"
 
 
 async def test_aliases_merge_move_and_go(registry: Registry, acme: Tenant) -> None:
     for content in "abc":
-        await registry.publish_version(acme.id, "support", facts(content))
-    await registry.update_adapter(acme.id, "support", aliases={"prod": 1, "test": 2})
-    adapter = await registry.update_adapter(acme.id, "support", aliases={"prod": 3, "test": None, "gone": None})
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1, "test": 2})
+    adapter = await registry.adapters.update_adapter(
+        acme.id, "support", aliases={"prod": 3, "test": None, "gone": None}
+    )
     assert adapter.aliases == {"default": {3: 1}, "prod": {3: 1}}
-    rolled_back = await registry.update_adapter(acme.id, "support", aliases={"default": 1})
+    rolled_back = await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 1})
     assert rolled_back.current.version == 1
-    assert (await registry.resolve(acme.id, "support"))[1].version == 1
+    assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 1
 
 
 @pytest.mark.parametrize(
@@ -175,35 +180,35 @@ async def test_aliases_merge_move_and_go(registry: Registry, acme: Tenant) -> No
 async def test_an_alias_that_means_nothing_changes_nothing(
     registry: Registry, acme: Tenant, aliases: dict[str, int]
 ) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
     with pytest.raises(InvalidRequestError):
-        await registry.update_adapter(acme.id, "support", pinned=True, aliases={"first": 1, **aliases})
-    adapter = await registry.get_adapter(acme.id, "support")
+        await registry.adapters.update_adapter(acme.id, "support", pinned=True, aliases={"first": 1, **aliases})
+    adapter = await registry.adapters.get_adapter(acme.id, "support")
     assert adapter.aliases == {"default": {1: 1}}
     assert not adapter.pinned
 
 
 async def test_an_adapter_takes_a_hundred_aliases(registry: Registry, acme: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
-    await registry.update_adapter(acme.id, "support", aliases={f"a{i}": 1 for i in range(99)})
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.update_adapter(acme.id, "support", aliases={f"a{i}": 1 for i in range(99)})
     with pytest.raises(InvalidRequestError):
-        await registry.update_adapter(acme.id, "support", aliases={"one-more": 1})
+        await registry.adapters.update_adapter(acme.id, "support", aliases={"one-more": 1})
 
 
 async def test_description_and_pin_change_by_themselves(registry: Registry, acme: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"), "old")
-    assert (await registry.update_adapter(acme.id, "support", pinned=True)).description == "old"
-    adapter = await registry.update_adapter(acme.id, "support", description="new")
+    await registry.adapters.publish_version(acme.id, "support", facts("a"), "old")
+    assert (await registry.adapters.update_adapter(acme.id, "support", pinned=True)).description == "old"
+    adapter = await registry.adapters.update_adapter(acme.id, "support", description="new")
     assert (adapter.description, adapter.pinned) == ("new", True)
     with pytest.raises(InvalidRequestError):
-        await registry.update_adapter(acme.id, "support", description="\x00")
+        await registry.adapters.update_adapter(acme.id, "support", description="\x00")
 
 
 async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Tenant) -> None:
     for name in ("c", "a", "b"):
-        await registry.publish_version(acme.id, name, facts(name))
-    first = await registry.list_adapters(acme.id, limit=2)
-    second = await registry.list_adapters(acme.id, after=first.next, limit=2)
+        await registry.adapters.publish_version(acme.id, name, facts(name))
+    first = await registry.adapters.list_adapters(acme.id, limit=2)
+    second = await registry.adapters.list_adapters(acme.id, after=first.next, limit=2)
     assert [adapter.name for adapter in (*first.items, *second.items)] == ["a", "b", "c"]
     assert [adapter.current.digest for adapter in second.items] == [facts("c").digest]
     assert second.next is None
@@ -211,94 +216,96 @@ async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Te
 
 async def test_a_deleted_version_takes_its_aliases_and_its_number(registry: Registry, acme: Tenant) -> None:
     for content in "abc":
-        await registry.publish_version(acme.id, "support", facts(content))
-    await registry.update_adapter(acme.id, "support", aliases={"prod": 3, "old": 1})
-    removed = await registry.delete_adapter(acme.id, "support", 3)
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 3, "old": 1})
+    removed = await registry.adapters.delete_adapter(acme.id, "support", 3)
     assert removed == Removed(digests=(facts("c").digest,), weights=(facts("c").weights_sha256,))
-    adapter = await registry.get_adapter(acme.id, "support")
+    adapter = await registry.adapters.get_adapter(acme.id, "support")
     assert (adapter.aliases, adapter.current.version) == ({"old": {1: 1}}, 2)
     with pytest.raises(NotFoundError):
-        await registry.resolve(acme.id, "support")
-    _, version, created = await registry.publish_version(acme.id, "support", facts("c"))
+        await registry.adapters.resolve(acme.id, "support")
+    _, version, created = await registry.adapters.publish_version(acme.id, "support", facts("c"))
     assert (version.version, created) == (4, True)
 
 
 async def test_the_last_version_takes_the_adapter_with_it(registry: Registry, acme: Tenant) -> None:
-    adapter, _, _ = await registry.publish_version(acme.id, "support", facts("a"))
-    await registry.delete_adapter(acme.id, "support", 1)
+    adapter, _, _ = await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.delete_adapter(acme.id, "support", 1)
     with pytest.raises(NotFoundError):
-        await registry.get_adapter(acme.id, "support")
-    again, version, _ = await registry.publish_version(acme.id, "support", facts("b"))
+        await registry.adapters.get_adapter(acme.id, "support")
+    again, version, _ = await registry.adapters.publish_version(acme.id, "support", facts("b"))
     assert again.id != adapter.id
     assert version.version == 1
 
 
 async def test_a_deleted_adapter_is_unknown_at_once(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.publish_version(acme.id, "support", facts(content))
-    await registry.resolve(acme.id, "support")
-    removed = await registry.delete_adapter(acme.id, "support")
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    await registry.adapters.resolve(acme.id, "support")
+    removed = await registry.adapters.delete_adapter(acme.id, "support")
     assert set(removed.weights) == {facts("a").weights_sha256, facts("b").weights_sha256}
     for selector in ("support", "support@1", "support@default"):
         with pytest.raises(NotFoundError):
-            await registry.resolve(acme.id, selector)
+            await registry.adapters.resolve(acme.id, selector)
     with pytest.raises(NotFoundError):
-        await registry.delete_adapter(acme.id, "support")
+        await registry.adapters.delete_adapter(acme.id, "support")
 
 
 async def test_content_that_someone_else_refers_to_is_not_removed(registry: Registry, acme: Tenant) -> None:
-    other = await registry.create_tenant("other")
+    other = await registry.tenants.create_tenant("other")
     same_weights = facts("a", rank=16)
-    await registry.publish_version(acme.id, "support", facts("a"))
-    await registry.publish_version(acme.id, "twin", facts("a"))
-    await registry.publish_version(other.id, "theirs", same_weights)
-    assert await registry.delete_adapter(acme.id, "twin") == Removed(digests=(), weights=())
-    assert await registry.delete_adapter(acme.id, "support") == Removed(digests=(facts("a").digest,), weights=())
-    assert await registry.unreferenced([same_weights.weights_sha256, "0" * 64]) == {"0" * 64}
-    assert (await registry.delete_adapter(other.id, "theirs")).weights == (same_weights.weights_sha256,)
-    assert await registry.unreferenced([]) == frozenset()
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.publish_version(acme.id, "twin", facts("a"))
+    await registry.adapters.publish_version(other.id, "theirs", same_weights)
+    assert await registry.adapters.delete_adapter(acme.id, "twin") == Removed(digests=(), weights=())
+    assert await registry.adapters.delete_adapter(acme.id, "support") == Removed(
+        digests=(facts("a").digest,), weights=()
+    )
+    assert await registry.adapters.unreferenced([same_weights.weights_sha256, "0" * 64]) == {"0" * 64}
+    assert (await registry.adapters.delete_adapter(other.id, "theirs")).weights == (same_weights.weights_sha256,)
+    assert await registry.adapters.unreferenced([]) == frozenset()
 
 
 async def test_digests_are_named_by_all_their_versions(registry: Registry, acme: Tenant) -> None:
-    other = await registry.create_tenant("other")
+    other = await registry.tenants.create_tenant("other")
     for content in ("a", "b"):
-        await registry.publish_version(acme.id, "support", facts(content))
-    await registry.publish_version(other.id, "copy", facts("b"))
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    await registry.adapters.publish_version(other.id, "copy", facts("b"))
     unknown = [f"sha256:{index:064x}" for index in range(1200)]
-    names = await registry.version_names([*unknown, facts("b").digest, facts("a").digest, facts("b").digest])
+    names = await registry.adapters.version_names([*unknown, facts("b").digest, facts("a").digest, facts("b").digest])
     assert names == {
         facts("a").digest: ("acme/support@1",),
         facts("b").digest: ("acme/support@2", "other/copy@1"),
     }
-    assert await registry.version_names([]) == {}
+    assert await registry.adapters.version_names([]) == {}
 
 
 async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
     registry: Registry, acme: Tenant, clock: StandingClock
 ) -> None:
-    other = await registry.create_tenant("other")
-    assert await registry.pinned_adapters() == ()
+    other = await registry.tenants.create_tenant("other")
+    assert await registry.adapters.pinned_adapters() == ()
     for tenant, name, content in ((other, "b", "b"), (acme, "a", "a"), (acme, "unpinned", "c"), (acme, "b", "b")):
         clock.advance(1)
-        await registry.publish_version(tenant.id, name, facts(content))
+        await registry.adapters.publish_version(tenant.id, name, facts(content))
         if name != "unpinned":
-            await registry.update_adapter(tenant.id, name, pinned=True)
-    assert [(adapter.tenant, adapter.name) for adapter in await registry.pinned_adapters()] == [
+            await registry.adapters.update_adapter(tenant.id, name, pinned=True)
+    assert [(adapter.tenant, adapter.name) for adapter in await registry.adapters.pinned_adapters()] == [
         ("other", "b"),
         ("acme", "a"),
         ("acme", "b"),
     ]
     clock.advance(1)
-    await registry.publish_version(other.id, "b", facts("newer"))
-    pinned = await registry.pinned_adapters()
+    await registry.adapters.publish_version(other.id, "b", facts("newer"))
+    pinned = await registry.adapters.pinned_adapters()
     assert [adapter.current.digest for adapter in pinned] == [facts(c).digest for c in ("a", "b", "newer")]
 
 
 @pytest.mark.parametrize("version", [2, 0, -1])
 async def test_a_version_that_is_not_there_cannot_be_deleted(registry: Registry, acme: Tenant, version: int) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
     with pytest.raises(NotFoundError):
-        await registry.delete_adapter(acme.id, "support", version)
+        await registry.adapters.delete_adapter(acme.id, "support", version)
 
 
 @pytest.mark.parametrize("name", ["", "Support", "a..b", "\x00", "a/b"])
@@ -306,30 +313,30 @@ async def test_a_bad_name_is_refused_on_upload_and_unknown_elsewhere(
     registry: Registry, acme: Tenant, name: str
 ) -> None:
     with pytest.raises(InvalidRequestError):
-        await registry.publish_version(acme.id, name, facts("a"))
+        await registry.adapters.publish_version(acme.id, name, facts("a"))
     with pytest.raises(NotFoundError):
-        await registry.get_adapter(acme.id, name)
+        await registry.adapters.get_adapter(acme.id, name)
 
 
 async def test_a_resolve_under_way_during_a_delete_is_not_remembered(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.publish_version(acme.id, "support", facts(content))
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
     for _ in range(10):
         await asyncio.gather(
-            *(registry.resolve(acme.id, "support") for _ in range(3)),
-            registry.update_adapter(acme.id, "support", aliases={"default": 1}),
+            *(registry.adapters.resolve(acme.id, "support") for _ in range(3)),
+            registry.adapters.update_adapter(acme.id, "support", aliases={"default": 1}),
         )
-        assert (await registry.resolve(acme.id, "support"))[1].version == 1
-        await registry.update_adapter(acme.id, "support", aliases={"default": 2})
+        assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 1
+        await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 2})
 
 
 async def test_changes_are_in_the_audit_log(registry: Registry, acme: Tenant, clock: StandingClock) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"), actor="key_7")
+    await registry.adapters.publish_version(acme.id, "support", facts("a"), actor="key_7")
     clock.advance(5)
-    await registry.update_adapter(acme.id, "support", aliases={"prod": 1})
-    await registry.delete_adapter(acme.id, "support", actor="key_7")
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1})
+    await registry.adapters.delete_adapter(acme.id, "support", actor="key_7")
     with pytest.raises(NotFoundError):
-        await registry.delete_adapter(acme.id, "support")
+        await registry.adapters.delete_adapter(acme.id, "support")
     newest_first = await registry.list_audit()
     assert [(entry.actor, entry.action, entry.tenant, entry.target) for entry in newest_first] == [
         ("key_7", "adapter.delete", "acme", "support"),
@@ -354,16 +361,18 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
     terms = Terms(answer=lambda _, is_new: Answer(status=201 if is_new else 200, body={}), store=store)
     sha256 = facts("a").weights_sha256
     for process in (registry, other):
-        async with registry.holding_unreferenced([sha256, "0" * 64]) as unreferenced:
-            publishing = asyncio.create_task(process.publish_version(acme.id, "support", facts("a"), terms=terms))
+        async with registry.adapters.holding_unreferenced([sha256, "0" * 64]) as unreferenced:
+            publishing = asyncio.create_task(
+                process.adapters.publish_version(acme.id, "support", facts("a"), terms=terms)
+            )
             await asyncio.sleep(0.2)
             assert not publishing.done()
             assert unreferenced == {sha256, "0" * 64}
             order.append("deleted")
         await publishing
-        async with other.holding_unreferenced([sha256]) as unreferenced:
+        async with other.adapters.holding_unreferenced([sha256]) as unreferenced:
             assert unreferenced == frozenset()
-        await registry.delete_adapter(acme.id, "support")
+        await registry.adapters.delete_adapter(acme.id, "support")
     assert order == ["deleted", "stored"] * 2
     await other.close()
 
@@ -374,26 +383,26 @@ async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: 
 
     terms = Terms(answer=lambda _, is_new: Answer(status=201 if is_new else 200, body={}), store=fail)
     with pytest.raises(CapacityError):
-        await registry.publish_version(acme.id, "support", facts("a"), terms=terms)
+        await registry.adapters.publish_version(acme.id, "support", facts("a"), terms=terms)
     with pytest.raises(NotFoundError):
-        await registry.get_adapter(acme.id, "support")
+        await registry.adapters.get_adapter(acme.id, "support")
     assert [entry.action for entry in await registry.list_audit()] == ["tenant.create"]
 
 
 async def test_adapters_of_all_tenants_are_listed_by_tenant_and_name_in_pages(registry: Registry, acme: Tenant) -> None:
-    other = await registry.create_tenant("a-b")
+    other = await registry.tenants.create_tenant("a-b")
     for tenant, names in ((acme, ("b", "z")), (other, ("a", "b", "c"))):
         for name in names:
-            await registry.publish_version(tenant.id, name, facts(f"{tenant.name}{name}"))
+            await registry.adapters.publish_version(tenant.id, name, facts(f"{tenant.name}{name}"))
     listed, after = [], None
     for size in (2, 2, 1):
-        page = await registry.list_every_adapter(after=after, limit=2)
+        page = await registry.adapters.list_every_adapter(after=after, limit=2)
         assert len(page.items) == size
         listed += [f"{adapter.tenant}/{adapter.name}" for adapter in page.items]
         after = page.next
     assert listed == ["a-b/a", "a-b/b", "a-b/c", "acme/b", "acme/z"]
     assert after is None
-    assert [a.name for a in (await registry.list_every_adapter(after="acme")).items] == ["b", "z"]
-    assert (await registry.list_every_adapter(after="acme/z")).items == ()
+    assert [a.name for a in (await registry.adapters.list_every_adapter(after="acme")).items] == ["b", "z"]
+    assert (await registry.adapters.list_every_adapter(after="acme/z")).items == ()
     with pytest.raises(InvalidRequestError):
-        await registry.list_every_adapter(after="nul/\x00")
+        await registry.adapters.list_every_adapter(after="nul/\x00")

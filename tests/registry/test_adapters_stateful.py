@@ -45,12 +45,12 @@ class AdapterMachine(RuleBasedStateMachine):
     @initialize()
     def make_tenants(self) -> None:
         for name in ("acme", "other"):
-            self.ids[name] = self.runner.run(self.registry.create_tenant(name)).id
+            self.ids[name] = self.runner.run(self.registry.tenants.create_tenant(name)).id
 
     @rule(tenant=TENANTS, name=NAMES, content=CONTENTS, activate=st.booleans())
     def publish(self, tenant: str, name: str, content: str, activate: bool) -> None:
         _, version, created = self.runner.run(
-            self.registry.publish_version(self.ids[tenant], name, facts(content), activate=activate)
+            self.registry.adapters.publish_version(self.ids[tenant], name, facts(content), activate=activate)
         )
         adapter = self.expected.setdefault((tenant, name), Expected())
         same = [number for number, known in adapter.versions.items() if known == content]
@@ -66,7 +66,7 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(tenant=TENANTS, name=NAMES, alias=ALIASES, version=st.none() | VERSIONS)
     def point(self, tenant: str, name: str, alias: str, version: int | None) -> None:
         adapter = self.expected.get((tenant, name))
-        change = self.registry.update_adapter(self.ids[tenant], name, aliases={alias: version})
+        change = self.registry.adapters.update_adapter(self.ids[tenant], name, aliases={alias: version})
         if adapter is None:
             self._fails(change, NotFoundError)
         elif version is None:
@@ -81,7 +81,7 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(tenant=TENANTS, name=NAMES, version=st.none() | VERSIONS)
     def delete(self, tenant: str, name: str, version: int | None) -> None:
         adapter = self.expected.get((tenant, name))
-        change = self.registry.delete_adapter(self.ids[tenant], name, version)
+        change = self.registry.adapters.delete_adapter(self.ids[tenant], name, version)
         if adapter is None or (version is not None and version not in adapter.versions):
             self._fails(change, NotFoundError)
             return
@@ -101,7 +101,7 @@ class AdapterMachine(RuleBasedStateMachine):
         adapter = self.expected.get((tenant, name), Expected())
         wanted = int(pin[1:]) if pin[1:].isdigit() else adapter.aliases.get(pin[1:] or "default", 0)
         text = f"{tenant}/{name}{pin}" if qualified else f"{name}{pin}"
-        question = self.registry.resolve(self.ids[tenant], text)
+        question = self.registry.adapters.resolve(self.ids[tenant], text)
         if wanted in adapter.versions:
             found, version = self.runner.run(question)
             assert (found.tenant_id, version.version) == (self.ids[tenant], wanted)
@@ -112,12 +112,12 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(caller=TENANTS, name=NAMES, pin=st.sampled_from(["", "@1", f"@{facts('x').digest}"]))
     def reach_for_another_tenants_adapter(self, caller: str, name: str, pin: str) -> None:
         owner = "other" if caller == "acme" else "acme"
-        self._fails(self.registry.resolve(self.ids[caller], f"{owner}/{name}{pin}"), NotFoundError)
+        self._fails(self.registry.adapters.resolve(self.ids[caller], f"{owner}/{name}{pin}"), NotFoundError)
 
     @invariant()
     def everything_is_as_expected(self) -> None:
         for tenant, tenant_id in self.ids.items():
-            listed = self.runner.run(self.registry.list_adapters(tenant_id)).items
+            listed = self.runner.run(self.registry.adapters.list_adapters(tenant_id)).items
             assert [adapter.name for adapter in listed] == sorted(
                 name for owner, name in self.expected if owner == tenant
             )
@@ -126,7 +126,7 @@ class AdapterMachine(RuleBasedStateMachine):
                 assert adapter.tenant_id == tenant_id
                 assert adapter.aliases == {alias: {number: 1} for alias, number in expected.aliases.items()}
                 assert adapter.current.version == expected.aliases.get("default", max(expected.versions))
-                versions = self.runner.run(self.registry.list_versions(tenant_id, adapter.name))
+                versions = self.runner.run(self.registry.adapters.list_versions(tenant_id, adapter.name))
                 assert {version.version: version.digest for version in versions} == {
                     number: facts(content).digest for number, content in expected.versions.items()
                 }

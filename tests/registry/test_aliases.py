@@ -15,37 +15,37 @@ USERS = 2000
 
 @pytest.fixture
 async def acme(registry: Registry) -> Tenant:
-    made = await registry.create_tenant("acme")
+    made = await registry.tenants.create_tenant("acme")
     for content in "abc":
-        await registry.publish_version(made.id, "support", facts(content))
+        await registry.adapters.publish_version(made.id, "support", facts(content))
     return made
 
 
 async def served(registry: Registry, acme: Tenant, selector: str = "support") -> dict[int, int]:
     """By user, which version answers."""
-    return {user: (await registry.resolve(acme.id, selector, f"u{user}"))[1].version for user in range(USERS)}
+    return {user: (await registry.adapters.resolve(acme.id, selector, f"u{user}"))[1].version for user in range(USERS)}
 
 
 async def test_a_canary_gets_its_share_and_keeps_its_users(registry: Registry, acme: Tenant) -> None:
-    await registry.update_adapter(acme.id, "support", aliases={"default": {1: 90, 2: 10}})
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 90, 2: 10}})
     first = await served(registry, acme)
     assert 0.07 < Counter(first.values())[2] / USERS < 0.13
     assert await served(registry, acme) == first
-    await registry.update_adapter(acme.id, "support", aliases={"default": {1: 50, 2: 50}})
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 50, 2: 50}})
     second = await served(registry, acme)
     assert 0.45 < Counter(second.values())[2] / USERS < 0.55
     assert all(second[user] == 2 for user, version in first.items() if version == 2)
-    await registry.update_adapter(acme.id, "support", aliases={"default": 2})
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 2})
     assert set((await served(registry, acme)).values()) == {2}
-    await registry.update_adapter(acme.id, "support", aliases={"default": 1})
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 1})
     assert set((await served(registry, acme)).values()) == {1}
 
 
 async def test_two_adapters_split_their_users_differently(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.publish_version(acme.id, "sales", facts(content))
+        await registry.adapters.publish_version(acme.id, "sales", facts(content))
     for name in ("support", "sales"):
-        await registry.update_adapter(acme.id, name, aliases={"default": {1: 1, 2: 1}})
+        await registry.adapters.update_adapter(acme.id, name, aliases={"default": {1: 1, 2: 1}})
     one, other = await served(registry, acme), await served(registry, acme, "sales")
     assert 0.4 < sum(one[user] == other[user] for user in one) / USERS < 0.6
 
@@ -53,30 +53,34 @@ async def test_two_adapters_split_their_users_differently(registry: Registry, ac
 async def test_the_current_version_is_the_heaviest_and_other_aliases_split_too(
     registry: Registry, acme: Tenant
 ) -> None:
-    adapter = await registry.update_adapter(acme.id, "support", aliases={"default": {1: 9, 3: 1}, "beta": {2: 1, 3: 1}})
+    adapter = await registry.adapters.update_adapter(
+        acme.id, "support", aliases={"default": {1: 9, 3: 1}, "beta": {2: 1, 3: 1}}
+    )
     assert adapter.aliases == {"default": {1: 9, 3: 1}, "beta": {2: 1, 3: 1}}
     assert adapter.current.version == 1
     assert set((await served(registry, acme, "support@beta")).values()) == {2, 3}
-    assert (await registry.get_adapter(acme.id, "support")).current.version == 1
-    assert (await registry.list_adapters(acme.id)).items[0].current.version == 1
+    assert (await registry.adapters.get_adapter(acme.id, "support")).current.version == 1
+    assert (await registry.adapters.list_adapters(acme.id)).items[0].current.version == 1
 
 
 async def test_all_versions_of_a_pinned_canary_are_pinned(registry: Registry, acme: Tenant) -> None:
-    await registry.update_adapter(acme.id, "support", pinned=True, aliases={"default": {1: 9, 3: 1}, "beta": 2})
-    assert {adapter.current.version for adapter in await registry.pinned_adapters()} == {1, 3}
+    await registry.adapters.update_adapter(
+        acme.id, "support", pinned=True, aliases={"default": {1: 9, 3: 1}, "beta": 2}
+    )
+    assert {adapter.current.version for adapter in await registry.adapters.pinned_adapters()} == {1, 3}
 
 
 async def test_an_upload_ends_a_canary_and_a_deleted_version_leaves_it(registry: Registry, acme: Tenant) -> None:
-    await registry.update_adapter(acme.id, "support", aliases={"default": {1: 9, 2: 1}})
-    await registry.delete_adapter(acme.id, "support", 2)
-    assert (await registry.get_adapter(acme.id, "support")).aliases == {"default": {1: 9}}
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 2: 1}})
+    await registry.adapters.delete_adapter(acme.id, "support", 2)
+    assert (await registry.adapters.get_adapter(acme.id, "support")).aliases == {"default": {1: 9}}
     assert set((await served(registry, acme)).values()) == {1}
-    await registry.update_adapter(acme.id, "support", aliases={"default": {1: 9, 3: 1}})
-    adapter, _, _ = await registry.publish_version(acme.id, "support", facts("d"))
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 3: 1}})
+    adapter, _, _ = await registry.adapters.publish_version(acme.id, "support", facts("d"))
     assert adapter.aliases == {"default": {4: 1}}
-    await registry.delete_adapter(acme.id, "support", 4)
+    await registry.adapters.delete_adapter(acme.id, "support", 4)
     with pytest.raises(NotFoundError):
-        await registry.resolve(acme.id, "support")
+        await registry.adapters.resolve(acme.id, "support")
 
 
 @pytest.mark.parametrize(
@@ -86,5 +90,5 @@ async def test_a_split_that_makes_no_sense_changes_nothing(
     registry: Registry, acme: Tenant, meaning: dict[int, int]
 ) -> None:
     with pytest.raises(InvalidRequestError):
-        await registry.update_adapter(acme.id, "support", aliases={"first": 1, "prod": meaning})
-    assert (await registry.get_adapter(acme.id, "support")).aliases == {"default": {3: 1}}
+        await registry.adapters.update_adapter(acme.id, "support", aliases={"first": 1, "prod": meaning})
+    assert (await registry.adapters.get_adapter(acme.id, "support")).aliases == {"default": {3: 1}}

@@ -10,12 +10,11 @@ import pytest
 from registry_samples import NOON, StandingClock, usage_event
 from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, NotFoundError
-from weft.registry.batches import LEASE_S, LineResult
-from weft.registry.files import new_file
-from weft.registry.models import BatchRow, FileRow
-from weft.registry.prices import Price, PriceTable
+from weft.registry.batches import LEASE_S, LineResult, new_file
+from weft.registry.db.models import BatchRow, FileRow
 from weft.registry.records import UsageQuery
 from weft.registry.registry import Registry
+from weft.registry.usage.prices import Price, PriceTable
 
 pytestmark = pytest.mark.anyio
 LIMITS = BatchConfig(max_files=10, max_stored_bytes=1000)
@@ -32,7 +31,7 @@ async def _file(registry: Registry, tenant_id: str, clock: StandingClock, size: 
 
 
 async def _batch(registry: Registry, clock: StandingClock, tenant: str = "acme") -> BatchRow:
-    tenant_id = (await registry.create_tenant(tenant)).id
+    tenant_id = (await registry.tenants.create_tenant(tenant)).id
     file = await _file(registry, tenant_id, clock)
     return await registry.batches.create(tenant_id, "key_1", file.id, "/v1/completions", {"a": "b"})
 
@@ -100,7 +99,7 @@ async def test_an_input_that_is_needed_stays(registry: Registry, clock: Standing
     assert await registry.files.forget_expired() == 0
     with pytest.raises(NotFoundError):
         await registry.files.get(batch.tenant_id, batch.input_file_id)
-    assert await registry.unreferenced([batch.input_sha256]) == frozenset()
+    assert await registry.adapters.unreferenced([batch.input_sha256]) == frozenset()
     await registry.batches.cancel(batch.tenant_id, batch.id)
     await registry.batches.claim("a")
     await registry.batches.end(batch.id, "a", "cancelled", {}, _store)
@@ -116,7 +115,7 @@ async def test_a_batch_that_has_ended_cannot_be_cancelled(registry: Registry, cl
     await registry.batches.enter(batch.id, "a", "failed", errors={"object": "list", "data": []})
     with pytest.raises(ConflictError):
         await registry.batches.cancel(batch.tenant_id, batch.id)
-    other = (await registry.create_tenant("rival")).id
+    other = (await registry.tenants.create_tenant("rival")).id
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: registry.batches.get(other, batch.id),
         lambda: registry.batches.cancel(other, batch.id),
@@ -129,7 +128,7 @@ async def test_a_batch_that_has_ended_cannot_be_cancelled(registry: Registry, cl
 
 
 async def test_files_are_bounded_and_paged(registry: Registry, clock: StandingClock) -> None:
-    tenant_id = (await registry.create_tenant("acme")).id
+    tenant_id = (await registry.tenants.create_tenant("acme")).id
     for _ in range(3):
         await _file(registry, tenant_id, clock, 300)
         clock.now += timedelta(seconds=1)
@@ -139,8 +138,8 @@ async def test_files_are_bounded_and_paged(registry: Registry, clock: StandingCl
     first = await registry.files.list(tenant_id, "batch", None, 2)
     rest = await registry.files.list(tenant_id, None, first.next, 2)
     assert [len(first.items), len(rest.items), rest.next] == [2, 1, None]
-    await registry.delete_tenant("acme")
-    assert await registry.unreferenced(["0" * 64]) == {"0" * 64}
+    await registry.tenants.delete_tenant("acme")
+    assert await registry.adapters.unreferenced(["0" * 64]) == {"0" * 64}
 
 
 async def test_batches_have_prices_of_their_own_and_rows_add_up(registry: Registry) -> None:

@@ -14,19 +14,19 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def acme(registry: Registry) -> Tenant:
-    return await registry.create_tenant("acme")
+    return await registry.tenants.create_tenant("acme")
 
 
 @pytest.fixture
 async def other(registry: Registry) -> Tenant:
-    return await registry.create_tenant("other")
+    return await registry.tenants.create_tenant("other")
 
 
 async def may_call(registry: Registry, tenant: Tenant, *selectors: str) -> list[bool]:
     found = []
     for selector in selectors:
         try:
-            await registry.resolve(tenant.id, selector)
+            await registry.adapters.resolve(tenant.id, selector)
             found.append(True)
         except NotFoundError:
             found.append(False)
@@ -34,41 +34,41 @@ async def may_call(registry: Registry, tenant: Tenant, *selectors: str) -> list[
 
 
 async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry, acme: Tenant, other: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
-    made = [await registry.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    made = [await registry.adapters.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
     assert [is_new for _, is_new in made] == [True, False]
     assert (made[0][0].tenant, made[0][0].tenant_id, made[0][0].version) == ("other", other.id, None)
-    assert await registry.list_grants(acme.id, "support") == (made[0][0],)
-    adapter, version = await registry.resolve(other.id, "acme/support@1")
+    assert await registry.adapters.list_grants(acme.id, "support") == (made[0][0],)
+    adapter, version = await registry.adapters.resolve(other.id, "acme/support@1")
     assert (adapter.tenant, adapter.tenant_id, version.version) == ("acme", acme.id, 1)
-    listed = await registry.list_granted(other.id)
+    listed = await registry.adapters.list_granted(other.id)
     assert [(granted.name, version) for granted, version in listed] == [("support", None)]
     assert await may_call(registry, other, "support", "acme/support", "acme/support@1") == [False, True, True]
     with pytest.raises(NotFoundError):
-        await registry.get_adapter(other.id, "support")
+        await registry.adapters.get_adapter(other.id, "support")
 
-    await registry.withdraw_grant(acme.id, "support", other.id)
+    await registry.adapters.withdraw_grant(acme.id, "support", other.id)
     assert await may_call(registry, other, "acme/support", "acme/support@1") == [False, False]
     with pytest.raises(NotFoundError):
-        await registry.withdraw_grant(acme.id, "support", other.id)
-    assert await registry.list_granted(other.id) == ()
+        await registry.adapters.withdraw_grant(acme.id, "support", other.id)
+    assert await registry.adapters.list_granted(other.id) == ()
 
 
 async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: Tenant, other: Tenant) -> None:
     for content in "abc":
-        await registry.publish_version(acme.id, "support", facts(content))
-    await registry.grant_adapter(acme.id, "support", other.id, 2)
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    await registry.adapters.grant_adapter(acme.id, "support", other.id, 2)
     selectors = ["acme/support@1", "acme/support@2", "acme/support", f"acme/support@{facts('c').digest}"]
     assert await may_call(registry, other, *selectors) == [False, True, False, False]
-    listed = await registry.list_granted(other.id)
+    listed = await registry.adapters.list_granted(other.id)
     assert [(granted.current.version, version) for granted, version in listed] == [(2, 2)]
-    await registry.update_adapter(acme.id, "support", aliases={"default": 2, "split": {1: 99, 2: 1}})
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 2, "split": {1: 99, 2: 1}})
     assert await may_call(registry, other, *selectors) == [False, True, True, False]
     for number in range(20):
-        assert (await registry.resolve(other.id, "acme/support@split", str(number)))[1].version == 2
-    await registry.grant_adapter(acme.id, "support", other.id)
+        assert (await registry.adapters.resolve(other.id, "acme/support@split", str(number)))[1].version == 2
+    await registry.adapters.grant_adapter(acme.id, "support", other.id)
     assert await may_call(registry, other, *selectors) == [True] * 4
-    await registry.withdraw_grant(acme.id, "support", other.id)
+    await registry.adapters.withdraw_grant(acme.id, "support", other.id)
     assert await may_call(registry, other, *selectors) == [False, True, True, False]
 
 
@@ -76,19 +76,19 @@ async def test_a_deleted_version_takes_its_grant_along_and_a_new_one_is_not_gran
     registry: Registry, acme: Tenant, other: Tenant
 ) -> None:
     for content in "ab":
-        await registry.publish_version(acme.id, "support", facts(content))
-    await registry.grant_adapter(acme.id, "support", other.id, 2)
-    await registry.delete_adapter(acme.id, "support", 2)
-    assert await registry.list_granted(other.id) == ()
-    assert await registry.list_grants(acme.id, "support") == ()
-    await registry.publish_version(acme.id, "support", facts("b"))
+        await registry.adapters.publish_version(acme.id, "support", facts(content))
+    await registry.adapters.grant_adapter(acme.id, "support", other.id, 2)
+    await registry.adapters.delete_adapter(acme.id, "support", 2)
+    assert await registry.adapters.list_granted(other.id) == ()
+    assert await registry.adapters.list_grants(acme.id, "support") == ()
+    await registry.adapters.publish_version(acme.id, "support", facts("b"))
     assert await may_call(registry, other, "acme/support", "acme/support@3") == [False, False]
 
 
 async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
     registry: Registry, acme: Tenant, other: Tenant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
     for name, grantee, version in (
         ("missing", other.id, None),
         ("support", "ten_nobody", None),
@@ -96,22 +96,22 @@ async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
         ("support", other.id, 2),
     ):
         with pytest.raises(NotFoundError):
-            await registry.grant_adapter(acme.id, name, grantee, version)
+            await registry.adapters.grant_adapter(acme.id, name, grantee, version)
     with pytest.raises(NotFoundError):
-        await registry.grant_adapter(other.id, "support", other.id)
+        await registry.adapters.grant_adapter(other.id, "support", other.id)
     with pytest.raises(InvalidRequestError, match="owner"):
-        await registry.grant_adapter(acme.id, "support", acme.id)
+        await registry.adapters.grant_adapter(acme.id, "support", acme.id)
     monkeypatch.setattr(grants, "MAX_GRANTS", 1)
-    await registry.grant_adapter(acme.id, "support", other.id)
+    await registry.adapters.grant_adapter(acme.id, "support", other.id)
     with pytest.raises(InvalidRequestError, match="at most 1"):
-        await registry.grant_adapter(acme.id, "support", other.id, 1)
+        await registry.adapters.grant_adapter(acme.id, "support", other.id, 1)
 
 
 async def test_grants_go_with_the_grantee(registry: Registry, acme: Tenant, other: Tenant) -> None:
-    await registry.publish_version(acme.id, "support", facts("a"))
-    await registry.grant_adapter(acme.id, "support", other.id)
-    await registry.delete_tenant("other")
-    assert await registry.list_grants(acme.id, "support") == ()
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.grant_adapter(acme.id, "support", other.id)
+    await registry.tenants.delete_tenant("other")
+    assert await registry.adapters.list_grants(acme.id, "support") == ()
 
 
 async def test_what_strangers_grant_costs_no_more_questions(registry: Registry, acme: Tenant, other: Tenant) -> None:
@@ -120,12 +120,12 @@ async def test_what_strangers_grant_costs_no_more_questions(registry: Registry, 
     event.listen(engine, "before_cursor_execute", lambda *details: statements.append(details[2]))
     asked = []
     for number in range(4):
-        await registry.publish_version(acme.id, f"support-{number}", facts(str(number)))
-        await registry.publish_version(acme.id, f"support-{number}", facts(f"{number} again"))
-        await registry.grant_adapter(acme.id, f"support-{number}", other.id, 1)
-        await registry.grant_adapter(acme.id, f"support-{number}", other.id)
+        await registry.adapters.publish_version(acme.id, f"support-{number}", facts(str(number)))
+        await registry.adapters.publish_version(acme.id, f"support-{number}", facts(f"{number} again"))
+        await registry.adapters.grant_adapter(acme.id, f"support-{number}", other.id, 1)
+        await registry.adapters.grant_adapter(acme.id, f"support-{number}", other.id)
         statements.clear()
-        listed = await registry.list_granted(other.id)
+        listed = await registry.adapters.list_granted(other.id)
         asked.append(len(statements))
         assert [(adapter.name, adapter.current.version, version) for adapter, version in listed] == [
             (f"support-{made}", current, version)

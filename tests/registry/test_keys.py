@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from registry_samples import NOON, StandingClock, facts
 from weft.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
 from weft.registry import keys as keys_module
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.keys import read_pepper
 from weft.registry.limits import Limits
 from weft.registry.records import SCOPES, Credential, Identity
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_secret_tells_tenant_key_and_scopes(registry: Registry) -> None:
-    acme = await registry.create_tenant("acme")
-    key, secret = await registry.create_key("acme", "ci", ["usage", "infer", "infer"])
-    assert await registry.authenticate(secret) == Identity(
+    acme = await registry.tenants.create_tenant("acme")
+    key, secret = await registry.keys.create_key("acme", "ci", ["usage", "infer", "infer"])
+    assert await registry.keys.authenticate(secret) == Identity(
         role="tenant", tenant_id=acme.id, tenant="acme", key_id=key.id, scopes=("infer", "usage")
     )
     assert key.name == "ci"
@@ -36,13 +36,13 @@ async def test_a_secret_tells_tenant_key_and_scopes(registry: Registry) -> None:
 
 
 async def test_a_key_has_all_scopes_unless_told_otherwise(registry: Registry) -> None:
-    await registry.create_tenant("acme")
-    key, _ = await registry.create_key("acme")
+    await registry.tenants.create_tenant("acme")
+    key, _ = await registry.keys.create_key("acme")
     assert key.scopes == SCOPES
 
 
 async def test_the_admin_key_makes_an_admin(registry: Registry) -> None:
-    identity = await registry.authenticate("admin-secret")
+    identity = await registry.keys.authenticate("admin-secret")
     assert (identity.role, identity.tenant_id, identity.key_id) == ("admin", None, None)
 
 
@@ -52,26 +52,26 @@ async def test_the_admin_key_makes_an_admin(registry: Registry) -> None:
     ids=["empty", "cut", "unknown", "prefix", "surrogate", "nul", "long"],
 )
 async def test_nobody_holds_a_made_up_secret(registry: Registry, secret: str) -> None:
-    await registry.create_tenant("acme")
-    await registry.create_key("acme")
+    await registry.tenants.create_tenant("acme")
+    await registry.keys.create_key("acme")
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
 
 
 async def test_a_known_prefix_with_another_secret_is_refused(registry: Registry) -> None:
-    await registry.create_tenant("acme")
-    _, secret = await registry.create_key("acme")
-    await registry.authenticate(secret)
+    await registry.tenants.create_tenant("acme")
+    _, secret = await registry.keys.create_key("acme")
+    await registry.keys.authenticate(secret)
     last = "A" if secret[-1] != "A" else "B"
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret[:-1] + last)
+        await registry.keys.authenticate(secret[:-1] + last)
 
 
 async def test_without_an_admin_key_nobody_is_admin(tmp_path: Path) -> None:
     registry = await Registry.open(None, tmp_path)
     for secret in ("", "None", "admin"):
         with pytest.raises(AuthenticationError):
-            await registry.authenticate(secret)
+            await registry.keys.authenticate(secret)
     await registry.close()
 
 
@@ -85,38 +85,38 @@ async def test_unknown_prefixes_are_compared_as_well(registry: Registry, monkeyp
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate("weft_000000000000_" + "A" * 43)
+        await registry.keys.authenticate("weft_000000000000_" + "A" * 43)
     assert compared[-1] == "0" * 64
     assert len(compared) == 2
 
 
 async def test_a_revoked_key_stops_at_once_and_is_no_longer_listed(registry: Registry) -> None:
-    await registry.create_tenant("acme")
-    kept, _ = await registry.create_key("acme")
-    key, secret = await registry.create_key("acme")
-    await registry.authenticate(secret)
-    await registry.revoke_key(key.id)
+    await registry.tenants.create_tenant("acme")
+    kept, _ = await registry.keys.create_key("acme")
+    key, secret = await registry.keys.create_key("acme")
+    await registry.keys.authenticate(secret)
+    await registry.keys.revoke_key(key.id)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
-    assert await registry.list_keys("acme") == (kept,)
+        await registry.keys.authenticate(secret)
+    assert await registry.keys.list_keys("acme") == (kept,)
 
 
 async def test_a_key_is_revoked_once(registry: Registry) -> None:
-    await registry.create_tenant("acme")
-    key, _ = await registry.create_key("acme")
-    await registry.revoke_key(key.id)
+    await registry.tenants.create_tenant("acme")
+    key, _ = await registry.keys.create_key("acme")
+    await registry.keys.revoke_key(key.id)
     for key_id in (key.id, "key_unknown"):
         with pytest.raises(NotFoundError):
-            await registry.revoke_key(key_id)
+            await registry.keys.revoke_key(key_id)
     with pytest.raises(InvalidRequestError):
-        await registry.revoke_key("\x00")
+        await registry.keys.revoke_key("\x00")
 
 
 async def test_a_lookup_under_way_during_the_revocation_is_not_remembered(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await registry.create_tenant("acme")
-    key, secret = await registry.create_key("acme")
+    await registry.tenants.create_tenant("acme")
+    key, secret = await registry.keys.create_key("acme")
     has_read, may_go_on = asyncio.Event(), asyncio.Event()
     read_known = keys_module._read_known
 
@@ -127,39 +127,39 @@ async def test_a_lookup_under_way_during_the_revocation_is_not_remembered(
         return known
 
     monkeypatch.setattr(keys_module, "_read_known", slow_read)
-    lookup = asyncio.create_task(registry.authenticate(secret))
+    lookup = asyncio.create_task(registry.keys.authenticate(secret))
     await has_read.wait()
-    await registry.revoke_key(key.id)
+    await registry.keys.revoke_key(key.id)
     may_go_on.set()
     await lookup
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
 
 
 async def test_a_key_expires_even_when_it_was_just_used(registry: Registry, clock: StandingClock) -> None:
-    await registry.create_tenant("acme")
-    key, secret = await registry.create_key("acme", expires_at=NOON + timedelta(seconds=10))
+    await registry.tenants.create_tenant("acme")
+    key, secret = await registry.keys.create_key("acme", expires_at=NOON + timedelta(seconds=10))
     assert key.expires_at == NOON + timedelta(seconds=10)
     clock.advance(9)
-    await registry.authenticate(secret)
+    await registry.keys.authenticate(secret)
     clock.advance(1)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
 
 
 async def test_a_key_revoked_by_another_server_stops_within_a_second(
     registry: Registry, clock: StandingClock, tmp_path: Path, database_url: str | None
 ) -> None:
-    await registry.create_tenant("acme")
-    key, secret = await registry.create_key("acme")
-    await registry.authenticate(secret)
+    await registry.tenants.create_tenant("acme")
+    key, secret = await registry.keys.create_key("acme")
+    await registry.keys.authenticate(secret)
     url = database_url or f"sqlite:///{tmp_path}/registry.sqlite"
     other = await Registry.open(url, tmp_path / "other", pepper="other")
-    await other.revoke_key(key.id)
+    await other.keys.revoke_key(key.id)
     await other.close()
     clock.advance(1.0)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
 
 
 @pytest.mark.parametrize(
@@ -176,23 +176,23 @@ async def test_a_key_revoked_by_another_server_stops_within_a_second(
 async def test_a_key_that_makes_no_sense_is_refused(
     registry: Registry, scopes: list[str], expires_at: datetime | None, name: str | None
 ) -> None:
-    await registry.create_tenant("acme")
+    await registry.tenants.create_tenant("acme")
     with pytest.raises(InvalidRequestError):
-        await registry.create_key("acme", name, scopes, expires_at)
-    assert await registry.list_keys("acme") == ()
+        await registry.keys.create_key("acme", name, scopes, expires_at)
+    assert await registry.keys.list_keys("acme") == ()
 
 
 async def test_a_key_needs_a_tenant(registry: Registry) -> None:
     with pytest.raises(NotFoundError):
-        await registry.create_key("nobody")
+        await registry.keys.create_key("nobody")
     with pytest.raises(NotFoundError):
-        await registry.list_keys("nobody")
+        await registry.keys.list_keys("nobody")
 
 
 async def test_the_folder_never_holds_a_secret(registry: Registry, tmp_path: Path) -> None:
-    await registry.create_tenant("acme")
-    _, secret = await registry.create_key("acme")
-    await registry.authenticate(secret)
+    await registry.tenants.create_tenant("acme")
+    _, secret = await registry.keys.create_key("acme")
+    await registry.keys.authenticate(secret)
     content = _all_bytes(tmp_path)
     assert secret.split("_", 2)[2].encode() not in content
     assert b"admin-secret" not in content
@@ -204,15 +204,15 @@ def _all_bytes(folder: Path) -> bytes:
 
 async def test_keys_work_after_a_restart_and_not_with_another_pepper(tmp_path: Path) -> None:
     registry = await Registry.open(None, tmp_path)
-    await registry.create_tenant("acme")
-    _, secret = await registry.create_key("acme")
+    await registry.tenants.create_tenant("acme")
+    _, secret = await registry.keys.create_key("acme")
     await registry.close()
     registry = await Registry.open(None, tmp_path)
-    await registry.authenticate(secret)
+    await registry.keys.authenticate(secret)
     await registry.close()
     registry = await Registry.open(None, tmp_path, pepper="another")
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
     await registry.close()
 
 
@@ -238,125 +238,125 @@ def test_a_pepper_that_is_given_is_not_written(tmp_path: Path) -> None:
 
 
 async def test_a_rotated_key_lives_on_under_a_new_secret(registry: Registry) -> None:
-    await registry.create_tenant("acme")
+    await registry.tenants.create_tenant("acme")
     ends_at = NOON + timedelta(days=30)
-    old, old_secret = await registry.create_key("acme", "site", ["infer"], ends_at, {"requests_per_minute": 9})
-    new, new_secret = await registry.rotate_key(old.id)
+    old, old_secret = await registry.keys.create_key("acme", "site", ["infer"], ends_at, {"requests_per_minute": 9})
+    new, new_secret = await registry.keys.rotate_key(old.id)
     assert new == replace(old, prefix=new.prefix)
     assert new.prefix != old.prefix
-    assert (await registry.authenticate(new_secret)).key_id == old.id
+    assert (await registry.keys.authenticate(new_secret)).key_id == old.id
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(old_secret)
-    assert [key.id for key in await registry.list_keys("acme")] == [old.id]
-    await registry.revoke_key(old.id)
+        await registry.keys.authenticate(old_secret)
+    assert [key.id for key in await registry.keys.list_keys("acme")] == [old.id]
+    await registry.keys.revoke_key(old.id)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(new_secret)
+        await registry.keys.authenticate(new_secret)
     with pytest.raises(NotFoundError):
-        await registry.rotate_key(old.id)
+        await registry.keys.rotate_key(old.id)
 
 
 async def test_a_secret_before_the_last_works_until_its_grace_ends(registry: Registry, clock: StandingClock) -> None:
-    await registry.create_tenant("acme")
-    key, first = await registry.create_key("acme")
-    _, second = await registry.rotate_key(key.id, grace_s=60)
+    await registry.tenants.create_tenant("acme")
+    key, first = await registry.keys.create_key("acme")
+    _, second = await registry.keys.rotate_key(key.id, grace_s=60)
     clock.advance(59)
-    assert {(await registry.authenticate(secret)).key_id for secret in (first, second)} == {key.id}
+    assert {(await registry.keys.authenticate(secret)).key_id for secret in (first, second)} == {key.id}
     clock.advance(1)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(first)
-    _, third = await registry.rotate_key(key.id, grace_s=60)
-    await registry.rotate_key(key.id, grace_s=60)
+        await registry.keys.authenticate(first)
+    _, third = await registry.keys.rotate_key(key.id, grace_s=60)
+    await registry.keys.rotate_key(key.id, grace_s=60)
     for dead in (first, second):
         with pytest.raises(AuthenticationError):
-            await registry.authenticate(dead)
-    await registry.authenticate(third)
-    await registry.revoke_key(key.id)
+            await registry.keys.authenticate(dead)
+    await registry.keys.authenticate(third)
+    await registry.keys.revoke_key(key.id)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(third)
+        await registry.keys.authenticate(third)
 
 
 async def test_a_grace_does_not_outlive_the_keys_own_end(registry: Registry, clock: StandingClock) -> None:
-    await registry.create_tenant("acme")
-    key, first = await registry.create_key("acme", expires_at=NOON + timedelta(seconds=30))
-    await registry.rotate_key(key.id, grace_s=60)
+    await registry.tenants.create_tenant("acme")
+    key, first = await registry.keys.create_key("acme", expires_at=NOON + timedelta(seconds=30))
+    await registry.keys.rotate_key(key.id, grace_s=60)
     clock.advance(30)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(first)
+        await registry.keys.authenticate(first)
 
 
 async def test_known_keys_work_through_an_outage_of_a_minute(
     registry: Registry, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await registry.create_tenant("acme")
-    _, secret = await registry.create_key("acme")
-    _, unseen = await registry.create_key("acme")
-    await registry.authenticate(secret)
+    await registry.tenants.create_tenant("acme")
+    _, secret = await registry.keys.create_key("acme")
+    _, unseen = await registry.keys.create_key("acme")
+    await registry.keys.authenticate(secret)
 
     def away() -> None:
         raise OperationalError("SELECT", {}, Exception("away"))
 
-    acme = await registry.get_tenant("acme")
-    await registry.create_tenant("late")  # a change that does not concern the key
-    await registry.publish_version(acme.id, "support", facts("a"))
+    acme = await registry.tenants.get_tenant("acme")
+    await registry.tenants.create_tenant("late")  # a change that does not concern the key
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
     monkeypatch.setattr(registry._database, "_read_sessions", away)
     monkeypatch.setattr(registry._database, "_write_sessions", away)
     clock.advance(30)
-    assert (await registry.authenticate(secret)).tenant == "acme"
+    assert (await registry.keys.authenticate(secret)).tenant == "acme"
     with pytest.raises(CapacityError):
-        await registry.authenticate(unseen)
+        await registry.keys.authenticate(unseen)
     with pytest.raises(CapacityError):
-        await registry.create_tenant("other")
-    assert (await registry.authenticate(secret)).tenant == "acme"
+        await registry.tenants.create_tenant("other")
+    assert (await registry.keys.authenticate(secret)).tenant == "acme"
     clock.advance(31)
     with pytest.raises(CapacityError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
 
 
 async def test_a_key_tells_its_own_limits_and_its_tenants(registry: Registry) -> None:
-    await registry.create_tenant("acme", {"requests_per_minute": 9, "adapters": 2})
-    key, secret = await registry.create_key("acme", limits={"concurrent_requests": 3, "tokens_per_minute": None})
+    await registry.tenants.create_tenant("acme", {"requests_per_minute": 9, "adapters": 2})
+    key, secret = await registry.keys.create_key("acme", limits={"concurrent_requests": 3, "tokens_per_minute": None})
     assert key.limits == {"concurrent_requests": 3}
-    identity = await registry.authenticate(secret)
+    identity = await registry.keys.authenticate(secret)
     assert identity.key_limits == Limits(concurrent_requests=3)
     assert identity.tenant_limits == Limits(requests_per_minute=9, adapters=2)
-    await registry.update_tenant("acme", {})
-    assert (await registry.authenticate(secret)).tenant_limits == Limits()
+    await registry.tenants.update_tenant("acme", {})
+    assert (await registry.keys.authenticate(secret)).tenant_limits == Limits()
 
 
 @pytest.mark.parametrize("limits", [{"adapters": 1}, {"requests_per_minute": -1}, {"requests_per_minute": 0.5}])
 async def test_a_key_takes_only_limits_that_are_a_keys(registry: Registry, limits: dict[str, object]) -> None:
-    await registry.create_tenant("acme")
+    await registry.tenants.create_tenant("acme")
     with pytest.raises(InvalidRequestError):
-        await registry.create_key("acme", limits=limits)
-    assert await registry.list_keys("acme") == ()
+        await registry.keys.create_key("acme", limits=limits)
+    assert await registry.keys.list_keys("acme") == ()
 
 
 async def test_a_changed_key_keeps_its_secret_and_what_was_not_named(registry: Registry, clock: StandingClock) -> None:
-    await registry.create_tenant("acme")
-    key, secret = await registry.create_key("acme", "ci", ["infer"], limits={"requests_per_minute": 1})
-    await registry.authenticate(secret)
-    changed = await registry.update_key(key.id, scopes=["usage"], limits={"tokens_per_month": 5})
+    await registry.tenants.create_tenant("acme")
+    key, secret = await registry.keys.create_key("acme", "ci", ["infer"], limits={"requests_per_minute": 1})
+    await registry.keys.authenticate(secret)
+    changed = await registry.keys.update_key(key.id, scopes=["usage"], limits={"tokens_per_month": 5})
     assert changed == replace(key, scopes=("usage",), limits={"tokens_per_month": 5})
-    assert await registry.get_key(key.id) == changed
-    identity = await registry.authenticate(secret)
+    assert await registry.keys.get_key(key.id) == changed
+    identity = await registry.keys.authenticate(secret)
     assert (identity.scopes, identity.key_limits) == (("usage",), Limits(tokens_per_month=5))
     entry = (await registry.list_audit())[0]
     assert (entry.action, entry.detail) == ("key.update", {"scopes": ["usage"], "limits": {"tokens_per_month": 5}})
-    await registry.update_key(key.id, expires_at=NOON + timedelta(hours=1))
+    await registry.keys.update_key(key.id, expires_at=NOON + timedelta(hours=1))
     clock.advance(3600)
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
 
 
 async def test_a_change_that_makes_no_key_is_refused(registry: Registry) -> None:
-    await registry.create_tenant("acme")
-    key, _ = await registry.create_key("acme")
+    await registry.tenants.create_tenant("acme")
+    key, _ = await registry.keys.create_key("acme")
     changes: list[dict[str, Any]] = [{"scopes": []}, {"scopes": ["x"]}, {"limits": {"x": 1}}, {"expires_at": NOON}]
     for change in [*changes, {"name": "x" * 256}]:
         with pytest.raises(InvalidRequestError):
-            await registry.update_key(key.id, **change)
-    assert await registry.get_key(key.id) == key
-    await registry.revoke_key(key.id)
+            await registry.keys.update_key(key.id, **change)
+    assert await registry.keys.get_key(key.id) == key
+    await registry.keys.revoke_key(key.id)
     for gone in (key.id, "key_none"):
         with pytest.raises(NotFoundError):
-            await registry.update_key(gone, name="x")
+            await registry.keys.update_key(gone, name="x")

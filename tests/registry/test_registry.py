@@ -14,21 +14,25 @@ from hypothesis import strategies as st
 
 from registry_samples import StandingClock, facts, usage_event
 from weft.errors import CapacityError, ConfigError, NotFoundError, WeftError
-from weft.registry.clock import from_micros, iso, to_micros
-from weft.registry.recent import MAX_OUTAGE_S
+from weft.registry.adapters import Adapters
+from weft.registry.cache import MAX_OUTAGE_S
+from weft.registry.db.clock import from_micros, iso, to_micros
+from weft.registry.keys import Keys
 from weft.registry.registry import Registry
+from weft.registry.sessions import Sessions
+from weft.registry.tenants import Tenants
 
 pytestmark = pytest.mark.anyio
 
 TENANT_SCOPED: dict[str, Callable[[Registry, str, str], Awaitable[object]]] = {
-    "get_adapter": lambda registry, tenant, name: registry.get_adapter(tenant, name),
-    "list_versions": lambda registry, tenant, name: registry.list_versions(tenant, name),
-    "update_adapter": lambda registry, tenant, name: registry.update_adapter(tenant, name, pinned=True),
-    "delete_adapter": lambda registry, tenant, name: registry.delete_adapter(tenant, name),
-    "grant_adapter": lambda registry, tenant, name: registry.grant_adapter(tenant, name, "ten_mallory"),
-    "withdraw_grant": lambda registry, tenant, name: registry.withdraw_grant(tenant, name, "ten_mallory"),
-    "list_grants": lambda registry, tenant, name: registry.list_grants(tenant, name),
-    "resolve": lambda registry, tenant, name: registry.resolve(tenant, name),
+    "get_adapter": lambda registry, tenant, name: registry.adapters.get_adapter(tenant, name),
+    "list_versions": lambda registry, tenant, name: registry.adapters.list_versions(tenant, name),
+    "update_adapter": lambda registry, tenant, name: registry.adapters.update_adapter(tenant, name, pinned=True),
+    "delete_adapter": lambda registry, tenant, name: registry.adapters.delete_adapter(tenant, name),
+    "grant_adapter": lambda registry, tenant, name: registry.adapters.grant_adapter(tenant, name, "ten_mallory"),
+    "withdraw_grant": lambda registry, tenant, name: registry.adapters.withdraw_grant(tenant, name, "ten_mallory"),
+    "list_grants": lambda registry, tenant, name: registry.adapters.list_grants(tenant, name),
+    "resolve": lambda registry, tenant, name: registry.adapters.resolve(tenant, name),
 }
 
 
@@ -44,13 +48,13 @@ def test_importing_the_registry_loads_no_tensors_and_no_http() -> None:
 
 async def test_what_is_stored_survives_a_restart(tmp_path: Path) -> None:
     registry = await Registry.open(None, tmp_path / "new" / "folder")
-    acme = await registry.create_tenant("acme")
-    adapter, _, _ = await registry.publish_version(acme.id, "support", facts("a"))
+    acme = await registry.tenants.create_tenant("acme")
+    adapter, _, _ = await registry.adapters.publish_version(acme.id, "support", facts("a"))
     await registry.usage.record(usage_event("use_1", adapter_id=adapter.id))
     await registry.close()
     registry = await Registry.open(None, tmp_path / "new" / "folder")
     await registry.check()
-    assert await registry.get_adapter(acme.id, "support") == adapter
+    assert await registry.adapters.get_adapter(acme.id, "support") == adapter
     assert (await registry.usage.summary([adapter.id]))[adapter.id].requests == 1
     await registry.close()
 
@@ -80,13 +84,14 @@ async def test_the_folder_is_for_its_owner_only(tmp_path: Path) -> None:
 async def test_a_second_process_is_refused_and_disturbs_nothing(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use"):
         await Registry.open(None, tmp_path)
-    await registry.create_tenant("acme")
+    await registry.tenants.create_tenant("acme")
 
 
 async def test_every_question_about_one_adapter_is_tried_against_other_tenants() -> None:
     takes_tenant_and_name = {
         name
-        for name, method in inspect.getmembers(Registry, inspect.iscoroutinefunction)
+        for part in (Tenants, Keys, Sessions, Adapters)
+        for name, method in inspect.getmembers(part, inspect.iscoroutinefunction)
         if list(inspect.signature(method).parameters)[1:3] in (["tenant_id", "name"], ["tenant_id", "selector"])
     }
     assert takes_tenant_and_name - {"publish_version"} == set(TENANT_SCOPED)
@@ -94,31 +99,31 @@ async def test_every_question_about_one_adapter_is_tried_against_other_tenants()
 
 @pytest.mark.parametrize("question", TENANT_SCOPED)
 async def test_another_tenants_adapter_looks_like_one_that_does_not_exist(registry: Registry, question: str) -> None:
-    acme = await registry.create_tenant("acme")
-    mallory = await registry.create_tenant("mallory")
-    before, _, _ = await registry.publish_version(acme.id, "support", facts("a"))
+    acme = await registry.tenants.create_tenant("acme")
+    mallory = await registry.tenants.create_tenant("mallory")
+    before, _, _ = await registry.adapters.publish_version(acme.id, "support", facts("a"))
     answers = []
     for name in ("support", "missing"):
         with pytest.raises(NotFoundError) as caught:
             await TENANT_SCOPED[question](registry, mallory.id, name)
         answers.append((caught.value.code, caught.value.param, caught.value.message.replace(name, "NAME")))
     assert answers[0] == answers[1]
-    assert await registry.get_adapter(acme.id, "support") == before
+    assert await registry.adapters.get_adapter(acme.id, "support") == before
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=80) | st.text("/@.sha256:0123acmesupport\x00", max_size=30))
 async def test_any_text_is_answered_or_refused_on_purpose(registry: Registry, text: str) -> None:
-    tenants = await registry.list_tenants()
-    tenant = tenants.items[0] if tenants.items else await registry.create_tenant("acme")
+    tenants = await registry.tenants.list_tenants()
+    tenant = tenants.items[0] if tenants.items else await registry.tenants.create_tenant("acme")
     for call in (
-        registry.resolve(tenant.id, text),
-        registry.get_adapter(tenant.id, text),
-        registry.list_adapters(tenant.id, after=text),
-        registry.get_tenant(text),
-        registry.revoke_key(text),
-        registry.authenticate(text),
-        registry.create_key("acme", text),
+        registry.adapters.resolve(tenant.id, text),
+        registry.adapters.get_adapter(tenant.id, text),
+        registry.adapters.list_adapters(tenant.id, after=text),
+        registry.tenants.get_tenant(text),
+        registry.keys.revoke_key(text),
+        registry.keys.authenticate(text),
+        registry.keys.create_key("acme", text),
     ):
         with contextlib.suppress(WeftError):
             await call

@@ -5,8 +5,8 @@ from sqlalchemy import update
 
 from registry_samples import NOON, StandingClock, facts, usage_event
 from weft.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
+from weft.registry.db.models import TenantRow
 from weft.registry.limits import TENANT_LIMITS, Limits
-from weft.registry.models import TenantRow
 from weft.registry.records import Removed, UsageQuery
 from weft.registry.registry import Registry
 
@@ -14,46 +14,48 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_tenant_is_found_by_its_name(registry: Registry) -> None:
-    made = await registry.create_tenant("acme", {"requests_per_minute": 60, "adapters": 0, "tokens_per_month": None})
+    made = await registry.tenants.create_tenant(
+        "acme", {"requests_per_minute": 60, "adapters": 0, "tokens_per_month": None}
+    )
     assert made.created_at == NOON
     assert made.limits == {"requests_per_minute": 60, "adapters": 0}
-    assert await registry.get_tenant("acme") == made
+    assert await registry.tenants.get_tenant("acme") == made
 
 
 async def test_a_name_is_given_once(registry: Registry) -> None:
-    await registry.create_tenant("acme")
+    await registry.tenants.create_tenant("acme")
     with pytest.raises(ConflictError):
-        await registry.create_tenant("acme")
+        await registry.tenants.create_tenant("acme")
 
 
 @pytest.mark.parametrize("name", ["nobody", "No Name", "\x00", "a/../b"])
 async def test_an_unknown_tenant_is_not_found_whatever_its_name(registry: Registry, name: str) -> None:
     with pytest.raises(NotFoundError):
-        await registry.get_tenant(name)
+        await registry.tenants.get_tenant(name)
     with pytest.raises(NotFoundError):
-        await registry.update_tenant(name, {})
+        await registry.tenants.update_tenant(name, {})
     with pytest.raises(NotFoundError):
-        await registry.delete_tenant(name)
+        await registry.tenants.delete_tenant(name)
 
 
 async def test_tenants_are_listed_by_name_in_pages(registry: Registry) -> None:
     for name in ("cc", "aa", "dd", "bb"):
-        await registry.create_tenant(name)
-    first = await registry.list_tenants(limit=3)
-    second = await registry.list_tenants(after=first.next, limit=3)
+        await registry.tenants.create_tenant(name)
+    first = await registry.tenants.list_tenants(limit=3)
+    second = await registry.tenants.list_tenants(after=first.next, limit=3)
     assert [tenant.name for tenant in first.items] == ["aa", "bb", "cc"]
     assert [tenant.name for tenant in second.items] == ["dd"]
     assert second.next is None
-    assert (await registry.list_tenants(limit=4)).next is None
+    assert (await registry.tenants.list_tenants(limit=4)).next is None
 
 
 async def test_a_weight_is_one_unless_it_is_set(registry: Registry) -> None:
-    assert (await registry.create_tenant("acme")).weight == 1
-    assert (await registry.create_tenant("large", {"adapters": 1}, 3)).weight == 3
-    changed = await registry.update_tenant("large", weight=0.5)
+    assert (await registry.tenants.create_tenant("acme")).weight == 1
+    assert (await registry.tenants.create_tenant("large", {"adapters": 1}, 3)).weight == 3
+    changed = await registry.tenants.update_tenant("large", weight=0.5)
     assert (changed.weight, changed.limits) == (0.5, {"adapters": 1})
-    assert (await registry.update_tenant("large", {"adapters": 2})).weight == 0.5
-    assert (await registry.get_tenant("large")).limits == {"adapters": 2}
+    assert (await registry.tenants.update_tenant("large", {"adapters": 2})).weight == 0.5
+    assert (await registry.tenants.get_tenant("large")).limits == {"adapters": 2}
     entries = [entry for entry in await registry.list_audit(limit=10) if entry.target == "large"]
     assert [entry.detail for entry in entries] == [
         {"limits": {"adapters": 2}},
@@ -63,33 +65,33 @@ async def test_a_weight_is_one_unless_it_is_set(registry: Registry) -> None:
 
 
 async def test_the_weight_comes_with_the_key(registry: Registry) -> None:
-    await registry.create_tenant("acme", weight=2)
-    _, secret = await registry.create_key("acme")
-    assert (await registry.authenticate(secret)).tenant_weight == 2
-    await registry.update_tenant("acme", weight=4)
-    assert (await registry.authenticate(secret)).tenant_weight == 4
+    await registry.tenants.create_tenant("acme", weight=2)
+    _, secret = await registry.keys.create_key("acme")
+    assert (await registry.keys.authenticate(secret)).tenant_weight == 2
+    await registry.tenants.update_tenant("acme", weight=4)
+    assert (await registry.keys.authenticate(secret)).tenant_weight == 4
 
 
 @pytest.mark.parametrize("weight", [0, 0.009, 100.1, -1, float("nan"), float("inf")])
 async def test_a_weight_has_bounds(registry: Registry, weight: float) -> None:
     with pytest.raises(InvalidRequestError, match=r"weight must be from 0\.01 to 100"):
-        await registry.create_tenant("acme", weight=weight)
-    await registry.create_tenant("acme")
+        await registry.tenants.create_tenant("acme", weight=weight)
+    await registry.tenants.create_tenant("acme")
     with pytest.raises(InvalidRequestError):
-        await registry.update_tenant("acme", weight=weight)
-    assert (await registry.get_tenant("acme")).weight == 1
+        await registry.tenants.update_tenant("acme", weight=weight)
+    assert (await registry.tenants.get_tenant("acme")).weight == 1
 
 
 @pytest.mark.parametrize("limit", [0, 1001, True])
 async def test_a_page_has_bounds(registry: Registry, limit: int) -> None:
     with pytest.raises(InvalidRequestError):
-        await registry.list_tenants(limit=limit)
+        await registry.tenants.list_tenants(limit=limit)
 
 
 async def test_limits_are_replaced(registry: Registry) -> None:
-    await registry.create_tenant("acme", {"adapters": 1})
-    await registry.update_tenant("acme", {"stored_bytes": 2})
-    assert (await registry.get_tenant("acme")).limits == {"stored_bytes": 2}
+    await registry.tenants.create_tenant("acme", {"adapters": 1})
+    await registry.tenants.update_tenant("acme", {"stored_bytes": 2})
+    assert (await registry.tenants.get_tenant("acme")).limits == {"stored_bytes": 2}
 
 
 @pytest.mark.parametrize(
@@ -108,59 +110,59 @@ async def test_limits_are_replaced(registry: Registry) -> None:
 )
 async def test_limits_that_are_no_limits_are_refused(registry: Registry, limits: dict[str, object]) -> None:
     with pytest.raises(InvalidRequestError):
-        await registry.create_tenant("acme", limits)
-    assert (await registry.list_tenants()).items == ()
+        await registry.tenants.create_tenant("acme", limits)
+    assert (await registry.tenants.list_tenants()).items == ()
 
 
 async def test_a_wrong_limit_is_answered_with_the_right_names(registry: Registry) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        await registry.create_tenant("acme", {"tokens_per_day": 1})
+        await registry.tenants.create_tenant("acme", {"tokens_per_day": 1})
     assert all(name in refused.value.message for name in TENANT_LIMITS)
 
 
 async def test_what_an_older_weft_stored_limits_nobody(registry: Registry) -> None:
-    acme = await registry.create_tenant("acme")
+    acme = await registry.tenants.create_tenant("acme")
     async with registry._database.write() as session:
         stored = {"share": 0.5, "adapters": 2.5, "pinned_pages": 3}
         await session.execute(update(TenantRow).values(limits=stored))
-    assert (await registry.get_tenant("acme")).limits == {"pinned_pages": 3}
-    assert await registry.tenant_limits(acme.id) == Limits(pinned_pages=3)
+    assert (await registry.tenants.get_tenant("acme")).limits == {"pinned_pages": 3}
+    assert await registry.tenants.tenant_limits(acme.id) == Limits(pinned_pages=3)
 
 
 async def test_limits_asked_for_by_id_are_those_of_this_moment(registry: Registry) -> None:
-    acme = await registry.create_tenant("acme", {"adapters": 1})
-    assert (await registry.tenant_limits(acme.id)).adapters == 1
-    await registry.update_tenant("acme", {"adapters": 2})
-    assert (await registry.tenant_limits(acme.id)).adapters == 2
-    await registry.delete_tenant("acme")
-    assert await registry.tenant_limits(acme.id) == Limits()
+    acme = await registry.tenants.create_tenant("acme", {"adapters": 1})
+    assert (await registry.tenants.tenant_limits(acme.id)).adapters == 1
+    await registry.tenants.update_tenant("acme", {"adapters": 2})
+    assert (await registry.tenants.tenant_limits(acme.id)).adapters == 2
+    await registry.tenants.delete_tenant("acme")
+    assert await registry.tenants.tenant_limits(acme.id) == Limits()
 
 
 async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(
     registry: Registry, clock: StandingClock
 ) -> None:
-    acme = await registry.create_tenant("acme")
-    _, secret = await registry.create_key("acme")
-    await registry.publish_version(acme.id, "support", facts("a"))
-    await registry.publish_version(acme.id, "support", facts("b"))
-    other = await registry.create_tenant("other")
-    await registry.publish_version(other.id, "same-bytes", facts("b"))
+    acme = await registry.tenants.create_tenant("acme")
+    _, secret = await registry.keys.create_key("acme")
+    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await registry.adapters.publish_version(acme.id, "support", facts("b"))
+    other = await registry.tenants.create_tenant("other")
+    await registry.adapters.publish_version(other.id, "same-bytes", facts("b"))
     await registry.usage.record(usage_event("use_1", tenant_id=acme.id))
-    await registry.authenticate(secret)
+    await registry.keys.authenticate(secret)
 
-    removed = await registry.delete_tenant("acme")
+    removed = await registry.tenants.delete_tenant("acme")
 
     only = facts("a")
     assert removed == Removed(digests=(only.digest,), weights=(only.weights_sha256,))
     with pytest.raises(AuthenticationError):
-        await registry.authenticate(secret)
+        await registry.keys.authenticate(secret)
     with pytest.raises(NotFoundError):
-        await registry.get_adapter(acme.id, "support")
+        await registry.adapters.get_adapter(acme.id, "support")
     with pytest.raises(NotFoundError):
-        await registry.publish_version(acme.id, "support", facts("a"))
-    again = await registry.create_tenant("acme")
+        await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    again = await registry.tenants.create_tenant("acme")
     assert again.id != acme.id
-    assert (await registry.list_adapters(again.id)).items == ()
+    assert (await registry.adapters.list_adapters(again.id)).items == ()
     await registry.usage.flush()
     clock.advance(1)
     report = await registry.usage.query(UsageQuery(start=NOON, end=clock.now, group_by=("tenant",)))
@@ -168,8 +170,8 @@ async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(
 
 
 async def test_names_are_found_by_id_and_ids_that_no_tenant_has_are_absent(registry: Registry) -> None:
-    acme, rival = await registry.create_tenant("acme"), await registry.create_tenant("rival")
-    await registry.delete_tenant("rival")
+    acme, rival = await registry.tenants.create_tenant("acme"), await registry.tenants.create_tenant("rival")
+    await registry.tenants.delete_tenant("rival")
     unknown = [f"ten_{index}" for index in range(2500)]
-    assert await registry.tenant_names([*unknown, acme.id, rival.id, "", acme.id]) == {acme.id: "acme"}
-    assert await registry.tenant_names([]) == {}
+    assert await registry.tenants.tenant_names([*unknown, acme.id, rival.id, "", acme.id]) == {acme.id: "acme"}
+    assert await registry.tenants.tenant_names([]) == {}

@@ -10,8 +10,8 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api
 from weft.engine.status import ResidentAdapter
-from weft.server.metrics import Metrics
-from weft.server.pins import settle_pins
+from weft.server.pins import sync_pins
+from weft.server.status.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ async def test_a_fresh_engine_is_told_the_pins(api: Api) -> None:
     digest = (await upload(client, "pirate")).json()["digest"]
     await client.patch("/v1/adapters/pirate", json={"pinned": True})
     api.engine.pinned.clear()
-    await settle_pins(replace(api.services, told_pins={}))
+    await sync_pins(replace(api.services, synced_pins={}))
     assert api.engine.pinned == {digest}
 
 
@@ -66,8 +66,8 @@ async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes
         shown = (await client.patch("/v1/adapters/pirate", json={"pinned": pinned})).json()
         assert shown["pinned"] is pinned
         assert (await client.get("/v1/adapters/pirate")).json()["pinned"] is pinned
-    acme = await api.services.registry.get_tenant("acme")
-    adapter = await api.services.registry.get_adapter(acme.id, "pirate")
+    acme = await api.services.registry.tenants.get_tenant("acme")
+    adapter = await api.services.registry.adapters.get_adapter(acme.id, "pirate")
     ref = adapter.ref(adapter.current)
     assert api.engine.told_pins == [(ref, True), (ref, False)]
     assert api.engine.requests == []
@@ -77,8 +77,8 @@ async def test_a_pinned_adapter_has_its_name_in_the_metrics_before_its_first_req
     client = await api.tenant("acme")
     digest = (await upload(client, "pirate")).json()["digest"]
     await client.patch("/v1/adapters/pirate", json={"pinned": True})
-    services = replace(api.services, told_pins={}, metrics=Metrics(8))
-    await settle_pins(services)
+    services = replace(api.services, synced_pins={}, metrics=Metrics(8))
+    await sync_pins(services)
     api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)]
     text = services.metrics.render(await api.engine.status(), 0.0).decode()
     assert 'weft_adapter_resident{adapter="acme/pirate",tier="device"} 1.0' in text

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.adapters.base_shape import MODULE_PATHS, SITES, BaseShape, ModuleShape
-from weft.adapters.checkpoint import Checkpoint
+from weft.adapters.checkpoint.reader import Checkpoint
 
 ALL_MODULES = tuple(range(len(MODULE_PATHS)))
 Q_AND_V = (0, 2)

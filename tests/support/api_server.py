@@ -11,22 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from fake_engine import FakeEngine, demo_tokenizer
-from weft.adapters.blob_store import open_blobs
+from weft.adapters.blobs.store import open_blobs
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.registry.registry import Registry
-from weft.server.adapter_check import AdapterCheck
+from weft.server.adapters.staged_files import StagedFiles
+from weft.server.adapters.validation import AdapterCheck
 from weft.server.app import create_app
 from weft.server.drain import Drain
-from weft.server.gate import Gate
-from weft.server.http_protocol import BoundedReads
-from weft.server.incoming import Pace
-from weft.server.metrics import Metrics
+from weft.server.http.body import Pace
+from weft.server.http.wire import BoundedReads
+from weft.server.limits.gate import Gate
 from weft.server.services import Services, base_names
-from weft.server.staged_files import StagedFiles
+from weft.server.status.metrics import Metrics
+
+# As servers log them: a trace that shows every local of every frame takes seconds.
+structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 BASE = "demo"
@@ -54,11 +58,11 @@ class Api:
         """A key of the tenant, which is made on first use."""
         name = ",".join((tenant, *scopes))
         if name not in self.keys:
-            existing = {known.name for known in (await self.services.registry.list_tenants(limit=1000)).items}
+            existing = {known.name for known in (await self.services.registry.tenants.list_tenants(limit=1000)).items}
             if tenant not in existing:
-                await self.services.registry.create_tenant(tenant)
+                await self.services.registry.tenants.create_tenant(tenant)
             granted = scopes or ("infer", "adapters", "usage")
-            _, self.keys[name] = await self.services.registry.create_key(tenant, None, granted)
+            _, self.keys[name] = await self.services.registry.keys.create_key(tenant, None, granted)
         return self.keys[name]
 
     async def tenant(self, tenant: str, *scopes: str) -> httpx.AsyncClient:
@@ -124,7 +128,7 @@ async def api(
     )
     registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY)
     blobs = open_blobs(config.registry, server.data_dir)
-    default = await registry.create_tenant("default") if server.auth == "off" else None
+    default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
     metrics = Metrics(ready.memory.slots)
     services = Services(
         config=config,

@@ -12,7 +12,7 @@ import torch
 
 from oracles import reference_kernels
 from weft.kernels.dispatch import native_kernels, torch_kernels
-from weft.kernels.native_library import FLAGS, NATIVE_DTYPES, native_library
+from weft.kernels.native.library import FLAGS, NATIVE_DTYPES, native_library
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")

@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine, demo_tokenizer
-from weft.adapters import blobs
+from weft.adapters.blobs import local as blobs
 from weft.cli import main
 from weft.config import environment
 from weft.engine.status import EngineReady
 from weft.registry import adapters, uploads
-from weft.registry.registry import Registry
-from weft.server import piecewise, retries, serve
-from weft.server.adapter_check import AdapterCheck
-from weft.server.staged_files import StagedFiles, StagedWriter
+from weft.server import serve
+from weft.server.adapters import resumable_upload as piecewise
+from weft.server.adapters import retries
+from weft.server.adapters.staged_files import StagedFiles, StagedWriter
+from weft.server.adapters.validation import AdapterCheck
 
 WHERE = Path(environment()["DIE_WHERE"])
 POINTS: list[str] = []
@@ -84,7 +85,7 @@ def install() -> None:
     _watch(blobs.BlobWriter, "commit", "blob")
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
     _watch(adapters, "settle", "settling")  # in the transaction, its rows are written and not committed
-    _watch(Registry, "publish_version", "transaction")
+    _watch(adapters.Adapters, "publish_version", "transaction")
     _watch(retries, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
     _watch(StagedWriter, "write", "staged bytes", lambda _, chunk: len(chunk) > 0)

@@ -9,29 +9,27 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from weft.adapters.adapter_slots import SlotLease
 from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.adapters.residency import Residency
-from weft.adapters.resident import LoadFailure
+from weft.adapters.residency.residency import Residency
+from weft.adapters.residency.resident import LoadFailure
+from weft.adapters.residency.slots import SlotLease
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
-from weft.engine.fit import ModelLimits
+from weft.engine.execution.runner import ModelRunner
 from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
-from weft.engine.runner import ModelRunner
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduling.kv_pages import prefix_seed
+from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import ResidentAdapter
 from weft.errors import AdapterUnavailableError, EngineError
-from weft.memory.eviction import Evictor, UseCount, eviction_policy
+from weft.memory.eviction import Evictor, PageCosts, UseCount, eviction_policy
 from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import HostSlab
-from weft.memory.page_costs import PageCosts
+from weft.memory.host_slab import HostSlab, SwapSpace
 from weft.memory.pool import PageKind, PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 PAGE_TOKENS = 4
 VOCAB_SIZE = 1000
@@ -212,13 +210,13 @@ class _Entry:
     uses: UseCount = field(default_factory=UseCount)
     kind: PageKind = "adapter"
     depth: int = 0
-    goes_last: bool = False
+    evict_last: bool = False
 
     @property
     def num_pages(self) -> int:
         return len(self.pages)
 
-    def worth(self) -> tuple[float, int]:
+    def reload_cost(self) -> tuple[float, int]:
         return 0.01, len(self.pages)
 
     def evict(self) -> None:

@@ -446,7 +446,7 @@ class Refused:
     make: Breaker
     code: str
     words: tuple[str, ...]
-    """The name of what is not served, and the mend."""
+    """The name of what is not served, and the hint."""
 
 
 _FEATURE, _TYPE, _TENSOR = "config.feature_unsupported", "config.peft_type_unsupported", "weights.tensor_not_allowed"

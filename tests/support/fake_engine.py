@@ -23,7 +23,7 @@ from weft.engine.status import (
     StepStats,
     TenantLoad,
 )
-from weft.engine.tokenizer import Tokenizer
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import EngineUnavailableError
 from weft.memory.geometry import page_geometry
 from weft.memory.page_map import PageMap, PageUse

@@ -7,7 +7,7 @@ import os
 from starlette.types import Receive, Scope, Send
 
 from weft.cli import main
-from weft.server.generation_response import GenerationResponse
+from weft.server.generation.response import GenerationResponse
 
 LEAKED_BYTES = 4096
 _kept: list[bytes] = []

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from registry_samples import usage_event
-from weft.registry.database import Database
-from weft.registry.journal import Journal
-from weft.registry.ledger import UsageLedger
+from weft.registry.db.database import Database
+from weft.registry.usage.journal import Journal
+from weft.registry.usage.ledger import UsageLedger
 
 WRITERS = 16
 

@@ -13,11 +13,11 @@ from adapters_factory import Q_AND_V, RandomLora, random_lora, tensor_bytes, tin
 from numerics import assert_close
 from residency_parts import tiny_geometry
 from weft.adapters.base_shape import SITES, BaseShape
-from weft.adapters.checkpoint import read_checkpoint
-from weft.adapters.layout import plan_layout
-from weft.adapters.lora_step import LoraBatcher
-from weft.adapters.packing import Packing
-from weft.adapters.tables import AdapterTables
+from weft.adapters.checkpoint.reader import read_checkpoint
+from weft.adapters.lora.layout import plan_layout
+from weft.adapters.lora.packing import Packing
+from weft.adapters.lora.step import LoraBatcher
+from weft.adapters.lora.tables import AdapterTables
 from weft.memory.arena import Arena
 
 MAX_RANK = 64

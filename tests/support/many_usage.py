@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from registry_samples import facts
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
 from weft.registry.registry import Registry
-from weft.registry.usage import insert_events
+from weft.registry.usage.write import insert_events
 
 TENANTS, ADAPTERS, EVENTS, DAYS = 20, 500, 100_000, 90
 CHUNK = 5_000
@@ -25,11 +25,11 @@ async def fill(data_dir: Path, admin_key: str, now: datetime) -> None:
     known: list[tuple[str, str, str, str, str]] = []
     try:
         for tenant in range(TENANTS):
-            owner = await registry.create_tenant(f"tenant-{tenant:02}")
-            key, _ = await registry.create_key(owner.name, "app")
+            owner = await registry.tenants.create_tenant(f"tenant-{tenant:02}")
+            key, _ = await registry.keys.create_key(owner.name, "app")
             for number in range(ADAPTERS // TENANTS):
                 name = f"adapter-{tenant:02}-{number:02}"
-                adapter, version, _ = await registry.publish_version(owner.id, name, facts(name))
+                adapter, version, _ = await registry.adapters.publish_version(owner.id, name, facts(name))
                 known.append((owner.id, owner.name, key.id, adapter.id, f"{name} {version.digest}"))
     finally:
         await registry.close()

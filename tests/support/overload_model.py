@@ -13,10 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weft.engine.prices import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import CapacityError, RateLimitError
-from weft.server.gate import Admission, Ask, Gate
+from weft.server.limits.gate import Admission, Ask, Gate
 
 ROWS = 64
 STEP_UNITS = 512.0

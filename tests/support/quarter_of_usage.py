@@ -6,9 +6,9 @@ import random
 from datetime import UTC, datetime, timedelta
 
 from registry_samples import usage_event
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
-from weft.registry.usage import insert_events
+from weft.registry.usage.write import insert_events
 
 START = datetime(2026, 1, 20, 3, 17, tzinfo=UTC)
 """The 90 days hold 8 March, when New York's clocks go forward; neither end is a whole hour."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.adapters.ref import LoraSpec, content_digest
-from weft.registry import migrations
+from weft.registry.db import migrations
 from weft.registry.records import UsageEvent, VersionFacts
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)

@@ -14,22 +14,19 @@ import torch
 from adapters_factory import RandomLora, random_lora, tiny_base
 from stored_adapters import store_adapter
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.host_images import HostImage, HostImages
-from weft.adapters.load_queue import LoadExecutor
-from weft.adapters.loading import AdapterLoader
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency import Residency
-from weft.adapters.tables import AdapterTables
-from weft.memory.arena import Arena
-from weft.memory.copies import PageCopier
-from weft.memory.eviction import Evictor, eviction_policy
+from weft.adapters.residency.images import HostImage, HostImages
+from weft.adapters.residency.load_threads import LoadExecutor
+from weft.adapters.residency.loader import AdapterLoader
+from weft.adapters.residency.residency import Residency
+from weft.memory.arena import Arena, PageCopier
+from weft.memory.eviction import Evictor, PageCosts, eviction_policy
 from weft.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
 from weft.memory.host_slab import HostSlab
-from weft.memory.page_costs import PageCosts
 from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.token_chain import TokenChain, chain_seed
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 COSTS = PageCosts(copy_s=0.001, load_s=0.01, token_s=0.02)
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import torch
 
 from adapters_factory import tensor_bytes
-from weft.adapters.adapter_slots import SlotLease
-from weft.adapters.checkpoint import read_checkpoint
-from weft.adapters.layout import plan_layout
-from weft.adapters.packing import Packing
-from weft.adapters.paged_lora import PagedLora
-from weft.adapters.tables import AdapterTables
-from weft.engine.batch import build_batch
+from weft.adapters.checkpoint.reader import read_checkpoint
+from weft.adapters.lora.layout import plan_layout
+from weft.adapters.lora.packing import Packing
+from weft.adapters.lora.step import PagedLora
+from weft.adapters.lora.tables import AdapterTables
+from weft.adapters.residency.slots import SlotLease
+from weft.engine.execution.batch import build_batch
+from weft.engine.execution.runner import ModelRunner
+from weft.engine.execution.sampler import Sampler
 from weft.engine.model.decoder import KvViews
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.model.weights import load_decoder
-from weft.engine.plan import Chunk, ChunkResult, SampleSpec, StepPlan
-from weft.engine.runner import ModelRunner
-from weft.engine.sampler import Sampler
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from weft.errors import StaleSlotError
 from weft.kernels.dispatch import kernels_for
 from weft.memory.arena import Arena

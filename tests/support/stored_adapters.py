@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs import LocalBlobs
-from weft.adapters.checkpoint import read_checkpoint
-from weft.adapters.layout import plan_layout
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import read_checkpoint
+from weft.adapters.lora.layout import plan_layout
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.memory.geometry import PageGeometry
 

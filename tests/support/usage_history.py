@@ -12,9 +12,9 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from registry_samples import usage_event
-from weft.registry.database import Database
+from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
-from weft.registry.usage import insert_events
+from weft.registry.usage.write import insert_events
 from weft_server import WeftServer
 
 ZONE = "America/New_York"

@@ -159,7 +159,7 @@ def weft_server(
 def engine_pid(server: WeftServer) -> int:
     """The one child of the server that is an engine."""
     children = psutil.Process(server.process.pid).children()
-    (engine,) = [child for child in children if "weft.engine.process" in child.cmdline()]
+    (engine,) = [child for child in children if "weft.engine.process.worker" in child.cmdline()]
     return int(engine.pid)
 
 

@@ -126,7 +126,7 @@ function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefo
 
 function Waiting({ of: answer, children }) {
   if (answer.data !== undefined) return html`<div aria-busy=${answer.isLoading}>${children(answer.data, answer.about)}</div>`;
-  if (answer.error) return html`<p class="quiet">Nothing to show until this is mended.</p>`;
+  if (answer.error) return html`<p class="quiet">Nothing to show until this is fixed.</p>`;
   return html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`;
 }
 

@@ -4,7 +4,7 @@ import torch
 from kernel_numerics import assert_rows_close
 from oracles.attention_reference import paged_attention as reference
 from scattered_kv import INTERPRETER_CASES, MIXED, AttentionCase, ScatteredKv
-from weft.kernels.attention_triton import paged_attention
+from weft.kernels.triton.attention import paged_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

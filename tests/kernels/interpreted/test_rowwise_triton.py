@@ -10,7 +10,7 @@ from sampling_rows import GREEDY, Parameters, sampling_of
 from silu_rows import extreme_gates
 from weft.kernels.dispatch import triton_kernels
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rows_cpu import both_halves
+from weft.kernels.plain.rows import both_halves
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TRITON, REFERENCE = triton_kernels(), reference_kernels()

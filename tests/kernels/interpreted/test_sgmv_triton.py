@@ -6,7 +6,7 @@ import torch
 
 from kernel_numerics import assert_rows_close
 from scattered_lora import BF16, F32, INTERPRETER_CASES, LAYER, ScatteredLora, SgmvCase, make_tiles
-from weft.kernels import sgmv_triton
+from weft.kernels.triton import sgmv as sgmv_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

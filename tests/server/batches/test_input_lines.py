@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.blobs import LocalBlobs
+from weft.adapters.blobs.local import LocalBlobs
 from weft.server.batches.input_lines import check_input, read_lines
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api, eventually
-from weft.registry.clock import utc_now
+from weft.registry.db.clock import utc_now
 from weft.server.batches import line_run
 from weft.server.batches.worker import BatchWorker
 
@@ -102,7 +102,7 @@ async def test_lines_run_in_the_lane_of_batches_and_are_billed_as_such(api: Api,
 
 async def test_a_rate_limit_is_waited_for_and_fails_no_line(api: Api, worker: BatchWorker) -> None:
     await api.key("acme")
-    await api.services.registry.update_tenant("acme", {"concurrent_requests": 1})
+    await api.services.registry.tenants.update_tenant("acme", {"concurrent_requests": 1})
     ended = await run(api, worker, await start(api, lines_for(BASE, BASE, BASE)))
     assert (ended["status"], ended["request_counts"]["failed"]) == ("completed", 0)
     assert len(await events(api)) == 3
@@ -110,7 +110,7 @@ async def test_a_rate_limit_is_waited_for_and_fails_no_line(api: Api, worker: Ba
 
 async def test_a_month_that_is_used_up_fails_lines_with_the_reason(api: Api, worker: BatchWorker) -> None:
     await api.key("acme")
-    await api.services.registry.update_tenant("acme", {"tokens_per_month": 1})
+    await api.services.registry.tenants.update_tenant("acme", {"tokens_per_month": 1})
     ended = await run(api, worker, await start(api, lines_for(BASE, BASE)))
     assert (ended["status"], ended["output_file_id"]) == ("completed", None)
     failed = await results(api, ended["error_file_id"])
@@ -130,8 +130,8 @@ async def test_a_revoked_key_and_a_deleted_adapter_fail_the_lines_that_follow(
     assert codes(await results(api, ended["error_file_id"])) == {(404, "model_not_found")}
     assert set(await results(api, ended["output_file_id"])) == {"0"}
     batch_id = await start(api, lines_for(BASE, BASE))
-    (key,) = await api.services.registry.list_keys("acme")
-    await api.services.registry.revoke_key(key.id)
+    (key,) = await api.services.registry.keys.list_keys("acme")
+    await api.services.registry.keys.revoke_key(key.id)
     api.keys.clear()
     ended = await run(api, worker, batch_id)
     assert codes(await results(api, ended["error_file_id"])) == {(401, "invalid_api_key")}

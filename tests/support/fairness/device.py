@@ -8,11 +8,11 @@ from typing import Any
 
 from simulation.pages import HostPage, SimulatedSlab
 from simulation.virtual_time import VirtualTime
-from weft.adapters.host_images import HostImage, HostImages
-from weft.adapters.layout import LoraLayout
+from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.ref import AdapterRef
-from weft.engine.plan import ChunkResult, StepPlan
-from weft.memory.page_costs import PageCosts
+from weft.adapters.residency.images import HostImage, HostImages
+from weft.engine.scheduling.plan import ChunkResult, StepPlan
+from weft.memory.eviction import PageCosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,29 +14,29 @@ from fairness.service import ServiceLog, UnitPrices
 from simulation.adapters import SimulatedTables, adapter_ref
 from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualExecutor, VirtualTime
-from weft.adapters.host_images import HostImages
-from weft.adapters.loading import AdapterLoader
+from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.adapters.residency import Residency
-from weft.adapters.tables import AdapterTables
+from weft.adapters.residency.images import HostImages
+from weft.adapters.residency.loader import AdapterLoader
+from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
-from weft.engine.fit import ModelLimits
+from weft.engine.execution.runner import ModelRunner
+from weft.engine.fairness.prices import Prices
 from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.plan import StepPlan
-from weft.engine.prefix_seed import prefix_seed
-from weft.engine.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.runner import ModelRunner
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduling.kv_pages import prefix_seed
+from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.errors import QueueFullError
-from weft.memory.copies import PageCopier
+from weft.memory.arena import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry
+from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 PAGE_TOKENS = 16
 PAGES_PER_RANK = 40 / 16

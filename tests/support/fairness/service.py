@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.plan import StepPlan
+from weft.engine.scheduling.plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)

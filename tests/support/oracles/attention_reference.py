@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.attention_cpu import check_operands
+from weft.kernels.plain.attention import check_operands
 
 
 def paged_attention(
@@ -17,7 +17,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.attention_cpu.paged_attention` states what it computes."""
+    """`weft.kernels.plain.attention.paged_attention` states what it computes."""
     check_operands(q, k_pages, v_pages, batch, sliding_window)
     out = torch.zeros_like(q)
     group = q.shape[1] // k_pages.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.kv_slots import KvSlots
-from weft.kernels.rows_cpu import check_kv_write
+from weft.kernels.plain.rows import check_kv_write
 
 
 def kv_write(
@@ -15,7 +15,7 @@ def kv_write(
     v_pages: torch.Tensor,
     slot_mapping: KvSlots,
 ) -> None:
-    """`weft.kernels.rows_cpu.kv_write` states what it computes."""
+    """`weft.kernels.plain.rows.kv_write` states what it computes."""
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     for token, slot in enumerate(slot_mapping.mapping.tolist()):
         if slot >= 0:

@@ -6,7 +6,7 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`weft.kernels.rows_cpu.rms_norm` states what it computes."""
+    """`weft.kernels.plain.rows.rms_norm` states what it computes."""
     wide = x.double()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
 
@@ -14,6 +14,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weft.kernels.rows_cpu.fused_add_rms_norm` states what it computes."""
+    """`weft.kernels.plain.rows.fused_add_rms_norm` states what it computes."""
     new_residual = x + residual
     return rms_norm(new_residual, weight, eps), new_residual

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.rows_cpu import check_rope
+from weft.kernels.plain.rows import check_rope
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """`weft.kernels.rows_cpu.rope` states what it computes."""
+    """`weft.kernels.plain.rows.rope` states what it computes."""
     check_rope(q, k, cos, sin)
     cos, sin = cos.double()[:, None], sin.double()[:, None]
     for x in (q, k):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.checks import expect
+from weft.kernels.plain.sampling import check_operands
 from weft.kernels.sampling import SamplingTensors
-from weft.kernels.sampling_cpu import check_operands
 
 
 def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """`weft.kernels.sampling_cpu.sample` states what it computes."""
+    """`weft.kernels.plain.sampling.sample` states what it computes."""
     check_operands(logits, sampling)
     tokens = []
     for row, (temperature, top_k, top_p, min_p, uniform) in zip(logits, sampling.host, strict=True):
@@ -49,7 +49,7 @@ def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: floa
 def logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`weft.kernels.sampling_cpu.logprobs` states what it computes."""
+    """`weft.kernels.plain.sampling.logprobs` states what it computes."""
     expect("logits", logits, (None, None), torch.float32)
     expect("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
     scores = logits.double().log_softmax(-1)

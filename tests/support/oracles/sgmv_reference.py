@@ -16,7 +16,7 @@ def sgmv(
     site: SgmvSite,
     layer: int,
 ) -> None:
-    """`weft.kernels.sgmv_cpu.sgmv` states what it computes."""
+    """`weft.kernels.plain.sgmv.sgmv` states what it computes."""
     check_operands(x, y, arena_elements, tables, tiles, site, layer)
     flat = arena_elements.reshape(-1)
     for slot, start, length in zip(tiles.slot.tolist(), tiles.start.tolist(), tiles.length.tolist(), strict=True):

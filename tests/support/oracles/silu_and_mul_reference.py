@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.rows_cpu import check_silu_and_mul
+from weft.kernels.plain.rows import check_silu_and_mul
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`weft.kernels.rows_cpu.silu_and_mul` states what it computes."""
+    """`weft.kernels.plain.rows.silu_and_mul` states what it computes."""
     check_silu_and_mul(gate_up)
     gate, up = gate_up.double().chunk(2, 1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)

@@ -10,9 +10,9 @@ from typing import Any
 
 from simulation.pages import DevicePages, HostPage, SimulatedSlab, Weights
 from simulation.virtual_time import VirtualTime
-from weft.adapters.host_images import HostImage, HostImages
-from weft.adapters.layout import LoraLayout
+from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.adapters.residency.images import HostImage, HostImages
 from weft.errors import AdapterUnavailableError, NeverFitsError
 
 

@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from weft.adapters import host_images, load_queue, residency
-from weft.adapters.adapter_slots import AdapterSlots
-from weft.adapters.residency_entry import Stage
-from weft.engine import kv_pages, prefix_seed
-from weft.engine.draft import Draft
-from weft.engine.fair_order import FairOrder
-from weft.engine.kv_pages import Beginning, KvPages
-from weft.engine.plan import StepPlan
-from weft.engine.preemption import Preemption
-from weft.engine.request_state import RequestState
-from weft.engine.request_table import RequestTable
-from weft.engine.scheduler import Scheduler
-from weft.engine.shares import Share
-from weft.memory import token_chain
+from weft.adapters.residency import images as host_images
+from weft.adapters.residency import load_threads, residency
+from weft.adapters.residency.entry import Stage
+from weft.adapters.residency.slots import AdapterSlots
+from weft.engine.fairness.fair_order import FairOrder
+from weft.engine.fairness.shares import Share
+from weft.engine.scheduling import kv_pages
+from weft.engine.scheduling.kv_pages import KvPages, PrefixHit
+from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.preemption import Preemption
+from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_table import RequestTable
+from weft.engine.scheduling.scheduler import Scheduler
+from weft.memory import prefix_cache
 from weft.memory.eviction import Evictor
+from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import NO_OWNER, PageKind, PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.swap_space import SwapSpace
-from weft.memory.token_chain import TokenChain
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -94,13 +94,13 @@ def reuse_pages_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def share_prefixes_between_tenants(patch: pytest.MonkeyPatch) -> None:
-    seed = token_chain.chain_seed
-    patch.setattr(prefix_seed, "chain_seed", lambda _, *fields: seed("", *fields))
+    seed = prefix_cache.chain_seed
+    patch.setattr(kv_pages, "chain_seed", lambda _, *fields: seed("", *fields))
 
 
 def share_prefixes_between_adapters(patch: pytest.MonkeyPatch) -> None:
-    seed = token_chain.chain_seed
-    patch.setattr(prefix_seed, "chain_seed", lambda tenant, *_: seed(tenant))
+    seed = prefix_cache.chain_seed
+    patch.setattr(kv_pages, "chain_seed", lambda tenant, *_: seed(tenant))
 
 
 def find_all_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def trust_names_that_leave_out_what_is_before(patch: pytest.MonkeyPatch) -> None
 def fork_without_the_partial_page(patch: pytest.MonkeyPatch) -> None:
     fill = KvPages._fill
 
-    def lazy(self: KvPages, beginning: Beginning, own: list[int], draft: Draft) -> int:
+    def lazy(self: KvPages, beginning: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
         filled = fill(self, beginning, own, draft)
         draft.copies = []
         return filled
@@ -142,13 +142,13 @@ def fork_without_the_partial_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_pages_as_they_were_found(patch: pytest.MonkeyPatch) -> None:
-    plan = Draft.plan
+    plan = PlanBuilder.plan
 
-    def unzeroed(self: Draft) -> StepPlan | None:
+    def unzeroed(self: PlanBuilder) -> StepPlan | None:
         self.zero_pages = []
         return plan(self)
 
-    patch.setattr(Draft, "plan", unzeroed)
+    patch.setattr(PlanBuilder, "plan", unzeroed)
 
 
 def swap_pages_in_out_of_order(patch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def swap_pages_in_out_of_order(patch: pytest.MonkeyPatch) -> None:
     )
     swap_out = KvPages._swap_out
 
-    def crossed(self: KvPages, state: RequestState, draft: Draft) -> Any:
+    def crossed(self: KvPages, state: RequestState, draft: PlanBuilder) -> Any:
         swapped = swap_out(self, state, draft)
         if swapped is not None:
             swapped.host_pages.reverse()
@@ -239,8 +239,8 @@ def point_at_pages_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def drop_a_finished_load(patch: pytest.MonkeyPatch) -> None:
-    take_done = load_queue.LoadQueue.take_done
-    patch.setattr(load_queue.LoadQueue, "take_done", lambda self: take_done(self)[1:])
+    take_done = load_threads.LoadQueue.take_done
+    patch.setattr(load_threads.LoadQueue, "take_done", lambda self: take_done(self)[1:])
 
 
 def evict_what_is_held(patch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def tell_kv_pages_of_an_adapter_as_those_of_the_base(patch: pytest.MonkeyPatch) 
 def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
     pause = Preemption.pause
 
-    def careless(self: Preemption, state: RequestState, draft: Draft) -> None:
+    def careless(self: Preemption, state: RequestState, draft: PlanBuilder) -> None:
         pause(self, state, draft)
         if state.is_paused and len(state.pages.table.pages[0]) > len(state.pages.held):
             self._kv._pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)

@@ -17,27 +17,27 @@ from simulation.runner import SimulatedRunner
 from simulation.scenario import Action, Scenario, draw
 from simulation.truth import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
-from weft.adapters.host_images import HostImages
-from weft.adapters.loading import AdapterLoader
-from weft.adapters.residency import Residency
-from weft.adapters.residency_entry import Stage
-from weft.adapters.tables import AdapterTables
+from weft.adapters.lora.tables import AdapterTables
+from weft.adapters.residency.entry import Stage
+from weft.adapters.residency.images import HostImages
+from weft.adapters.residency.loader import AdapterLoader
+from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
+from weft.engine.execution.runner import ModelRunner
 from weft.engine.failures import EXPIRED, INTERNAL, UNSOUND
-from weft.engine.fit import ModelLimits
 from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.prefix_seed import prefix_seed
 from weft.engine.request import RequestOutput
-from weft.engine.runner import ModelRunner
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduling.kv_pages import prefix_seed
+from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.scheduler import Scheduler
 from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError, WeftError
-from weft.memory.copies import PageCopier
+from weft.memory.arena import PageCopier
 from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.geometry import PageGeometry
+from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import PagePool, PageState
 from weft.memory.prefix_cache import PrefixBlock, PrefixCache
-from weft.memory.swap_space import SwapSpace
 
 MAX_IDLE_PUMPS = 1_500
 """Pumps in a row in which nothing happens, after which the engine is stuck: more time than a load that hangs takes."""

@@ -7,9 +7,9 @@ pages all the time, which no order can make up for.
 from __future__ import annotations
 
 from simulation.pages import Fail
-from weft.engine.plan import StepPlan
-from weft.engine.scheduler import Scheduler
-from weft.engine.waiting import MAX_BYPASSES
+from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.scheduler import Scheduler
+from weft.engine.scheduling.waiting import MAX_BYPASSES
 
 MAX_BARREN_STEPS = 64
 """Steps in a row that compute nothing: each has a preemption that a request is protected from for a page of tokens."""

@@ -10,9 +10,9 @@ from simulation.adapters import PlannedError, SimulatedTables
 from simulation.pages import DevicePages, Fail, HostPage, Keys, Weights
 from simulation.truth import Truth, next_token
 from simulation.virtual_time import VirtualTime
-from weft.adapters.adapter_slots import SlotLease
-from weft.engine.plan import Chunk, ChunkResult, StepPlan
+from weft.adapters.residency.slots import SlotLease
 from weft.engine.request import TokenLogprobs
+from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool
 

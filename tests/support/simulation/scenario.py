@@ -9,10 +9,10 @@ from typing import Literal
 from simulation.adapters import LoadFaults, adapter_ref
 from simulation.truth import MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from weft.adapters.ref import AdapterRef
-from weft.engine.prices import Prices
+from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.memory.page_costs import PageCosts
+from weft.memory.eviction import PageCosts
 
 Verb = Literal["submit", "abort", "abort_paused", "pin", "unpin", "delete", "lose", "restore", "freeze", "thaw", "jump"]
 

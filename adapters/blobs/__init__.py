@@ -1,0 +1,1 @@
+"""Checkpoint files by SHA-256, in a folder or in S3."""

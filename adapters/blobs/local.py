@@ -1,0 +1,338 @@
+"""Blobs by SHA-256 in a local folder: durable once committed, hashed again on every read.
+
+Layout below the root, all folders 0700: `sha256/ab/cd/<64 hex>` and `tmp/`. Names are computed here and never taken
+from a client. Every open is relative to a folder that was itself opened without following links. Knows nothing of
+what a blob means, nor who refers to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from weft.errors import AdapterUnavailableError, CapacityError
+
+PIECE_BYTES = 1 << 20
+"""Read and hashed in one go: about a millisecond."""
+REST_BYTES = 1 << 14
+"""The same for what follows the last byte that was asked for: mostly nothing."""
+CORRUPT = "adapter_blob_corrupt"
+"""The code of the error for bytes that do not have their digest."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class BlobWriter:
+    """One blob on its way in, as a temporary file.
+
+    Use as a context manager: leaving it without `commit` discards. Not thread-safe.
+    """
+
+    def __init__(self, blobs: LocalBlobs) -> None:
+        self._blobs = blobs
+        self._name = secrets.token_hex(16) + ".part"
+        self._hash = hashlib.sha256()
+        self.size = 0
+        with _folder(blobs.root, ("tmp",)) as folder, full_disk_is_capacity():
+            self._fd = os.open(self._name, _CREATE_FLAGS, 0o600, dir_fd=folder)
+
+    @property
+    def path(self) -> Path:
+        """The temporary file; everything written so far can be read from it."""
+        return self._blobs.root / "tmp" / self._name
+
+    def write(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            CapacityError: The disk is full (code storage.full); discard the writer.
+        """
+        rest = memoryview(chunk).cast("B")
+        self._hash.update(rest)
+        with full_disk_is_capacity():
+            while rest:
+                written = os.write(self._fd, rest)
+                self.size += written
+                rest = rest[written:]
+
+    def sha256(self) -> str:
+        """Hex digest of everything written so far."""
+        return self._hash.hexdigest()
+
+    def prepare(self) -> None:
+        """Do now what takes long in `commit`, all but naming the blob. Nothing else has to wait meanwhile.
+
+        Raises:
+            CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
+        """
+        with full_disk_is_capacity():
+            os.fsync(self._fd)
+
+    def commit(self) -> str:
+        """Make the blob durable under its digest, replacing an equal one (which repairs a corrupt one).
+
+        Returns:
+            The digest, 64 hex digits.
+
+        Raises:
+            CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
+        """
+        digest = self.sha256()
+        with full_disk_is_capacity():
+            os.fsync(self._fd)
+            self._blobs.make_folders(digest)
+            with _folder(self._blobs.root, ("tmp",)) as source, _folder(self._blobs.root, parents(digest)) as target:
+                os.rename(self._name, digest, src_dir_fd=source, dst_dir_fd=target)
+                self._close()
+                os.fsync(target)
+        return digest
+
+    def discard(self) -> None:
+        """Remove the temporary file. Does nothing after `commit` or a second time."""
+        if self._fd < 0:
+            return
+        self._close()
+        with _folder(self._blobs.root, ("tmp",)) as folder, contextlib.suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=folder)
+
+    def _close(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> BlobWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+class BlobReader:
+    """One blob on its way out, in pieces that are hashed as they are read.
+
+    What was read can be trusted once `verify` has returned, and not before. Nothing is held of the blob, so reading
+    needs no memory of its size. Not thread-safe.
+    """
+
+    def __init__(self, fd: int, sha256: str, pause: Callable[[], None]) -> None:
+        self._fd = fd
+        self._sha256 = sha256
+        self._pause = pause
+        self._hash = hashlib.sha256()
+        self.size = os.fstat(fd).st_size
+        """Bytes in all."""
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Fill `buffer` with the bytes that follow, and return how many that was: all of it.
+
+        Raises:
+            AdapterUnavailableError: The blob ends before (adapter_blob_corrupt).
+        """
+        filled = 0
+        while filled < len(buffer):
+            got = self._read_piece(buffer[filled : filled + PIECE_BYTES])
+            if got == 0:
+                raise corrupt(self._sha256)
+            filled += got
+        return filled
+
+    def verify(self) -> None:
+        """Read what is left and check the digest of everything.
+
+        Raises:
+            AdapterUnavailableError: The bytes no longer have this digest (adapter_blob_corrupt).
+        """
+        rest = memoryview(bytearray(REST_BYTES))
+        while self._read_piece(rest):
+            pass
+        if self._hash.hexdigest() != self._sha256:
+            raise corrupt(self._sha256)
+
+    def _read_piece(self, buffer: memoryview) -> int:
+        got = os.readv(self._fd, [buffer])
+        self._hash.update(buffer[:got])
+        self._pause()
+        return got
+
+
+class LocalBlobs:
+    """A folder of blobs. Thread-safe and safe among processes: all state is in the file system.
+
+    Methods that take a digest raise ValueError when it is not 64 lower-case hex digits.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root).absolute()
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("sha256", "tmp"):
+            with contextlib.suppress(FileExistsError):
+                (self.root / name).mkdir(mode=0o700)
+            with _folder(self.root, (name,)):
+                pass
+        with _folder(self.root, ()) as folder:
+            os.fsync(folder)
+
+    def create(self) -> BlobWriter:
+        """Start a new blob.
+
+        Raises:
+            CapacityError: The disk is full (code storage.full).
+        """
+        return BlobWriter(self)
+
+    def path(self, sha256: str) -> Path:
+        """Where a blob lies or would lie."""
+        return self.root.joinpath(*parents(sha256), sha256)
+
+    @contextlib.contextmanager
+    def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader]:
+        """Open a blob for reading it once, from its beginning.
+
+        Args:
+            sha256: Its name.
+            pause: Called after each piece of about a millisecond.
+
+        Raises:
+            AdapterUnavailableError: Missing (adapter_blob_missing), or not even a file (adapter_blob_corrupt).
+        """
+        with self._open(sha256) as fd:
+            yield BlobReader(fd, sha256, pause)
+
+    def peek(self, sha256: str, num_bytes: int) -> tuple[bytes, int]:
+        """The first bytes of a blob, not checked against its digest, and the size of all of it.
+
+        Raises:
+            AdapterUnavailableError: Missing (adapter_blob_missing), or not even a file (adapter_blob_corrupt).
+        """
+        with self._open(sha256) as fd:
+            return os.pread(fd, num_bytes, 0), os.fstat(fd).st_size
+
+    def delete(self, sha256: str) -> bool:
+        """Remove a blob for good. Returns whether it was there."""
+        try:
+            with _folder(self.root, parents(sha256)) as folder:
+                os.unlink(sha256, dir_fd=folder)
+                os.fsync(folder)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def digests(self) -> Iterator[str]:
+        """Digests of all stored blobs, in no particular order."""
+        for path in self.root.glob("sha256/??/??/*"):
+            if _DIGEST.fullmatch(path.name):
+                yield path.name
+
+    def sweep(self, max_age_s: float, now: float | None = None) -> int:
+        """Remove temporary files that a crash left behind.
+
+        Args:
+            max_age_s: Keep files written to more recently than this many seconds ago.
+            now: Seconds since the epoch; the clock's when None.
+
+        Returns:
+            How many files were removed.
+        """
+        oldest = (time.time() if now is None else now) - max_age_s
+        removed = 0
+        with _folder(self.root, ("tmp",)) as folder:
+            for name in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime <= oldest:
+                        os.unlink(name, dir_fd=folder)
+                        removed += 1
+        return removed
+
+    def reach(self) -> None:
+        """A folder is always there."""
+
+    def probe(self) -> None:
+        """Make sure that blobs can be stored; raises CapacityError when the disk is full (code storage.full)."""
+        with self.create():
+            pass
+
+    def make_folders(self, sha256: str) -> None:
+        """Make the folders above a blob, each durable in its parent."""
+        names = parents(sha256)
+        for depth in range(1, len(names)):
+            with _folder(self.root, names[:depth]) as folder:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(names[depth], 0o700, dir_fd=folder)
+                os.fsync(folder)
+
+    @contextlib.contextmanager
+    def _open(self, sha256: str) -> Iterator[int]:
+        try:
+            with _folder(self.root, parents(sha256)) as folder:
+                fd = os.open(sha256, _READ_FLAGS, dir_fd=folder)
+        except FileNotFoundError:
+            raise missing(sha256) from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise corrupt(sha256) from error
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise corrupt(sha256)
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def parents(sha256: str) -> tuple[str, str, str]:
+    """Names of the folders above a blob."""
+    if not _DIGEST.fullmatch(sha256):
+        raise ValueError(f"A blob's digest is 64 lower-case hex digits, got {sha256!r}")
+    return ("sha256", sha256[:2], sha256[2:4])
+
+
+@contextlib.contextmanager
+def _folder(root: Path, names: tuple[str, ...]) -> Iterator[int]:
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names:
+            below = os.open(name, _FOLDER_FLAGS, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def full_disk_is_capacity() -> Iterator[None]:
+    """Turn a full disk into a CapacityError with code storage.full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise CapacityError(
+            "The adapter store's disk is full; try again once space was freed.", retry_after_s=30.0, code="storage.full"
+        ) from error
+
+
+def missing(sha256: str) -> AdapterUnavailableError:
+    """The error for a blob that is not there."""
+    return AdapterUnavailableError(
+        f"The adapter's weights (sha256 {sha256}) are not in the blob store; upload the adapter again.",
+        code="adapter_blob_missing",
+    )
+
+
+def corrupt(sha256: str) -> AdapterUnavailableError:
+    """The error for bytes that have another digest."""
+    return AdapterUnavailableError(
+        f"The adapter's weights (sha256 {sha256}) no longer match their digest; upload the adapter again.",
+        code=CORRUPT,
+    )

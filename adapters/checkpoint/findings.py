@@ -1,0 +1,104 @@
+"""Collects what is wrong with an adapter, so that its owner hears of everything at once and not of one thing a time.
+
+A check refuses one thing (a field, a tensor, a pair) by raising; `attempt` notes that and lets the next one be looked
+at. What cannot be read any further raises through to the next `attempt` outside. Bounded, whatever a stranger sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
+
+from weft.errors import AdapterError, Finding
+
+MAX_FINDINGS = 20
+MAX_ALSO = 3
+"""Names that a finding lists beside the first."""
+MAX_MESSAGE = 360
+"""Characters of the message of every finding but the first."""
+MAX_NAME = 96
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Findings:
+    """What was found so far, in the order in which it was found.
+
+    Findings of one code and one hint are one, which lists further names.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        """How often something was found, listed or not."""
+        self._class: type[AdapterError] = AdapterError
+        self._listed: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
+        self._noted: set[tuple[str, str]] = set()
+        self._unlisted = 0
+
+    @property
+    def params(self) -> set[str]:
+        """Fields and tensors of which something was found."""
+        return {param for _, param in self._noted}
+
+    def attempt(
+        self, check: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result | None:
+        """What `check` returns; None where it refuses, which is noted."""
+        try:
+            return check(*args, **kwargs)
+        except AdapterError as error:
+            self.note(error)
+            return None
+
+    def note(self, error: AdapterError) -> None:
+        """Keep what is wrong, and go on."""
+        self.seen += 1
+        finding = error.finding
+        if finding.param is not None:
+            if (finding.code, finding.param) in self._noted:
+                return
+            self._noted.add((finding.code, finding.param))
+        key = (finding.code, finding.hint)
+        if key in self._listed:
+            self._listed[key][1].append(_cut(finding.param or "another", MAX_NAME))
+        elif len(self._listed) < MAX_FINDINGS:
+            self._class = self._class if self._listed else type(error)
+            self._listed[key] = (finding, [])
+        else:
+            self._unlisted += 1
+
+    def passed(self, result: Result | None) -> Result:
+        """Return what was read, if nothing is wrong.
+
+        Raises:
+            AdapterError: Something is: of the class of the first finding, with all of them.
+        """
+        if result is None or self._listed:
+            raise self._class.of(self._findings())
+        return result
+
+    def _findings(self) -> list[Finding]:
+        found = [replace(first, message=first.message + _also(names)) for first, names in self._listed.values()]
+        found[1:] = map(_bounded, found[1:])
+        if self._unlisted:
+            more = f" Beside these, {self._unlisted} things are wrong that are not listed."
+            found[-1] = replace(found[-1], message=found[-1].message + more)
+        return found
+
+
+def _also(names: list[str]) -> str:
+    if not names:
+        return ""
+    shown = names if len(names) <= MAX_ALSO else [*names[: MAX_ALSO - 1], f"{len(names) - MAX_ALSO + 1} more"]
+    return f" The same is wrong with {' and '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}."
+
+
+def _bounded(finding: Finding) -> Finding:
+    param = None if finding.param is None else _cut(finding.param, MAX_NAME)
+    return replace(finding, message=_cut(finding.message, MAX_MESSAGE), param=param)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,112 @@
+"""Reads the `adapter_config.json` that mlx-lm writes beside `adapters.safetensors`: all settings of a training run.
+
+Only `lora_parameters` changes the result. `scale` there is the very factor of B @ A. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.adapters.checkpoint.peft_fields import UNUSED, is_one_of
+from weft.adapters.checkpoint.strict_json import named, shown
+from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError
+
+_AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
+_KNOWN_FIELDS = frozenset(
+    {
+        "model",
+        "train",
+        "test",
+        "data",
+        "hf_dataset",
+        "fine_tune_type",
+        "optimizer",
+        "optimizer_config",
+        "learning_rate",
+        "lr_schedule",
+        "seed",
+        "num_layers",
+        "lora_layers",
+        "batch_size",
+        "iters",
+        "val_batches",
+        "test_batches",
+        "steps_per_report",
+        "steps_per_eval",
+        "save_every",
+        "max_seq_length",
+        "resume_adapter_file",
+        "adapter_path",
+        "config",
+        "grad_checkpoint",
+        "grad_accumulation_steps",
+        "clear_cache_threshold",
+        "mask_prompt",
+        "prompt_feature",
+        "completion_feature",
+        "text_feature",
+        "chat_feature",
+        "wandb",
+        "report_to",
+        "project_name",
+        "lora_parameters",
+        "rank",
+        "scale",
+        "alpha",
+        "dropout",
+        "keys",
+    }
+)
+"""What `as_peft` reads, and settings of the run without effect on the adapter: the tensors tell which layers and
+modules were trained."""
+
+
+def is_mlx(config: Mapping[str, object]) -> bool:
+    """Whether the config is one of mlx-lm, not of PEFT."""
+    return "peft_type" not in config and not config.keys().isdisjoint({"fine_tune_type", "lora_parameters"})
+
+
+def as_peft(config: Mapping[str, object]) -> dict[str, object]:
+    """The fields of PEFT that say the same; rank and alpha are still to be checked.
+
+    Raises:
+        AdapterFormatError: Not what mlx-lm writes; codes `config.*`.
+        AdapterIncompatibleError: Not LoRA, or it says too little; codes `config.*`.
+    """
+    kind = "dora" if config.get("use_dora") else config.get("fine_tune_type", "lora")
+    if kind != "lora":
+        raise AdapterIncompatibleError(
+            f"fine_tune_type is {shown(kind)}; only LoRA is served.",
+            code="config.feature_unsupported",
+            param="fine_tune_type",
+            hint="Train again with `mlx_lm.lora --fine-tune-type lora`.",
+        )
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict) or parameters.get("rank") is None or parameters.get("scale") is None:
+        raise _wrong(AdapterFormatError, "field_missing", "lora_parameters must give rank and scale.", _AS_WRITTEN)
+    rank, scale, alpha = parameters["rank"], parameters["scale"], parameters.get("alpha")
+    if "fine_tune_type" not in config and alpha not in (None, rank):
+        # mlx-lm multiplied with scale * alpha / rank once, and left alpha unused before it wrote fine_tune_type.
+        message = (
+            "lora_parameters gives alpha and scale, of which early versions of mlx-lm made another factor than later "
+            "ones."
+        )
+        hint = "Remove alpha, and let scale be the factor that was trained with."
+        raise _wrong(AdapterIncompatibleError, "field_unsupported", message, hint)
+    if type(rank) not in (int, float) or type(scale) not in (int, float):
+        message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."
+        raise _wrong(AdapterFormatError, "value_invalid", message, _AS_WRITTEN)
+    for name, value in [*parameters.items(), *config.items()]:
+        if name not in _KNOWN_FIELDS and not is_one_of(value, UNUSED):
+            raise AdapterIncompatibleError(
+                f"The field {shown(name)} of mlx-lm is not known, so {shown(value)} might change what the adapter "
+                "computes.",
+                code="config.field_unknown",
+                param=named(name),
+                hint="Remove it if it does not, as where only the training needed it.",
+            )
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
+
+
+def _wrong(kind: type[AdapterError], code: str, message: str, hint: str) -> AdapterError:
+    return kind(message, code=f"config.{code}", param="lora_parameters", hint=hint)

@@ -1,0 +1,404 @@
+"""Reads PEFT's `adapter_config.json`: what changes the result goes into a `LoraSpec`, what is not served is refused.
+
+Nothing in the file is run, imported, opened or used as a pattern. Which modules an adapter changes is not read here:
+the tensors decide (`checkpoint`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import NoReturn, TypeVar
+
+from weft.adapters.checkpoint.findings import Findings
+from weft.adapters.checkpoint.mlx_config import as_peft, is_mlx
+from weft.adapters.checkpoint.peft_fields import (
+    BASE_CHANGING_INITIALISATIONS,
+    FEATURES,
+    INERT_FIELDS,
+    INITIALISATIONS,
+    MODULE_LIST_FIELDS,
+    READ_FIELDS,
+    UNUSED,
+    is_literal_path,
+    is_model_config,
+    is_one_of,
+)
+from weft.adapters.checkpoint.strict_json import (
+    MAX_INT,
+    DuplicateKeyError,
+    JsonRefusedError,
+    TooDeepError,
+    check_depth,
+    named,
+    parse,
+    shown,
+)
+from weft.adapters.ref import LoraSpec
+from weft.errors import AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError
+
+MAX_CONFIG_BYTES = 64 << 10
+MAX_DEPTH = 16
+MAX_STRING_LENGTH = 4096
+MAX_PATTERN_KEYS = 1024
+MAX_SCALING = 64.0
+MIN_SCALING = 1e-8
+
+Number = TypeVar("Number", int, float)
+
+_AS_SAVED = "Upload the adapter_config.json that PEFT's save_pretrained wrote, unchanged."
+_SWAPPED = "Upload the weights as the weights, and PEFT's adapter_config.json as the config."
+_LENGTH_BYTES = 8
+"""What a safetensors file begins with, before its JSON."""
+_MAX_ALPHA = MAX_SCALING * 256
+_CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_TRANSFORMERS_MODULE = re.compile(r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}")
+
+
+def read_config(raw: bytes, max_rank: int) -> LoraSpec:
+    """Read and check an `adapter_config.json` of PEFT or of mlx-lm.
+
+    Args:
+        raw: The file. The first `MAX_CONFIG_BYTES + 1` bytes of a longer one are enough for the right refusal.
+        max_rank: Largest rank that this server serves.
+
+    Raises:
+        PayloadTooLargeError: Longer than 64 KiB (config.too_large).
+        AdapterFormatError: Not what PEFT writes; codes `config.*`.
+        AdapterIncompatibleError: Sound, but not served; codes `config.*`.
+    """
+    findings = Findings()
+    return findings.passed(findings.attempt(check_config, raw, max_rank, findings))
+
+
+def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | None:
+    """Read a config as `read_config` does, and note what is wrong with its fields.
+
+    Returns:
+        What the fields say that the tensors are measured by, also where others are refused; None where they say
+        nothing that could be used.
+
+    Raises:
+        PayloadTooLargeError, AdapterFormatError, AdapterIncompatibleError: It cannot be read, or is of another kind.
+    """
+    written = parse_config(raw)
+    config = as_peft(written) if is_mlx(written) else written
+    _check_peft_type(config)
+    findings.attempt(_check_task_type, config.get("task_type"))
+    for name, value in config.items():
+        findings.attempt(_check_field, name, value)
+    findings.attempt(_check_initialisation, config.get("init_lora_weights", True))
+    findings.attempt(_check_auto_mapping, config.get("auto_mapping"))
+    spec = _spec(config, max_rank, findings)
+    told = findings.params
+    for name, value in written.items():
+        if name not in told:
+            findings.attempt(_check_values, name, value)
+    return spec
+
+
+def _spec(config: Mapping[str, object], max_rank: int, findings: Findings) -> LoraSpec | None:
+    def read_rank(name: str, value: object) -> int:
+        return _rank(name, value, max_rank, findings)
+
+    rank = findings.attempt(lambda: read_rank("r", _required(config, "r")))
+    alpha = findings.attempt(lambda: _alpha("lora_alpha", _required(config, "lora_alpha")))
+    use_rslora = findings.attempt(_use_rslora, config.get("use_rslora"))
+    ranks = _entries(config, "rank_pattern", read_rank, findings)
+    alphas = _entries(config, "alpha_pattern", _alpha, findings)
+    if rank is None or alpha is None or use_rslora is None or ranks is None or alphas is None:
+        return None
+    return LoraSpec(rank=rank, alpha=alpha, use_rslora=use_rslora, rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def _entries(
+    config: Mapping[str, object], name: str, read: Callable[[str, object], Number], findings: Findings
+) -> dict[str, Number] | None:
+    """The entries of a pattern; None where there is one that cannot be used."""
+    pattern = findings.attempt(_pattern, name, config.get(name))
+    keys = [findings.attempt(_literal, name, key) for key in pattern or ()]
+    if pattern is None or None in keys:
+        return None
+    found = {key: findings.attempt(read, f"{name}[{key}]", value) for key, value in pattern.items()}
+    usable = {key: value for key, value in found.items() if value is not None}
+    return usable if len(usable) == len(found) else None
+
+
+def check_scaling(scaling: float, module: str) -> float:
+    """Return `scaling` if it can be served.
+
+    Raises:
+        AdapterFormatError: Not from `MIN_SCALING` to `MAX_SCALING` (config.alpha_invalid).
+    """
+    if not MIN_SCALING <= scaling <= MAX_SCALING:
+        _refuse(
+            "alpha_invalid",
+            f"lora_alpha and r make a scaling of {scaling:.6g} at {module}; expected {MIN_SCALING:g} to "
+            f"{MAX_SCALING:g}.",
+            "lora_alpha",
+            "Check lora_alpha and alpha_pattern.",
+        )
+    return scaling
+
+
+def parse_config(raw: bytes) -> dict[str, object]:
+    """The fields as they are written; nothing of them is checked.
+
+    Raises:
+        PayloadTooLargeError: Longer than 64 KiB (config.too_large).
+        AdapterFormatError: Not a JSON object (config.too_deep, .duplicate_key, .not_json, .not_object).
+    """
+    try:
+        if len(raw) > MAX_CONFIG_BYTES:
+            check_depth(raw, MAX_DEPTH)
+            raise PayloadTooLargeError(
+                f"adapter_config.json may have at most {MAX_CONFIG_BYTES} bytes; perhaps another file was sent as it.",
+                code="config.too_large",
+            )
+        if raw[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and b"\0" in raw[:_LENGTH_BYTES]:
+            _refuse("not_json", "adapter_config.json is a safetensors file.", None, _SWAPPED)
+        config = parse(raw, MAX_DEPTH)
+    except TooDeepError as error:
+        _refuse("too_deep", f"adapter_config.json is {error}.", None, _AS_SAVED)
+    except DuplicateKeyError as error:
+        _refuse("duplicate_key", f"adapter_config.json is ambiguous: {error}.", None, "Keep one of them.")
+    except JsonRefusedError as error:
+        _refuse("not_json", f"adapter_config.json is not JSON in UTF-8: {error}.", None, _AS_SAVED)
+    if not isinstance(config, dict):
+        _refuse("not_object", f"adapter_config.json must hold a JSON object, got {shown(config)}.", None, _AS_SAVED)
+    return config
+
+
+def _check_peft_type(config: Mapping[str, object]) -> None:
+    if is_model_config(config):
+        _refuse(
+            "field_missing",
+            "adapter_config.json lacks peft_type: it is the config.json of a whole model.",
+            "peft_type",
+            "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights.",
+        )
+    peft_type = _required(config, "peft_type")
+    if peft_type != "LORA":
+        _unsupported(
+            "peft_type_unsupported",
+            f'peft_type must be "LORA", got {shown(peft_type)}.',
+            "peft_type",
+            "Retrain as LoRA.",
+        )
+
+
+def _check_task_type(value: object) -> None:
+    if value not in (None, "CAUSAL_LM"):
+        _unsupported(
+            "task_type_unsupported",
+            f'task_type must be "CAUSAL_LM" or null, got {shown(value)}: adapters here write text.',
+            "task_type",
+            "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text.",
+        )
+
+
+def _required(config: Mapping[str, object], name: str) -> object:
+    value = config.get(name)
+    if value is None:
+        _refuse(
+            "field_missing",
+            f"adapter_config.json lacks {name}, which PEFT always writes.",
+            name,
+            f"Save the adapter again with PEFT's save_pretrained, which writes {name}.",
+        )
+    return value
+
+
+def _check_field(name: str, value: object) -> None:
+    feature = FEATURES.get(name)
+    if feature is not None:
+        if not is_one_of(value, feature.neutral):
+            raise AdapterIncompatibleError(
+                f"{name} is {shown(value)}: Weft does not serve {feature.what}.",
+                code=feature.code,
+                param=name,
+                hint=feature.hint.format(field=name),
+            )
+    elif name in MODULE_LIST_FIELDS:
+        _check_module_list(name, value)
+    elif name == "layers_to_transform":
+        _check_layers(value)
+    elif name == "lora_dropout":
+        if type(value) not in (int, float, type(None)):
+            _refuse_value(name, f"a number, got {shown(value)}")
+    elif name not in READ_FIELDS and name not in INERT_FIELDS and not is_one_of(value, UNUSED):
+        _unsupported(
+            "field_unknown",
+            f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes.",
+            named(name),
+            "Remove it if it does not, as where only the training needed it.",
+        )
+
+
+def _check_module_list(name: str, value: object) -> None:
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if not is_list and not isinstance(value, str | None):
+        _refuse_value(name, f"a string, a list of strings or null, got {shown(value)}")
+
+
+def _check_layers(value: object) -> None:
+    layers = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(layer) is int for layer in layers):
+        _refuse_value("layers_to_transform", f"an integer, a list of them or null, got {shown(value)}")
+
+
+def _check_initialisation(value: object) -> None:
+    name = value.lower() if isinstance(value, str) else ""
+    if value is None or isinstance(value, bool) or name in INITIALISATIONS:
+        return
+    if name.startswith(BASE_CHANGING_INITIALISATIONS):
+        _unsupported(
+            "feature_unsupported",
+            f"init_lora_weights is {shown(value)}: the adapter was trained against a changed base and is wrong on the "
+            "original one.",
+            "init_lora_weights",
+            "Convert it with PEFT: save the untrained adapter first, and after training call "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=<that folder>).",
+        )
+    if name == "loftq":
+        _unsupported(
+            "feature_unsupported",
+            "init_lora_weights is 'loftq': the adapter makes up for the rounding of a quantised base and is wrong on "
+            "the original one.",
+            "init_lora_weights",
+            "Retrain with init_lora_weights=true, or merge it into a base model of its own.",
+        )
+    _refuse(
+        "value_invalid",
+        f"init_lora_weights is {shown(value)}, which is not known.",
+        "init_lora_weights",
+        "Set it to true if the base's weights were left as they are, and retrain if not.",
+    )
+
+
+def _check_auto_mapping(value: object) -> None:
+    """Accept what PEFT (and Unsloth) write when no task type was given: the class of the base. It is never imported."""
+    if value is None:
+        return
+    if isinstance(value, dict) and value.keys() <= {"base_model_class", "parent_library", "unsloth_fixed"}:
+        class_name, module = value.get("base_model_class"), value.get("parent_library")
+        if (
+            isinstance(class_name, str)
+            and isinstance(module, str)
+            and isinstance(value.get("unsloth_fixed", True), bool)
+            and _CLASS_NAME.fullmatch(class_name)
+            and _TRANSFORMERS_MODULE.fullmatch(module)
+        ):
+            return
+    _unsupported(
+        "field_unsupported",
+        f"auto_mapping is {shown(value)}; expected null or a class of transformers.",
+        "auto_mapping",
+        "Set it to null: it is not used.",
+    )
+
+
+def _rank(name: str, value: object, max_rank: int, findings: Findings) -> int:
+    """The rank, also one that is only larger than this server serves: the tensors are measured by it."""
+    if type(value) is not int or not 1 <= value <= MAX_INT:
+        _refuse(
+            "rank_invalid",
+            f"{name} must be an integer from 1 to {max_rank}, got {shown(value)}.",
+            name,
+            "Give the rank that was trained, as PEFT wrote it.",
+        )
+    if value > max_rank:
+        findings.note(
+            AdapterIncompatibleError(
+                f"{name} is {value}; this server serves ranks up to {max_rank}.",
+                code="config.rank_invalid",
+                param=name,
+                hint="Retrain with a smaller rank, or have adapter.max_rank raised on the server.",
+            )
+        )
+    return value
+
+
+def _alpha(name: str, value: object) -> float:
+    if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 < value <= _MAX_ALPHA:
+        _refuse(
+            "alpha_invalid",
+            f"{name} must be a number above 0, at most {_MAX_ALPHA:g}, got {shown(value)}.",
+            name,
+            "Give the alpha that was trained with, as PEFT wrote it.",
+        )
+    return float(value)
+
+
+def _use_rslora(value: object) -> bool:
+    if not isinstance(value, bool | None):
+        _refuse_value("use_rslora", f"true or false, got {shown(value)}")
+    return bool(value)
+
+
+def _pattern(name: str, value: object) -> dict[str, object]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or len(value) > MAX_PATTERN_KEYS:
+        _refuse(
+            "pattern_invalid",
+            f"{name} must be an object of at most {MAX_PATTERN_KEYS} module paths.",
+            name,
+            "Name modules by their endings, as in q_proj, so that few entries say it.",
+        )
+    return value
+
+
+def _literal(name: str, key: str) -> str:
+    if not is_literal_path(key):
+        _unsupported(
+            "pattern_unsupported",
+            f"{name} has the key {shown(key)}; only module paths or their endings are read, as in "
+            "'layers.0.self_attn.q_proj', no regular expressions.",
+            named(f"{name}[{key}]"),
+            "List the modules one by one.",
+        )
+    return key
+
+
+def _check_values(field: str, value: object) -> None:
+    """Bound whatever is left: strings, integers and floats anywhere in a field."""
+    _check_scalar(field, "The name of a field", field)
+    _check_below(field, f"The field {shown(field)}", value)
+
+
+def _check_below(field: str, where: str, value: object) -> None:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            _check_scalar(field, "The name of a field", key)
+            _check_below(field, f"{where}.{shown(key)}", below)
+    elif isinstance(value, list):
+        for item in value:
+            _check_below(field, where, item)
+    else:
+        _check_scalar(field, where, value)
+
+
+def _check_scalar(field: str, where: str, value: object) -> None:
+    if isinstance(value, str):
+        if len(value) > MAX_STRING_LENGTH or any("\ud800" <= character <= "\udfff" for character in value):
+            _refuse_value(field, f"at most {MAX_STRING_LENGTH} characters of valid Unicode", where)
+    elif isinstance(value, int):
+        if abs(value) > MAX_INT:
+            _refuse_value(field, "an integer up to 2**53", where)
+    elif isinstance(value, float) and not math.isfinite(value):
+        _refuse_value(field, "a finite number; NaN and Infinity are not JSON", where)
+
+
+def _refuse_value(field: str, expected: str, where: str = "") -> NoReturn:
+    hint = f"Leave {named(field)} as PEFT wrote it, or take it out."
+    _refuse("value_invalid", f"{where or field} must be {expected}.", named(field), hint)
+
+
+def _refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
+    raise AdapterFormatError(message, code=f"config.{code}", param=param, hint=hint)
+
+
+def _unsupported(code: str, message: str, param: str, hint: str) -> NoReturn:
+    raise AdapterIncompatibleError(message, code=f"config.{code}", param=param, hint=hint)

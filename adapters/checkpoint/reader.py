@@ -1,0 +1,342 @@
+"""Reads a PEFT or MLX LoRA checkpoint and checks it whole, against the base where there is one, without PEFT.
+
+Every tensor must be the `lora_A` or `lora_B` of a linear layer that the base has, complete in pairs, of the base's
+sizes and of the rank that the config gives. What is not understood is refused, never skipped. Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BufferedReader
+from pathlib import Path
+from typing import NoReturn
+
+from weft.adapters.base_shape import MODULE_PATHS, BaseShape
+from weft.adapters.checkpoint.findings import Findings
+from weft.adapters.checkpoint.peft_config import check_config, check_scaling, parse_config
+from weft.adapters.checkpoint.report import report_on
+from weft.adapters.checkpoint.safetensors_header import TensorEntry, check_header
+from weft.adapters.checkpoint.tensor_names import Part, TensorName, TensorNames, TensorPlace
+from weft.adapters.checkpoint.values import scan_values as scan
+from weft.adapters.ref import LoraSpec
+from weft.errors import AdapterFormatError, AdapterIncompatibleError
+
+_SAVE_AGAIN = "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
+_ANOTHER_BASE = (
+    "The adapter was probably trained on another base model: upload it to a server of that one, or train it on this "
+    "one."
+)
+_TRANSPOSE = "Save it as PEFT does, lora_A as [rank, in] and lora_B as [out, rank]."
+_Named = tuple[TensorEntry, TensorName]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTensor:
+    """One matrix of the file."""
+
+    layer: int
+    module: int
+    """Index into `BaseShape.modules`."""
+    part: Part
+    """`a`: rank and in; `b`: rank and out."""
+    rank_axis: int
+    """Which axis of `shape` is the rank: PEFT writes [rank, in] and [out, rank], MLX the transposes."""
+    shape: tuple[int, int]
+    dtype: str
+    """F32, F16 or BF16, little-endian."""
+    start: int
+    """First byte, counted from the start of the file."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """An adapter that was checked and can be served."""
+
+    spec: LoraSpec
+    tensors: tuple[LoraTensor, ...]
+    """Ordered by layer, module, part."""
+    ranks: dict[tuple[int, int], int]
+    """True rank by (layer, module index); modules that are not touched are absent."""
+    scalings: dict[tuple[int, int], float]
+    """What B @ A is multiplied with, by (layer, module index)."""
+    parameters: int
+    """Numbers in all tensors."""
+    largest_rank: int
+    target_modules: tuple[str, ...]
+    """Names of the modules that are changed in some layer, in table order: `q_proj`, ..."""
+    applied: int
+    """Linear layers that the adapter changes."""
+    total: int
+    """Linear layers that adapters of this base may change; without a base, of as many layers as the file reaches."""
+    report: Mapping[str, object] = field(default_factory=dict, compare=False)
+    """What its owner should know (`check_report`); empty where the values were not looked at."""
+
+
+def read_checkpoint(
+    config_bytes: bytes,
+    weights: Path,
+    base: BaseShape | None,
+    max_rank: int,
+    scan_values: bool = True,
+    base_names: Sequence[str] = (),
+) -> Checkpoint:
+    """Read and check a config and its weights, as PEFT's save_pretrained or MLX wrote them.
+
+    The error says everything that is wrong with both (`findings`), as far as it can be told: a file that cannot be read
+    at some point is read no further, and values are looked at only where the tensors are those of an adapter.
+
+    Args:
+        config_bytes: The config file.
+        weights: The weights file; links are not followed.
+        base: Shape of the base model; None checks sizes only against each other.
+        max_rank: Largest rank that is served.
+        scan_values: Whether to look at every value; only a file that was scanned before may go without.
+        base_names: What the base is called, to tell in the report of an adapter that was trained on another.
+
+    Raises:
+        PayloadTooLargeError: The config is longer than 64 KiB.
+        AdapterFormatError: Not what PEFT writes; codes `config.*` and `weights.*`.
+        AdapterIncompatibleError: Sound, but not for this base or not served; codes `config.*` and `weights.*`.
+        OSError: The weights cannot be opened or read.
+    """
+    findings = Findings()
+    spec = findings.attempt(check_config, config_bytes, max_rank, findings)
+    found = findings.attempt(_check_file, spec, weights, base, scan_values, findings)
+    checkpoint, names, zeros = findings.passed(found)
+    if not scan_values:
+        return checkpoint
+    report = report_on(checkpoint.spec, parse_config(config_bytes), names, zeros, base_names)
+    return replace(checkpoint, report=report)
+
+
+def check_weights(
+    spec: LoraSpec, header: bytes, file_size: int, base: BaseShape, pause: Callable[[], None] = lambda: None
+) -> Checkpoint:
+    """Check the tensors of a weights file that was accepted once, by its header; values are not looked at again.
+
+    Args:
+        spec: The config, as it was read then.
+        header: The file's beginning, up to its first tensor.
+        file_size: Bytes of the whole file.
+        base: Shape of the base model.
+        pause: Called between pieces of a few milliseconds.
+
+    Raises:
+        AdapterFormatError: Not what PEFT writes; codes `config.*` and `weights.*`.
+        AdapterIncompatibleError: Sound, but not for this base; codes `weights.*`.
+    """
+    findings = Findings()
+    tensors = findings.passed(findings.attempt(check_header, io.BytesIO(header), file_size, findings))
+    pause()
+    return findings.passed(findings.attempt(_check_tensors, spec, tensors, base, findings))[0]
+
+
+def _check_file(
+    spec: LoraSpec | None, weights: Path, base: BaseShape | None, scan_values: bool, findings: Findings
+) -> tuple[Checkpoint, Sequence[_Named], frozenset[str]] | None:
+    with _open_plain(weights) as file:
+        seen = findings.seen
+        tensors = check_header(file, os.fstat(file.fileno()).st_size, findings)
+        found = _check_tensors(spec, tensors, base, findings)
+        if findings.seen > seen:
+            return None
+        zeros = scan(file, tensors, findings) if scan_values else frozenset()
+    return None if found is None else (*found, zeros)
+
+
+def _open_plain(path: Path) -> BufferedReader:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        _refuse("not_safetensors", "The weights are not a plain file.", None, _SAVE_AGAIN)
+    return open(fd, "rb")
+
+
+def _check_tensors(
+    spec: LoraSpec | None, tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
+) -> tuple[Checkpoint, Sequence[_Named]] | None:
+    """What the tensors are; None where something is wrong with them, or there is no `spec` to measure them by."""
+    seen = findings.seen
+    placed = _place(tensors, base, findings)
+    pairs = _pair(placed, findings)
+    if spec is None:
+        return None
+    widths: dict[int, tuple[int, int]] = {}
+    if base:
+        widths = {index: (module.in_features, module.out_features) for index, module in enumerate(base.modules)}
+    ranks: dict[tuple[int, int], int] = {}
+    scalings: dict[tuple[int, int], float] = {}
+    for (layer, module), (lora_a, lora_b) in sorted(pairs.items()):
+        path = f"{lora_a[1].stem}.{layer}.{MODULE_PATHS[module]}"
+        # Without a base, the first layer that touches a module says how wide it is.
+        width_in, width_out = widths.setdefault(module, (_width(lora_a), _width(lora_b)))
+        rank = findings.attempt(_rank_of, spec, path, lora_a)
+        if rank is None:
+            continue
+        findings.attempt(_check_shape, lora_a, rank, width_in)
+        findings.attempt(_check_shape, lora_b, rank, width_out)
+        ranks[layer, module] = rank
+        scalings[layer, module] = findings.attempt(check_scaling, spec.module_scaling(path), path) or 0.0
+    if findings.seen > seen:
+        return None
+    modules = sorted({module for _, module in ranks})
+    num_layers = base.num_layers if base else max(layer for layer, _ in ranks) + 1
+    checkpoint = Checkpoint(
+        spec=spec,
+        tensors=tuple(_lora_tensor(*placed[place]) for place in sorted(placed)),
+        ranks=ranks,
+        scalings=scalings,
+        parameters=sum(rank * sum(widths[module]) for (_, module), rank in ranks.items()),
+        largest_rank=max(ranks.values()),
+        target_modules=tuple(MODULE_PATHS[module].rsplit(".", 1)[-1] for module in modules),
+        applied=len(ranks),
+        total=num_layers * (len(base.modules) if base else len(MODULE_PATHS)),
+    )
+    return checkpoint, list(placed.values())
+
+
+def _rank_of(spec: LoraSpec, path: str, named: _Named) -> int:
+    """The rank of one module; refuses patterns that mean something else on the wrapped model that was trained."""
+    rank, written = spec.module_rank(path), named[1].written
+    if written != path and (rank, spec.module_scaling(path)) != (
+        spec.module_rank(written),
+        spec.module_scaling(written),
+    ):
+        raise AdapterIncompatibleError(
+            f"Tensor {named[0].name} is of a wrapped model, where rank_pattern and alpha_pattern match other modules "
+            f"than on the plain one: {path} is {written} there.",
+            code="config.pattern_unsupported",
+            param="rank_pattern" if spec.rank_pattern else "alpha_pattern",
+            hint="Write the patterns by module name alone, as in q_proj, or save the adapter from the model without "
+            "its wrappers.",
+        )
+    return rank
+
+
+def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings) -> dict[TensorPlace, _Named]:
+    names = TensorNames(base)
+    placed: dict[TensorPlace, _Named] = {}
+    spellings: dict[tuple[str | None, str, str], str] = {}
+    for tensor in tensors:
+        name = findings.attempt(names.read, tensor.name)
+        if name is None:
+            continue
+        spellings.setdefault((name.adapter, name.stem, name.layout), tensor.name)
+        if len({adapter for adapter, _, _ in spellings if adapter is not None}) > 1:
+            _refuse_mixture(spellings)
+        findings.attempt(_check_new, tensor, placed.get(name.place))
+        placed[name.place] = (tensor, name)
+    if len(spellings) > 1:
+        _refuse_mixture(spellings)
+    return placed
+
+
+def _check_new(tensor: TensorEntry, twin: _Named | None) -> None:
+    if twin is not None:
+        _refuse(
+            "duplicate_tensor",
+            f"Tensors {twin[0].name} and {tensor.name} are the same matrix in two spellings.",
+            tensor.name,
+            "Keep one.",
+        )
+    if not _is_matrix(tensor):
+        _refuse_degenerate(tensor)
+
+
+def _is_matrix(tensor: TensorEntry) -> bool:
+    return len(tensor.shape) == 2 and 0 not in tensor.shape
+
+
+def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoReturn:
+    (one, first), (other, second), *_ = spellings.items()
+    why = "are of two layouts"
+    if one[0] != other[0]:
+        why = f"belong to two adapters, {one[0] or 'one without a name'} and {other[0] or 'one without a name'}"
+    elif one[1] != other[1]:
+        why = f"belong to two models, with layers at {one[1]} and at {other[1]}"
+    raise AdapterIncompatibleError(
+        f"Tensors {first} and {second} {why}.",
+        code="weights.tensor_not_allowed",
+        param=second,
+        hint="Save each adapter by itself with PEFT's save_pretrained, and upload it by itself.",
+    )
+
+
+def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
+    hint = _SAVE_AGAIN
+    if 0 in tensor.shape:
+        hint = (
+            "Training with DeepSpeed ZeRO-3 saves empty tensors unless the parameters are gathered first: save again "
+            "with stage3_gather_16bit_weights_on_model_save."
+        )
+    _refuse(
+        "shape_invalid",
+        f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1.",
+        tensor.name,
+        hint,
+    )
+
+
+def _pair(placed: Mapping[TensorPlace, _Named], findings: Findings) -> dict[tuple[int, int], tuple[_Named, _Named]]:
+    """Both matrices of each module, where both have two extents."""
+    pairs = {}
+    for place, named in placed.items():
+        other = findings.attempt(_partner, placed, place)
+        if other is not None and _is_matrix(named[0]) and _is_matrix(other[0]):
+            pairs[place.layer, place.module] = (named, other) if place.part == "a" else (other, named)
+    return pairs
+
+
+def _partner(placed: Mapping[TensorPlace, _Named], place: TensorPlace) -> _Named:
+    other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
+    if other is None:
+        name, missing = placed[place][0].name, "lora_B" if place.part == "a" else "lora_A"
+        _refuse(
+            "pair_incomplete",
+            f"Tensor {name} has no partner: its {missing} is not in the file, and each module needs both.",
+            name,
+            "Save the adapter again with PEFT's save_pretrained, which writes both.",
+        )
+    return other
+
+
+def _width(named: _Named) -> int:
+    tensor, name = named
+    return tensor.shape[1 - name.rank_axis]
+
+
+def _check_shape(named: _Named, rank: int, width: int) -> None:
+    tensor, name = named
+    got_rank, got_width = tensor.shape[name.rank_axis], _width(named)
+    if (got_rank, got_width) == (rank, width):
+        return
+    got = list(tensor.shape)
+    if got_width == width:
+        raise AdapterFormatError(
+            f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}.",
+            code="weights.rank_mismatch",
+            param=tensor.name,
+            hint="Set r, or rank_pattern for single modules, to the rank that was trained.",
+        )
+    expected = [rank, width] if name.rank_axis == 0 else [width, rank]
+    is_transposed = got_rank == width and got_width == rank
+    raise AdapterIncompatibleError(
+        f"Tensor {tensor.name} has shape {got}, expected {expected}.{' It looks transposed.' * is_transposed}",
+        code="weights.shape_mismatch",
+        param=tensor.name,
+        hint=_TRANSPOSE if is_transposed else _ANOTHER_BASE,
+    )
+
+
+def _lora_tensor(tensor: TensorEntry, name: TensorName) -> LoraTensor:
+    rows, columns = tensor.shape
+    return LoraTensor(*name.place, name.rank_axis, (rows, columns), tensor.dtype, tensor.start, tensor.end)
+
+
+def _refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
+    raise AdapterFormatError(message, code=f"weights.{code}", param=param, hint=hint)

@@ -1,0 +1,109 @@
+"""What the owner of an accepted adapter should know: how it was read, and what about it looks like a mistake.
+
+The report says nothing that is not in the adapter's own files, except what the base is called. Refuses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from weft.adapters.base_shape import MODULE_PATHS
+from weft.adapters.checkpoint.safetensors_header import TensorEntry
+from weft.adapters.checkpoint.strict_json import shown
+from weft.adapters.checkpoint.tensor_names import TensorName, unwrapped
+from weft.adapters.ref import LoraSpec
+
+MAX_NAMES = 8
+"""Names that one warning lists."""
+_QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
+
+
+def report_on(
+    spec: LoraSpec,
+    config: Mapping[str, object],
+    tensors: Sequence[tuple[TensorEntry, TensorName]],
+    zeros: frozenset[str],
+    base_names: Sequence[str] = (),
+) -> dict[str, object]:
+    """Report on an adapter that was checked.
+
+    Args:
+        spec: What was read of the config.
+        config: The config file, parsed.
+        tensors: All of the file.
+        zeros: Names of those that hold nothing but zeros.
+        base_names: What the base is called, the served name first; empty where nobody knows.
+
+    Returns:
+        `dtype` (list of dtypes), `layout` (`peft` or `mlx`), `renamed` (tensors whose names held wrappers, an adapter
+        or a multimodal model) and `warnings` (sentences), as JSON types. The same files give the same report.
+    """
+    names = [name for _, name in tensors]
+    warnings = [
+        _untrained([entry.name in zeros for entry, name in tensors if name.place.part == "b"]),
+        _moved(names[0].stem, "language_model" in names[0].stem),
+        _unused(spec, config, names),
+        _overlap(spec),
+        _other_base(config.get("base_model_name_or_path") or config.get("model"), base_names),
+    ]
+    return {
+        "dtype": sorted({entry.dtype for entry, _ in tensors}),
+        "layout": names[0].layout,
+        "renamed": sum(name.is_renamed for name in names),
+        "warnings": [warning for warning in warnings if warning],
+    }
+
+
+def _untrained(is_zero: Sequence[bool]) -> str:
+    if not any(is_zero):
+        return ""
+    if all(is_zero):
+        return "Every lora_B is zero, so the adapter answers as the base does: it was saved before it was trained."
+    return f"{sum(is_zero)} of {len(is_zero)} lora_B are zero: these modules answer as the base does."
+
+
+def _moved(stem: str, is_moved: bool) -> str:
+    return f"The layers that the file has at {stem} were taken for those of the served model." if is_moved else ""
+
+
+def _unused(spec: LoraSpec, config: Mapping[str, object], names: Sequence[TensorName]) -> str:
+    """A warning of modules that the config names and the file does not hold."""
+    paths = [f"{name.stem}.{name.place.layer}.{MODULE_PATHS[name.place.module]}".split(".") for name in names]
+    endings = {".".join(path[start:]) for path in paths for start in range(len(path))}
+    targets = None if config.get("exclude_modules") else config.get("target_modules")
+    wanted = [*spec.rank_pattern, *spec.alpha_pattern, *(targets if isinstance(targets, list) else [])]
+    missing = sorted({key for key in wanted if unwrapped(key) not in endings})
+    if not missing:
+        return ""
+    more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
+    listed = ", ".join(shown(key) for key in missing[:MAX_NAMES])
+    return f"The config names modules of which the file holds nothing: {listed}{more}. Nothing is changed there."
+
+
+def _overlap(spec: LoraSpec) -> str:
+    """A warning of keys whose order decides; of ranks the tensors' sizes tell already."""
+    for key in spec.alpha_pattern:
+        parts = key.split(".")
+        for shorter in (".".join(parts[start:]) for start in range(1, len(parts))):
+            if shorter in spec.alpha_pattern:
+                return (
+                    f"alpha_pattern has {shown(key)} and {shown(shorter)}, which match the same modules. The first in "
+                    "the file counts, as in PEFT; as PEFT sorts them when it saves, in training another may have."
+                )
+    return ""
+
+
+def _other_base(trained_on: object, base_names: Sequence[str]) -> str:
+    if not isinstance(trained_on, str) or not trained_on or not base_names:
+        return ""
+    if _plain(trained_on) in map(_plain, base_names):
+        return ""
+    return (
+        f"The config says that the base was {shown(trained_on)}, here it is {shown(base_names[0])}. The sizes fit; if "
+        "these are not the same model, the answers will be poor."
+    )
+
+
+def _plain(name: str) -> str:
+    return _QUANTISED.sub("", name.rstrip("/").rsplit("/", 1)[-1].lower())

@@ -1,0 +1,240 @@
+"""A bounded reader of safetensors headers, for files that may be hostile.
+
+Reads the 8-byte length and at most 1 MiB of JSON, and refuses whatever a LoRA file has no need of: more than 8,192
+tensors, odd names, dtypes other than F32, F16 and BF16, gaps, overlaps and trailing bytes. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import BinaryIO, NoReturn
+
+from weft.adapters.checkpoint.findings import Findings
+from weft.adapters.checkpoint.strict_json import MAX_INT, JsonRefusedError, named, parse, shown
+from weft.errors import AdapterFormatError, AdapterIncompatibleError
+
+LENGTH_BYTES = 8
+"""What a file begins with: the length of the header that follows."""
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSORS = 8192
+MAX_NAME_LENGTH = 256
+MAX_DIMENSIONS = 8
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per element of the dtypes that are read."""
+
+_MAX_DEPTH = 4
+_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{MAX_NAME_LENGTH - 1}}}")
+_MAGIC_BYTES = 512
+_TAR_MAGIC_AT = 257
+_TORCH_SAVE = "a zip archive, as torch.save writes"
+_LFS_POINTER = "a Git LFS pointer, not the file it points to"
+_PICKLED = "a Python pickle"
+CONVERT = (
+    "Pickles are never read here. Where you trust the file, save the adapter with PEFT's "
+    'save_pretrained(..., safe_serialization=True), or convert it: python -c "from torch import load; from '
+    "safetensors.torch import save_file; save_file({k: v.contiguous() for k, v in load('adapter_model.bin', "
+    "weights_only=True, map_location='cpu').items()}, 'adapter_model.safetensors')\""
+)
+_MAGICS = (
+    (b"PK\x03\x04", _TORCH_SAVE),
+    (b"PK\x05\x06", "an empty zip archive"),
+    (b"GGUF", "a GGUF file"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"BZh", "a bzip2 file"),
+    (b"\xfd7zXZ", "an xz file"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file"),
+    (b"Rar!", "a rar archive"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x93NUMPY", "a numpy file"),
+    (b"\x7fELF", "an executable"),
+    (b"version https://git-lfs", _LFS_POINTER),
+)
+_PICKLE = re.compile(rb"\x80[\x02-\x05][^\x00]")
+_TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{8}")
+_HINT = "Save the adapter with PEFT's save_pretrained, which writes adapter_model.safetensors, and upload that file."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """F32, F16 or BF16, little-endian; another one only in a file that is refused for it."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the start of the file."""
+    end: int
+    """One past the last byte, counted from the start of the file."""
+
+
+def read_header(file: BinaryIO, file_size: int) -> tuple[TensorEntry, ...]:
+    """Read and check the header; the tensors' values are not looked at.
+
+    Args:
+        file: Seekable.
+        file_size: Bytes of the whole file.
+
+    Returns:
+        The tensors in the order of their bytes; together they fill the file to its end.
+
+    Raises:
+        AdapterFormatError: Not a sound safetensors file; codes `weights.*`.
+        AdapterIncompatibleError: Sound, but of a dtype that is not served (weights.dtype_unsupported).
+    """
+    findings = Findings()
+    return findings.passed(findings.attempt(check_header, file, file_size, findings))
+
+
+def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[TensorEntry, ...]:
+    """Read a header as `read_header` does, and note dtypes that are not served; they hinder nothing else.
+
+    Raises:
+        AdapterFormatError: Not a sound safetensors file; codes `weights.*`.
+    """
+    file.seek(0)
+    length = _header_length(file.read(_MAGIC_BYTES), file_size)
+    file.seek(LENGTH_BYTES)
+    raw = file.read(length)
+    if len(raw) != length:
+        _refuse("header_truncated", f"The header is to have {length} bytes, the file ends after {len(raw)} of them.")
+    data_start = LENGTH_BYTES + length
+    tensors = [_entry(name, fields, findings) for name, fields in _parse_tensors(raw).items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    _check_contiguous(tensors, file_size - data_start)
+    for tensor in tensors:
+        if tensor.dtype in DTYPE_BYTES:
+            _check_bytes(tensor)
+    return tuple(replace(tensor, start=data_start + tensor.start, end=data_start + tensor.end) for tensor in tensors)
+
+
+def header_bytes(first: bytes | bytearray, file_size: int) -> int:
+    """How far the header of a file reaches, by its first 8 bytes: never beyond what `read_header` would read."""
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    return min(LENGTH_BYTES + min(length, MAX_HEADER_BYTES), file_size)
+
+
+def _header_length(head: bytes, file_size: int) -> int:
+    if file_size < LENGTH_BYTES or len(head) < LENGTH_BYTES:
+        _refuse("header_truncated", f"The file has {file_size} bytes; a safetensors file starts with 8.")
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES or head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
+        _refuse_other_formats(head)
+    if length > MAX_HEADER_BYTES:
+        _refuse("header_too_large", f"The header is to have {length} bytes; at most {MAX_HEADER_BYTES} are read.")
+    if length > file_size - LENGTH_BYTES:
+        _refuse("header_truncated", f"The header is to have {length} bytes, the whole file has {file_size}.")
+    return length
+
+
+def _refuse_other_formats(head: bytes) -> None:
+    kind = next((kind for magic, kind in _MAGICS if head.startswith(magic)), None)
+    if kind is None and _PICKLE.match(head):
+        kind = _PICKLED
+    if kind is None and head[_TAR_MAGIC_AT:].startswith(b"ustar"):
+        kind = "a tar archive"
+    if kind is None and _TEXT.match(head):
+        kind = "text"
+    if kind in (_TORCH_SAVE, _PICKLED):
+        raise AdapterFormatError(f"The file is {kind}.", code="weights.not_safetensors", hint=CONVERT)
+    if kind == "text":
+        _refuse("not_safetensors", "The file is text, perhaps the config or a page of a website.")
+    if kind is not None:
+        hint = "Run `git lfs pull`, and upload the file that it fetches." if kind == _LFS_POINTER else _HINT
+        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.", hint)
+
+
+def _parse_tensors(raw: bytes) -> dict[str, object]:
+    if not raw.startswith(b"{"):
+        _refuse("header_invalid", "The header must be a JSON object that starts with '{'.")
+    try:
+        document = parse(raw, _MAX_DEPTH)
+    except JsonRefusedError as error:
+        _refuse("header_invalid", f"The header is not acceptable JSON: {error}.")
+    if not isinstance(document, dict):
+        _refuse("header_invalid", "The header must be a JSON object.")
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse("header_invalid", "The header's __metadata__ must map names to strings.")
+    if len(document) > MAX_TENSORS:
+        _refuse("too_many_tensors", f"The header lists {len(document)} tensors; at most {MAX_TENSORS} are read.")
+    if not document:
+        raise AdapterFormatError(
+            "The file holds no tensors. Training with DeepSpeed ZeRO-3 saves such files unless the parameters are "
+            "gathered first.",
+            code="weights.empty",
+            hint="Save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers.",
+        )
+    return document
+
+
+def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
+    if not _NAME.fullmatch(name) or ".." in name:
+        _refuse(
+            "name_invalid",
+            f"Tensor names have 1 to {MAX_NAME_LENGTH} letters, digits, '_', '-' and single dots, got {shown(name)}.",
+            param=named(name),
+        )
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse("header_invalid", f"Tensor {name} must have exactly dtype, shape and data_offsets.", param=name)
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        findings.note(
+            AdapterIncompatibleError(
+                f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}.",
+                code="weights.dtype_unsupported",
+                param=name,
+                hint="Cast the adapter to float16, bfloat16 or float32 before saving it.",
+            )
+        )
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        expected = f"at most {MAX_DIMENSIONS} whole numbers from 0"
+        _refuse("shape_invalid", f"Tensor {name}: expected a shape of {expected}, got {shown(shape)}.", param=name)
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        _refuse(
+            "offset_invalid", f"Tensor {name}: expected data_offsets [start, end], got {shown(offsets)}.", param=name
+        )
+    return TensorEntry(name, str(dtype), tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_INT for value in values)
+
+
+def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
+    expected = 0
+    for tensor in tensors:
+        if tensor.start != expected:
+            _refuse(
+                "offset_invalid",
+                f"Tensor {tensor.name} starts at byte {tensor.start} of the data, expected {expected}: tensors must "
+                "follow each other without gap or overlap.",
+                param=tensor.name,
+            )
+        expected = tensor.end
+    if expected > data_bytes:
+        _refuse(
+            "truncated",
+            f"The tensors need {expected} bytes of data, the file has {data_bytes}.",
+            "Upload it again, or save it again if it is no longer there.",
+        )
+    if expected < data_bytes:
+        _refuse("trailing_bytes", f"The tensors end after {expected} bytes of data, the file has {data_bytes}.")
+
+
+def _check_bytes(tensor: TensorEntry) -> None:
+    expected = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
+    if expected != tensor.end - tensor.start:
+        _refuse(
+            "shape_invalid",
+            f"Tensor {tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} takes {expected} bytes, its "
+            f"data_offsets span {tensor.end - tensor.start}.",
+            param=tensor.name,
+        )
+
+
+def _refuse(code: str, message: str, hint: str = _HINT, param: str | None = None) -> NoReturn:
+    raise AdapterFormatError(message, code=f"weights.{code}", param=param, hint=hint)

@@ -1,0 +1,89 @@
+"""Looks at every value of a LoRA file for what would poison a batch: NaN, infinities and absurd magnitudes.
+
+Works on bit patterns in bounded windows, so it needs no float type that numpy lacks and little memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from io import BufferedReader
+from typing import Any
+
+import numpy as np
+
+from weft.adapters.checkpoint.findings import Findings
+from weft.adapters.checkpoint.safetensors_header import TensorEntry
+from weft.errors import AdapterFormatError
+
+WINDOW_BYTES = 4 << 20
+MAX_MAGNITUDE = 1e4
+
+
+class _Format:
+    """How one dtype spells magnitudes: with the sign bit off, larger bit patterns are larger numbers, then Inf, NaN."""
+
+    def __init__(self, unsigned: str, limit_bits: int, infinity_bits: int) -> None:
+        self.dtype: np.dtype[Any] = np.dtype(unsigned)
+        self.magnitude_mask = (1 << (8 * self.dtype.itemsize - 1)) - 1
+        self.limit_bits = limit_bits
+        self.infinity_bits = infinity_bits
+
+
+_FLOAT32_LIMIT = int(np.float32(MAX_MAGNITUDE).view(np.uint32))
+_FORMATS = {
+    "F32": _Format("<u4", _FLOAT32_LIMIT, 0x7F800000),
+    "BF16": _Format("<u2", _FLOAT32_LIMIT >> 16, 0x7F80),
+    "F16": _Format("<u2", int(np.float16(MAX_MAGNITUDE).view(np.uint16)), 0x7C00),
+}
+
+
+def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry], findings: Findings) -> frozenset[str]:
+    """Read the tensors' bytes once and check each value; of a tensor that is not sound, up to what is wrong.
+
+    Noted is a value that is NaN or infinite (weights.non_finite) or beyond 1e4 (weights.value_too_large), and a file
+    that ends early (weights.truncated).
+
+    Returns:
+        Names of the tensors that hold nothing but zeros.
+    """
+    window = memoryview(bytearray(WINDOW_BYTES))
+    return frozenset(tensor.name for tensor in tensors if findings.attempt(_scan_tensor, file, tensor, window) == 0)
+
+
+def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) -> int:
+    """The bit pattern of the largest magnitude."""
+    file.seek(tensor.start)
+    largest = 0
+    for done in range(0, tensor.end - tensor.start, WINDOW_BYTES):
+        piece = window[: min(WINDOW_BYTES, tensor.end - tensor.start - done)]
+        if file.readinto(piece) != len(piece):  # fewer only at the end of the file
+            raise AdapterFormatError(
+                f"The file ends inside {tensor.name}.", code="weights.truncated", hint="Upload it again."
+            )
+        largest = max(largest, _check_window(tensor, piece, done))
+    return largest
+
+
+def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
+    """The bit pattern of the largest magnitude: 0 where all are zero."""
+    fmt = _FORMATS[tensor.dtype]
+    magnitudes = np.bitwise_and(np.frombuffer(piece, fmt.dtype), fmt.dtype.type(fmt.magnitude_mask))
+    largest = int(magnitudes.max())
+    if largest <= fmt.limit_bits:
+        return largest
+    first = int(np.argmax(magnitudes > fmt.limit_bits))
+    element = done // fmt.dtype.itemsize + first
+    index = [int(i) for i in np.unravel_index(element, tensor.shape)]
+    if int(magnitudes[first]) >= fmt.infinity_bits:
+        raise AdapterFormatError(
+            f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers.",
+            code="weights.non_finite",
+            param=tensor.name,
+            hint="The training has probably diverged: take an earlier checkpoint.",
+        )
+    raise AdapterFormatError(
+        f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}.",
+        code="weights.value_too_large",
+        param=tensor.name,
+        hint="The training has probably diverged: take an earlier checkpoint, or move the factor into lora_alpha.",
+    )

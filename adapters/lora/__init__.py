@@ -1,0 +1,1 @@
+"""A LoRA as pages: layout, packing, tables and the work of a step."""

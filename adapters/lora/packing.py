@@ -1,0 +1,172 @@
+"""A checked checkpoint's tensors into page images: the form in which adapters lie in host memory and in the arena.
+
+Images are position independent, the layout says where in them each row group starts. Knows no arena pages and checks
+nothing that `checkpoint` has checked already.
+
+Loader threads share the interpreter's lock with the engine's steps. So all that can be known from the header is worked
+out once for all files with the same header, and what is left are a few large reads and one copy per matrix and page.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weft.adapters.base_shape import BaseShape
+from weft.adapters.checkpoint.reader import Checkpoint, LoraTensor
+from weft.adapters.lora.layout import PART_A, PART_B, LoraLayout
+from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
+
+READ_BYTES = 1 << 18
+"""Small tensors are read together, up to so many bytes; that and the copies take some tenths of a millisecond."""
+_SOURCE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BITS: Mapping[int, npt.DTypeLike] = {2: np.uint16, 4: np.uint32}
+"""Elements by their bytes: numpy has no bfloat16, and copies need no arithmetic."""
+
+
+class TensorBytes(Protocol):
+    """The bytes of a safetensors file from its first tensor on."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Fill `buffer` with the bytes that follow."""
+
+
+class Packing:
+    """How the tensors of a file go to page images. Serves every file with the same header. Thread-safe.
+
+    Args:
+        checkpoint: Which tensors stand where in the file.
+        layout: The plan for the checkpoint's ranks.
+        base: Shape of the base model.
+        geometry: Sizes of a page.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> None:
+        self._item_bytes = geometry.dtype_bytes
+        runs = _runs(layout, base, geometry)
+        tensors = sorted(checkpoint.tensors, key=lambda tensor: tensor.start)
+        self._reads = [self._read(group, runs, base) for group in _together(tensors)]
+
+    def pack(
+        self,
+        weights: TensorBytes,
+        pages: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        pause: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the page images of one adapter.
+
+        The rank rows of A and B are cast to `dtype` and put at the places of the layout; all else (rank padding, row
+        padding, unused space) becomes zero, so that nothing of the pages' earlier content remains.
+
+        Args:
+            weights: Read from the first tensor to the last.
+            pages: uint8 [page_bytes] each, as many as the layout has; overwritten in full.
+            dtype: Of the arena.
+            pause: Called after each piece of about a millisecond.
+        """
+        memory = [page.numpy() for page in pages]
+        for page in memory:
+            page.fill(0)
+            pause()
+        # Everything is read into the same room: new memory costs more than what is done with it.
+        room = torch.empty(max(read.num_bytes for read in self._reads), dtype=torch.uint8)
+        bits = np.dtype(_BITS[self._item_bytes])
+        for read in self._reads:
+            raw = room[: read.num_bytes]
+            weights.readinto(raw.numpy().data)
+            values = raw.view(read.dtype).to(dtype).view(torch.uint8).numpy()
+            for move in read.moves:
+                target = np.ndarray(move.shape, bits, memory[move.page], move.start, (move.pitch, self._item_bytes))
+                target[...] = np.ndarray(move.shape, bits, values, move.source_start, move.source_strides)
+            pause()
+
+    def _read(
+        self, tensors: Sequence[LoraTensor], runs: Mapping[tuple[int, int, int], Sequence[_Run]], base: BaseShape
+    ) -> _Read:
+        dtype = _SOURCE_DTYPES[tensors[0].dtype]
+        moves: list[_Move] = []
+        for tensor in tensors:
+            part = PART_A if tensor.part == "a" else PART_B
+            module = base.modules[tensor.module]
+            features = module.in_features if part == PART_A else module.out_features
+            first = (tensor.start - tensors[0].start) // dtype.itemsize * self._item_bytes
+            strides = (tensor.shape[1] * self._item_bytes, self._item_bytes)
+            rank_stride, feature_stride = strides[:: -1 if tensor.rank_axis else 1]
+            moves += [
+                _Move(
+                    page=run.page,
+                    start=run.offset_units * PITCH_BYTES,
+                    pitch=row_pitch_bytes(features, self._item_bytes),
+                    shape=(min(run.num_rows, tensor.shape[tensor.rank_axis] - run.first_row), features),
+                    source_start=first + run.first_row * rank_stride,
+                    source_strides=(rank_stride, feature_stride),
+                )
+                for run in runs[tensor.layer, tensor.module, part]
+            ]
+        return _Read(tensors[-1].end - tensors[0].start, dtype, tuple(moves))
+
+
+class _Move(NamedTuple):
+    """A copy of some rank rows of one matrix into one page; all in bytes of the page's element type."""
+
+    page: int
+    start: int
+    pitch: int
+    """From one row to the next in the page."""
+    shape: tuple[int, int]
+    """Rank rows and features."""
+    source_start: int
+    """In what was read, once it is cast."""
+    source_strides: tuple[int, int]
+
+
+class _Read(NamedTuple):
+    """Tensors of one dtype that lie one behind the other in the file and are read together."""
+
+    num_bytes: int
+    dtype: torch.dtype
+    """As stored."""
+    moves: tuple[_Move, ...]
+
+
+class _Run(NamedTuple):
+    """Rank rows of one (layer, module, part) whose groups lie one behind the other in a page."""
+
+    first_row: int
+    num_rows: int
+    page: int
+    offset_units: int
+
+
+def _together(tensors: Sequence[LoraTensor]) -> Iterator[Sequence[LoraTensor]]:
+    """Tensors in the file's order, in groups of one dtype and at most `READ_BYTES`; a larger one is alone."""
+    for _, same in groupby(tensors, lambda tensor: tensor.dtype):
+        group: list[LoraTensor] = []
+        for tensor in same:
+            if group and tensor.end - group[0].start > READ_BYTES:
+                yield group
+                group = []
+            group.append(tensor)
+        yield group
+
+
+def _runs(layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> Mapping[tuple[int, int, int], Sequence[_Run]]:
+    """All groups of a layout, joined to as few runs as there are."""
+    runs: dict[tuple[int, int, int], list[_Run]] = defaultdict(list)
+    for layer, module, part, group, page, units in layout.groups:
+        features = base.modules[module].in_features if part == PART_A else base.modules[module].out_features
+        group_units = GROUP_ROWS * row_pitch_bytes(features, geometry.dtype_bytes) // PITCH_BYTES
+        own = runs[layer, module, part]
+        last = own[-1] if own else None
+        if last and last.page == page and last.offset_units + last.num_rows // GROUP_ROWS * group_units == units:
+            own[-1] = last._replace(num_rows=last.num_rows + GROUP_ROWS)
+        else:
+            own.append(_Run(group * GROUP_ROWS, GROUP_ROWS, page, units))
+    return runs

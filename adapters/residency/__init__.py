@@ -1,0 +1,1 @@
+"""Which adapters are on the device, in host memory or on their way."""

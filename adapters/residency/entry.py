@@ -1,0 +1,164 @@
+"""One adapter that is on the device or on its way there, as the evictor sees it, and what is remembered of it.
+
+Remembered is, also while it is in no memory, how large it is, how often it is used, and how long its loads took.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from weft.adapters.ref import AdapterRef
+from weft.adapters.residency.images import HostImage
+from weft.adapters.residency.load_threads import LAST_TURN, LoadJob
+from weft.memory.eviction import UseCount
+from weft.memory.pool import PageKind
+
+NUM_LOADS = 32
+"""Of each adapter, loads that count for how long they take."""
+PERCENT = 95
+"""Share of the last loads that `LoadTimes.p95_s` covers."""
+
+
+class LoadTimes:
+    """Seconds of loads that succeeded.
+
+    Args:
+        limit: How many of the last loads count for `p95_s`.
+    """
+
+    __slots__ = ("_last", "_p95_s", "count")
+
+    def __init__(self, limit: int) -> None:
+        self._last: deque[float] = deque(maxlen=limit)
+        self._p95_s: float | None = None
+        """None if a load was noted since it was last computed."""
+        self.count = 0
+        """All loads that were noted."""
+
+    def note(self, seconds: float) -> None:
+        """Count a load."""
+        self.count += 1
+        self._last.append(seconds)
+        self._p95_s = None
+
+    @property
+    def p95_s(self) -> float | None:
+        """The smallest of the last times that 95 % of them do not exceed; None before the first."""
+        if self._p95_s is None and self._last:
+            self._p95_s = sorted(self._last)[(PERCENT * len(self._last) + 99) // 100 - 1]
+        return self._p95_s
+
+
+@dataclass(slots=True, eq=False)
+class KnownAdapter:
+    """One adapter that was wanted or pinned once."""
+
+    num_pages: int | None = None
+    """Pages of its image; None before it was first loaded."""
+    uses: UseCount = field(default_factory=UseCount)
+    num_runs: int = 0
+    """Requests that ran with it and are done, since it was last read from the store."""
+    loads: LoadTimes = field(default_factory=lambda: LoadTimes(NUM_LOADS))
+    """Its loads onto the device."""
+
+
+class KnownAdapters:
+    """The last `limit` adapters that were asked for. One that was forgotten starts from zero when it comes back.
+
+    Args:
+        limit: Adapters.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: dict[str, KnownAdapter] = {}
+        """The one asked for last at the end."""
+
+    def __getitem__(self, digest: str) -> KnownAdapter:
+        known = self._known.pop(digest, None) or KnownAdapter()
+        self._known[digest] = known
+        if len(self._known) > self._limit:
+            del self._known[next(iter(self._known))]
+        return known
+
+    def get(self, digest: str) -> KnownAdapter:
+        """What is known of an adapter, which does not count as asking for it."""
+        return self._known.get(digest) or KnownAdapter()
+
+    def forget(self, digest: str) -> None:
+        """Remember nothing of an adapter."""
+        self._known.pop(digest, None)
+
+
+class Stage(Enum):
+    """How far it is."""
+
+    QUEUED = "queued"
+    LOADING = "loading"
+    PLACING = "placing"
+    COPYING = "copying"
+    DEVICE = "device"
+
+
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """An adapter with what it has. Changed by the residency alone."""
+
+    ref: AdapterRef
+    known: KnownAdapter
+    wanted_s: float
+    worth_of: Callable[[Entry], tuple[float, int]]
+    evict_entry: Callable[[Entry], None]
+    kind: PageKind = "adapter"
+    depth: int = 0
+    stage: Stage = Stage.QUEUED
+    origin: Literal["stored", "host"] = "stored"
+    holds: int = 0
+    running: int = 0
+    held_pages: int = 0
+    """What it counts in the residency's sum of pages that only wait for requests."""
+    turn: int = LAST_TURN
+    """When it is needed, the least first."""
+    job: LoadJob | None = None
+    image: HostImage | None = None
+    """In use from LOADING's end until it is on the device."""
+    pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    last_step: int = 0
+    """The last step that may have read its pages."""
+    comes_for_pin: bool = False
+    """It was started because it is pinned, and comes even if nobody wants it."""
+    is_kept: bool = False
+    """Its pin keeps it on the device."""
+    evict_last: bool = False
+    """It is pinned, beyond the share that pins may keep."""
+    is_counted: bool = False
+    """The first use that follows was counted when it arrived."""
+    is_forgotten: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is on the device and nobody waits for it or runs with it."""
+        return self.stage is Stage.DEVICE and not self.holds and not self.running
+
+    @property
+    def num_pages(self) -> int:
+        """Pages on the device."""
+        return len(self.pages)
+
+    @property
+    def uses(self) -> UseCount:
+        """How often it is used; remembered while it is away."""
+        return self.known.uses
+
+    def reload_cost(self) -> tuple[float, int]:
+        """Seconds to have it and its cached prefixes again, and their pages."""
+        return self.worth_of(self)
+
+    def evict(self) -> None:
+        """Leave the device, its cached prefixes with it."""
+        self.evict_entry(self)

@@ -1,0 +1,185 @@
+"""Page images of adapters in host memory: the second tier, bounded by a slab, least recently used out first.
+
+Safe to use from several threads: loaders reserve pages while the engine's thread looks images up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.adapters.lora.layout import LoraLayout
+from weft.errors import PageAccountingError
+from weft.memory.host_slab import HostSlab
+
+
+@dataclass(eq=False, kw_only=True)
+class HostImage:
+    """One adapter, packed and ready to be copied page by page."""
+
+    digest: str
+    layout: LoraLayout
+    ranks: Mapping[tuple[int, int], int]
+    """True rank by (layer, module index)."""
+    scalings: Mapping[tuple[int, int], float]
+    pages: Sequence[torch.Tensor]
+    """uint8 [page_bytes] each, in the layout's order."""
+    slab_pages: Sequence[int] = ()
+    """Where in the slab they lie; empty for an image that found no room there and is used once."""
+    users: int = field(default=0, init=False)
+    is_dropped: bool = field(default=False, init=False)
+
+
+class HostImages:
+    """Finished images by digest.
+
+    Args:
+        slab: Memory of the images.
+    """
+
+    def __init__(self, slab: HostSlab) -> None:
+        self._slab = slab
+        self._lock = threading.Lock()
+        self._images: dict[str, HostImage] = {}
+        """Least recently used first."""
+        self._reserved = 0
+        self._dropped_in_use: list[HostImage] = []
+        self._gone: list[str] = []
+
+    def __contains__(self, digest: str) -> bool:
+        with self._lock:
+            return digest in self._images
+
+    def page_counts(self) -> dict[str, int]:
+        """Pages of each image, by digest."""
+        with self._lock:
+            return {digest: len(image.pages) for digest, image in self._images.items()}
+
+    def take_gone(self) -> list[str]:
+        """Digests of images that were dropped since the last call: their adapters take longer to have again."""
+        with self._lock:
+            gone, self._gone = self._gone, []
+            return gone
+
+    def make_room(self, count: int) -> bool:
+        """Have `count` slab pages free, dropping images that are not in use, least recently used first.
+
+        Returns:
+            Whether they are free; if not, nothing was dropped. Another thread may take them meanwhile.
+        """
+        with self._lock:
+            return self._make_room(count)
+
+    def reserve(self, count: int) -> list[int] | None:
+        """Take slab pages for an image in the making, dropping images that are not in use if need be.
+
+        Returns:
+            The slab pages, or None when even that gives no room.
+        """
+        with self._lock:
+            # The slab has other takers, who may be quicker.
+            pages = self._slab.allocate(count) if self._make_room(count) else None
+            if pages is not None:
+                self._reserved += count
+            return pages
+
+    def slab_views(self, slab_pages: Sequence[int]) -> list[torch.Tensor]:
+        """The slab pages' bytes, uint8 [page_bytes] each."""
+        return [self._slab.pages[page] for page in slab_pages]
+
+    def cancel(self, slab_pages: Sequence[int]) -> None:
+        """Give reserved pages back."""
+        with self._lock:
+            self._reserved -= len(slab_pages)
+            self._slab.free(slab_pages)
+
+    def add(self, image: HostImage, *, keep: bool = True) -> None:
+        """Take in a finished image, in use by the caller.
+
+        Args:
+            image: Its slab pages were reserved.
+            keep: Whether others may find it; otherwise its pages go back when the caller releases it.
+        """
+        with self._lock:
+            self._reserved -= len(image.slab_pages)
+            image.users = 1
+            if not image.slab_pages:
+                return
+            if keep and image.digest not in self._images:
+                self._images[image.digest] = image
+            else:
+                image.is_dropped = True
+                self._dropped_in_use.append(image)
+
+    def hold(self, digest: str) -> HostImage | None:
+        """Find an image and use it, which keeps its pages until `release`."""
+        with self._lock:
+            image = self._images.pop(digest, None)
+            if image is not None:
+                self._images[digest] = image
+                image.users += 1
+            return image
+
+    def release(self, image: HostImage) -> None:
+        """End one use of an image."""
+        with self._lock:
+            image.users -= 1
+            if image.is_dropped and image.users == 0:
+                self._dropped_in_use.remove(image)
+                self._slab.free(image.slab_pages)
+
+    def drop(self, digest: str) -> None:
+        """Forget an image; its pages go back when its last user is done."""
+        with self._lock:
+            image = self._images.get(digest)
+            if image is None:
+                return
+            if image.users == 0:
+                self._remove(image)
+            else:
+                del self._images[digest]
+                image.is_dropped = True
+                self._dropped_in_use.append(image)
+
+    def check(self, num_other_used: int = 0) -> None:
+        """Verify that the slab's pages are those of the images.
+
+        Args:
+            num_other_used: Slab pages that others took, such as `SwapSpace.num_used`.
+
+        Raises:
+            PageAccountingError: If they are not.
+        """
+        self._slab.check()
+        with self._lock:
+            images = [*self._images.values(), *self._dropped_in_use]
+            pages = [page for image in images for page in image.slab_pages]
+            used = self._slab.num_pages - self._slab.num_free
+            if len(set(pages)) != len(pages) or len(pages) + self._reserved + num_other_used != used:
+                raise PageAccountingError(
+                    f"host images hold {len(pages)} pages, {self._reserved} are reserved and others have "
+                    f"{num_other_used}, the slab has {used} in use"
+                )
+
+    def _make_room(self, count: int) -> bool:
+        lacking = count - self._slab.num_free
+        if lacking <= 0:
+            return True
+        victims: list[HostImage] = []
+        for image in self._images.values():
+            if lacking > 0 and image.users == 0:
+                victims.append(image)
+                lacking -= len(image.slab_pages)
+        if lacking > 0:
+            return False
+        for image in victims:
+            self._remove(image)
+        return True
+
+    def _remove(self, image: HostImage) -> None:
+        del self._images[image.digest]
+        self._gone.append(image.digest)
+        self._slab.free(image.slab_pages)

@@ -1,0 +1,125 @@
+"""Which adapters their owners want kept on the device, and which of these may be kept.
+
+Pins keep a share of slots and pages at most, so that nobody's pins keep everybody else out. Those pinned first come
+first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from weft.adapters.ref import AdapterRef
+from weft.adapters.residency.entry import Entry, Stage
+
+PIN_SHARE = 2
+"""Pinned adapters may keep one in so many slots, and one in so many pages of the pool, for themselves."""
+LOOK_AHEAD = 64
+"""Pinned adapters that are looked at, at a time, for one to bring in."""
+
+
+_ticket = attrgetter("ticket")
+
+
+class _Pin(NamedTuple):
+    """A pinned adapter, and when it was pinned."""
+
+    ticket: int
+    ref: AdapterRef
+
+
+class Pins:
+    """Pinned adapters in the order of pinning.
+
+    Args:
+        slots: Adapter slots there are.
+        num_pages: Pages of the pool.
+    """
+
+    def __init__(self, slots: int, num_pages: int) -> None:
+        self._max_kept = slots // PIN_SHARE
+        self._max_pages = num_pages // PIN_SHARE
+        self._pinned: dict[str, _Pin] = {}
+        self._failed: set[str] = set()
+        self._absent: list[_Pin] = []
+        """Neither on the device nor on their way, and can be loaded; those pinned first come first."""
+        self._num_kept = 0
+        self._kept_pages = 0
+        self._last_ticket = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._pinned
+
+    def add(self, ref: AdapterRef, *, is_here: bool) -> None:
+        """Pin an adapter; one whose load failed is tried again.
+
+        Args:
+            ref: The adapter.
+            is_here: Whether it is on the device or on its way.
+        """
+        if ref.digest not in self._pinned:
+            self._last_ticket += 1
+            self._pinned[ref.digest] = _Pin(self._last_ticket, ref)
+        self._failed.discard(ref.digest)
+        if not is_here:
+            self.left(ref.digest)
+
+    def discard(self, digest: str) -> None:
+        """Unpin an adapter."""
+        self.entered(digest)
+        self._pinned.pop(digest, None)
+        self._failed.discard(digest)
+
+    def entered(self, digest: str) -> None:
+        """Note that an adapter is on its way."""
+        pin = self._pinned.get(digest)
+        if pin is not None and self._is_absent(pin):
+            del self._absent[bisect_left(self._absent, pin.ticket, key=_ticket)]
+
+    def left(self, digest: str) -> None:
+        """Note that an adapter is neither on the device nor on its way any more."""
+        pin = self._pinned.get(digest)
+        if pin is not None and digest not in self._failed and not self._is_absent(pin):
+            insort(self._absent, pin, key=_ticket)
+
+    def note_load(self, digest: str, succeeded: bool) -> None:
+        """Remember that a pinned adapter cannot be loaded, or can: one that cannot is not brought in for its pin."""
+        if succeeded or digest not in self._pinned:
+            self._failed.discard(digest)
+        else:
+            self._failed.add(digest)
+
+    def apply(self, entries: Mapping[str, Entry]) -> list[Entry]:
+        """Decide anew which pinned adapters on the device are kept.
+
+        Returns:
+            Those for which that has changed.
+        """
+        self._num_kept = self._kept_pages = 0
+        changed = []
+        for digest in self._pinned:
+            entry = entries.get(digest)
+            if entry is None or entry.stage is not Stage.DEVICE:
+                continue
+            is_kept = self.has_share(entry.num_pages)
+            if is_kept:
+                self._num_kept += 1
+                self._kept_pages += entry.num_pages
+            if entry.is_kept != is_kept or entry.evict_last == is_kept:
+                entry.is_kept, entry.evict_last = is_kept, not is_kept
+                changed.append(entry)
+        return changed
+
+    def has_share(self, num_pages: int) -> bool:
+        """Whether one more of so many pages would be kept beside those that are kept now."""
+        return self._num_kept < self._max_kept and self._kept_pages + num_pages <= self._max_pages
+
+    def missing(self) -> Sequence[AdapterRef]:
+        """The first pinned adapters that are neither on the device nor on their way, and can be loaded."""
+        return [pin.ref for pin in self._absent[:LOOK_AHEAD]]
+
+    def _is_absent(self, pin: _Pin) -> bool:
+        index = bisect_left(self._absent, pin.ticket, key=_ticket)
+        return index < len(self._absent) and self._absent[index] is pin

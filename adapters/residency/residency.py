@@ -1,0 +1,565 @@
+"""Which adapters are on the device, in host memory, or on their way; their slots, pages and references.
+
+Loader threads read blobs and pack images, another thread copies pages to the device. Whatever the engine can see
+changes only in calls from the engine's thread, mostly in `tick`. Knows digests, never names, tenants or requests.
+
+    QUEUED --load--> LOADING --image--> PLACING --pages and slot--> COPYING --table row--> DEVICE --evict--> host
+
+An adapter is idle on the device when no request runs with it and none that waits holds it. Idle adapters are offered to
+the evictor, but for those that a pin keeps. A request that waits has a hold, never pages of its own. Keys and values
+computed with an adapter leave the prefix cache with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from weft.adapters.lora.tables import AdapterTables
+from weft.adapters.ref import AdapterRef
+from weft.adapters.residency.entry import Entry, KnownAdapters, LoadTimes, Stage
+from weft.adapters.residency.images import HostImage, HostImages
+from weft.adapters.residency.load_threads import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
+from weft.adapters.residency.loader import AdapterLoader
+from weft.adapters.residency.pins import Pins
+from weft.adapters.residency.resident import LoadFailure, ResidentAdapter
+from weft.adapters.residency.slots import AdapterSlots
+from weft.adapters.residency.slots import SlotLease as SlotLease
+from weft.adapters.residency.view import check_entries, check_sums, residents
+from weft.errors import EngineError, PageAccountingError, WeftError
+from weft.memory.arena import PageCopier
+from weft.memory.eviction import Evictable, Evictor, PageCosts
+from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+
+logger = logging.getLogger(__name__)
+
+HOLD_SHARE = 4
+"""Adapters that only wait for their requests may have one in so many pages of the pool; one adapter always may."""
+MAX_UNDER_WAY = 16
+"""Adapters from the store that are being loaded or have an image and no pages yet, and as many from host memory: it
+bounds the host memory that this takes. They are counted apart, for a copy need not wait behind loads."""
+NUM_LOADS = 256
+"""Loads that count for how long loads take, those from the store and from host memory apart."""
+MAX_KNOWN = 1 << 16
+"""Adapters whose size and use is remembered after they left memory."""
+
+_COMING = (Stage.QUEUED, Stage.LOADING, Stage.PLACING, Stage.COPYING)
+
+
+class Residency:
+    """The adapters' places, driven by the engine's thread. All methods are called from that thread.
+
+    Args:
+        loader: Makes page images from what is stored.
+        copier: Copies page images to the device.
+        pool: Pages, shared with the KV cache.
+        images: Page images in host memory.
+        tables: Where kernels find the weights.
+        evictor: Makes room; idle adapters are offered to it.
+        costs: What it takes to have an adapter again.
+        loads: Runs loads; closed by `close`.
+        copies: Runs copies, beside the loads, so that none waits behind a load; closed by `close`.
+        prefixes: Cached KV, which goes with the adapter it was computed with; its `on_group_change` is taken.
+        clock: Monotonic seconds.
+        notify: Called by a thread of the executors when `tick` has something to take in.
+    """
+
+    def __init__(  # noqa: PLR0913 - it joins all parts of the adapters' memory
+        self,
+        loader: AdapterLoader,
+        copier: PageCopier,
+        pool: PagePool,
+        images: HostImages,
+        tables: AdapterTables,
+        evictor: Evictor,
+        costs: PageCosts,
+        *,
+        loads: LoadExecutor,
+        copies: LoadExecutor,
+        prefixes: PrefixCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        notify: Callable[[], None] | None = None,
+    ) -> None:
+        self._loader = loader
+        self._copier = copier
+        self._pool = pool
+        self._images = images
+        self._tables = tables
+        self._evictor = evictor
+        self._costs = costs
+        self._load_queue = LoadQueue(loads, notify)
+        self._copy_queue = LoadQueue(copies, notify)
+        self._prefixes = prefixes
+        if prefixes is not None:
+            prefixes.on_group_change = self._rescore
+        self._clock = clock
+        self._slots = AdapterSlots(tables.slots)
+        self._pins = Pins(tables.slots, pool.capacity)
+        self._known = KnownAdapters(MAX_KNOWN)
+        self._entries: dict[str, Entry] = {}
+        """In the order in which they were first wanted."""
+        self._by_stage: dict[Stage, dict[str, Entry]] = {stage: {} for stage in Stage}
+        """The same, for work that is done every step is done for those under way alone: most are on the device."""
+        self._held: dict[str, Entry] = {}
+        """Those with holds."""
+        self._held_pages = 0
+        """Device pages of adapters that have holds and do not run."""
+        self._copied_pages = 0
+        """Copied by the engine's thread since the last tick."""
+        self._failures: list[LoadFailure] = []
+        """To be told by the next tick."""
+        self._loads: Counter[str] = Counter()
+        self._load_times: dict[str, LoadTimes] = {}
+        self.load_seconds = 0.0
+        """From the first hold to the device, summed over all loads."""
+        self.reserve_pages = 0
+        """Pages, free or evictable, that an adapter leaves to running requests when it is given its place."""
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """Loads since start by `from>to:result`, for example `stored>device:ok` or `host>device:failed`."""
+        return dict(self._loads)
+
+    @property
+    def load_p95_s(self) -> dict[str, float]:
+        """Seconds that 95 % of the last 256 loads took at most, by `from>to`; only what was loaded so far."""
+        return {path: times.p95_s for path, times in self._load_times.items() if times.p95_s is not None}
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether an adapter has pages that nobody can have yet, because they are being copied to the device."""
+        return bool(self._by_stage[Stage.COPYING])
+
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether no slot is free, cools down, or belongs to an adapter that can go."""
+        return self._slots.all_taken and not any(
+            entry in self._evictor for entry in self._by_stage[Stage.DEVICE].values()
+        )
+
+    def state(self, digest: str) -> Literal["device", "host", "stored"]:
+        """Where the adapter can be had from now."""
+        entry = self._entries.get(digest)
+        if entry is not None and entry.stage is Stage.DEVICE:
+            return "device"
+        return "host" if digest in self._images or (entry is not None and entry.image is not None) else "stored"
+
+    def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
+        """Why a wanted adapter is not on the device: it is on its way, or pages or a slot are lacking."""
+        entry = self._entries.get(digest)
+        return "LOADING" if entry is not None and entry.stage in (Stage.LOADING, Stage.COPYING) else "NO_ROOM"
+
+    def pages_needed(self, ref: AdapterRef) -> int | None:
+        """Pages of the adapter on the device; None before it was first loaded."""
+        entry = self._entries.get(ref.digest)  # a deleted adapter is not known any more, but may still be in use
+        return self._known.get(ref.digest).num_pages if entry is None else entry.known.num_pages
+
+    def want(self, ref: AdapterRef) -> None:
+        """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""
+        entry = self._entries.get(ref.digest) or self._enter(ref)
+        entry.holds += 1
+        entry.is_forgotten = False
+        self._count_held(entry)
+        self._evictor.withdraw(entry)
+        if entry.stage is Stage.QUEUED and self._num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
+            self._start(entry)
+
+    def unwant(self, digest: str) -> None:
+        """Drop one hold. Nothing happens without one: it may have gone with a failed load or `drop_holds`."""
+        entry = self._entries.get(digest)
+        if entry is not None and entry.holds > 0:
+            entry.holds -= 1
+            self._count_held(entry)
+            self._settle(entry)
+
+    def drop_holds(self, keep: str | None = None) -> None:
+        """Drop all holds but those on the adapter `keep`; those who wait take new ones with `want`."""
+        for entry in list(self._held.values()):
+            if entry.ref.digest != keep:
+                entry.holds = 0
+                self._count_held(entry)
+                self._settle(entry)
+
+    def expect(self, digests: Sequence[str]) -> None:
+        """Say which of the wanted adapters are needed first: they are loaded and get pages in this order.
+
+        Others come after them, as does what is wanted later, until the next call. Costs next to nothing while no
+        adapter is on its way.
+
+        Args:
+            digests: Adapters of waiting requests, of the one that is served first at the beginning; may repeat.
+        """
+        coming = [entry for stage in _COMING for entry in self._by_stage[stage].values()]
+        for entry in coming:
+            entry.turn = LAST_TURN
+        num_left = len(coming)
+        for turn, digest in enumerate(digests):
+            if not num_left:
+                break
+            expected = self._entries.get(digest)
+            if expected is not None and expected.stage is not Stage.DEVICE and expected.turn == LAST_TURN:
+                expected.turn = turn
+                num_left -= 1
+        for entry in coming:
+            if entry.job is not None:
+                entry.job.turn = entry.turn
+
+    def acquire(self, digest: str) -> SlotLease | None:
+        """Take a running reference, or None while the adapter is not on the device."""
+        entry = self._entries.get(digest)
+        if entry is None or entry.stage is not Stage.DEVICE:
+            return None
+        entry.running += 1
+        self._count_held(entry)
+        self._evictor.withdraw(entry)
+        return self._slots.lease(entry.slot)
+
+    def release(self, digest: str, last_step: int = 0) -> None:
+        """Give a running reference back, after the cached blocks that were held beside it.
+
+        Args:
+            digest: The adapter.
+            last_step: The last step that may have read its pages; 0 when there was none, which is no use of it.
+
+        Raises:
+            EngineError: There is none.
+        """
+        entry = self._entries.get(digest)
+        if entry is None or entry.running == 0:
+            raise EngineError(f"adapter {digest} was released more often than acquired")
+        entry.running -= 1
+        self._count_held(entry)
+        if last_step:
+            entry.last_step = max(entry.last_step, last_step)
+            entry.known.num_runs += 1
+            # Its arrival was counted for the first that runs with it, but this is when it was used last.
+            self._evictor.used(entry, weight=0.0 if entry.is_counted else 1.0)
+            entry.is_counted = False
+        self._settle(entry)
+
+    def check_slot(self, slot: int, generation: int, digest: str) -> None:
+        """Verify that a slot still is what a lease says.
+
+        Raises:
+            StaleSlotError: The slot was reused or freed, or never held that adapter.
+        """
+        self._slots.check_lease(SlotLease(slot, generation, digest))
+
+    def pin(self, ref: AdapterRef, pinned: bool) -> None:
+        """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
+        if pinned:
+            self._pins.add(ref, is_here=ref.digest in self._entries)
+        else:
+            self._unpin(ref.digest)
+        self._apply_pins()
+
+    def forget(self, digest: str) -> None:
+        """Let go of a deleted adapter: at once where nobody uses it, otherwise when the last request is done."""
+        self._unpin(digest)
+        self._apply_pins()
+        self._known.forget(digest)
+        self._images.drop(digest)
+        entry = self._entries.get(digest)
+        if entry is not None:
+            entry.is_forgotten = True
+            self._settle(entry)
+
+    def tick(self, step: int) -> list[LoadFailure]:
+        """Take in what other threads did, and give pages to adapters that wait for them.
+
+        Args:
+            step: The last completed step.
+
+        Returns:
+            Adapters that could not be loaded, with their holds gone; a later `want` tries again.
+        """
+        self._pool.complete(step)
+        self._slots.complete(self._pool.completed_step)
+        self._copied_pages = 0
+        for job in [*self._copy_queue.take_done(), *self._load_queue.take_done()]:
+            self._take_in(job)
+        for digest in self._images.take_gone():
+            self._rescore(digest)
+        for entry in self._in_turn(Stage.PLACING):
+            if entry.holds:
+                self._place(entry)
+        self._start_queued()
+        self._bring_pinned()
+        failures, self._failures = self._failures, []
+        for failure in failures:  # of a copy since the last tick: the adapter may have been wanted again meanwhile
+            wanted_again = self._entries.get(failure.digest)
+            if wanted_again is not None:
+                wanted_again.holds = 0
+                self._count_held(wanted_again)
+                self._settle(wanted_again)
+        return failures
+
+    def residents(self) -> list[ResidentAdapter]:
+        """Adapters in memory or on their way there, those of the device first."""
+        return residents(self._entries, self._images, self._known, self._pins, self._prefixes)
+
+    def check(self, num_swap_pages: int = 0) -> None:
+        """Verify that pages, slots and host pages are those of the adapters.
+
+        Args:
+            num_swap_pages: Host pages that hold the KV cache of preempted requests.
+
+        Raises:
+            PageAccountingError: Pages or slots were lost or doubled.
+        """
+        check_entries(self._entries, self._pool, self._slots, self._evictor, self._prefixes)
+        check_sums(self._entries, self._by_stage, self._held, self._held_pages, self._pins.missing())
+        self._images.check(num_swap_pages)
+
+    def close(self) -> None:
+        """Drop work that waits, and return when what runs is done."""
+        self._load_queue.close()
+        self._copy_queue.close()
+
+    def _enter(self, ref: AdapterRef, *, comes_for_pin: bool = False) -> Entry:
+        entry = Entry(
+            ref=ref,
+            known=self._known[ref.digest],
+            wanted_s=self._clock(),
+            worth_of=self._worth,
+            evict_entry=self._remove,
+            comes_for_pin=comes_for_pin,
+        )
+        self._entries[ref.digest] = self._by_stage[entry.stage][ref.digest] = entry
+        self._pins.entered(ref.digest)
+        return entry
+
+    def _advance(self, entry: Entry, stage: Stage) -> None:
+        del self._by_stage[entry.stage][entry.ref.digest]
+        entry.stage = stage
+        self._by_stage[stage][entry.ref.digest] = entry
+
+    def _in_turn(self, stage: Stage) -> list[Entry]:
+        """Entries of one stage, those that are needed first at the beginning."""
+        return sorted(self._by_stage[stage].values(), key=lambda entry: entry.turn)
+
+    def _count_held(self, entry: Entry) -> None:
+        """Keep the sums over what has holds, after a change of the entry's holds, requests or pages."""
+        num_pages = entry.num_pages if entry.holds and not entry.running else 0
+        self._held_pages += num_pages - entry.held_pages
+        entry.held_pages = num_pages
+        if entry.holds:
+            self._held[entry.ref.digest] = entry
+        else:
+            self._held.pop(entry.ref.digest, None)
+
+    def _origin(self, digest: str) -> Literal["stored", "host"]:
+        return "host" if digest in self._images else "stored"
+
+    def _num_under_way(self) -> Counter[str]:
+        """Adapters that are loaded or wait for pages, by where they come from."""
+        under_way = [*self._by_stage[Stage.LOADING].values(), *self._by_stage[Stage.PLACING].values()]
+        return Counter(entry.origin for entry in under_way)
+
+    def _start_queued(self) -> None:
+        queued = self._in_turn(Stage.QUEUED)
+        num_under_way = self._num_under_way() if queued else Counter()
+        for entry in queued:
+            origin = self._origin(entry.ref.digest)
+            if num_under_way[origin] < MAX_UNDER_WAY:
+                num_under_way[origin] += 1
+                self._start(entry)
+
+    def _start(self, entry: Entry) -> None:
+        ref = entry.ref
+        entry.image = self._images.hold(ref.digest)
+        if entry.image is not None:
+            entry.origin = "host"
+            self._advance(entry, Stage.PLACING)
+            entry.known.num_pages = len(entry.image.pages)
+            self._place(entry)
+            return
+        entry.origin = "stored"
+        self._advance(entry, Stage.LOADING)
+        entry.known.num_runs = 0
+        entry.job = LoadJob(ref.digest, lambda: self._loader.load(ref), turn=entry.turn)
+        self._load_queue.submit(entry.job)
+
+    def _bring_pinned(self) -> None:
+        """Bring one pinned adapter at a time, as long as nothing that is wanted lacks room or a loader."""
+        placing = list(self._by_stage[Stage.PLACING].values())
+        missing = self._pins.missing()
+        if not placing and not missing:
+            return
+        has_room = not any(entry.holds for entry in (*placing, *self._by_stage[Stage.QUEUED].values()))
+        for entry in [entry for entry in placing if not entry.holds]:
+            if has_room and self._has_room_for_pin(entry.known.num_pages or 0):
+                self._place(entry)
+            if entry.stage is Stage.PLACING:
+                self._remove(entry)  # its image is in the slab, if that has room; later it is tried again
+        coming = [entry for stage in _COMING for entry in self._by_stage[stage].values()]
+        if has_room and not any(entry.comes_for_pin for entry in coming):
+            ref = next((ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)), None)
+            if ref is not None:
+                self._start(self._enter(ref, comes_for_pin=True))
+
+    def _take_in(self, job: LoadJob) -> None:
+        entry = self._entries[job.digest]
+        entry.job = None
+        if job.image is None:
+            self._fail(entry, job.error)
+            return
+        if entry.stage is Stage.LOADING:
+            self._images.add(job.image, keep=not entry.is_forgotten)
+            entry.image = job.image
+            self._advance(entry, Stage.PLACING)
+            entry.known.num_pages = len(job.image.pages)
+        else:
+            self._arrive(entry, job.image)
+        self._settle(entry)
+
+    def _fail(self, entry: Entry, error: WeftError | None) -> None:
+        self._loads[f"{entry.origin}>device:failed"] += 1
+        self._pins.note_load(entry.ref.digest, succeeded=False)
+        was_wanted = entry.holds > 0
+        entry.holds = 0
+        self._count_held(entry)
+        self._remove(entry)
+        if not was_wanted:
+            logger.warning("adapter %s could not be loaded: %s", entry.ref.digest, error)
+        elif error is not None:
+            self._failures.append(LoadFailure(entry.ref.digest, error))
+
+    def _place(self, entry: Entry) -> None:
+        """Start the copy to the device if there is room for all of it."""
+        image = entry.image
+        if image is None or (entry.holds and not self._may_hold(len(image.pages))):
+            return
+        if not self._make_room(len(image.pages)):
+            return
+        slot = self._slots.take(entry.ref.digest)
+        pages = self._pool.allocate(len(image.pages), "adapter", slot) if slot is not None else None
+        if pages is None or slot is None:
+            raise PageAccountingError("room that was made for an adapter is not there")
+        entry.pages, entry.slot = pages, slot
+        self._advance(entry, Stage.COPYING)
+        self._count_held(entry)
+        if self._copied_pages + len(pages) <= self._copier.pages_at_once:
+            self._copied_pages += len(pages)
+            self._copy_now(entry, image)
+            return
+        fence = self._copier.fence()
+
+        def copy() -> HostImage:
+            self._copier.copy(image.pages, pages, fence)
+            return image
+
+        entry.job = LoadJob(entry.ref.digest, copy, turn=entry.turn)
+        self._copy_queue.submit(entry.job)
+
+    def _copy_now(self, entry: Entry, image: HostImage) -> None:
+        def copy() -> HostImage:
+            self._copier.copy_now(image.pages, entry.pages)
+            return image
+
+        job = LoadJob(entry.ref.digest, copy)
+        self._copy_queue.run_now(job)
+        self._take_in(job)
+
+    def _arrive(self, entry: Entry, image: HostImage) -> None:
+        self._tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
+        self._advance(entry, Stage.DEVICE)
+        entry.image = None
+        self._images.release(image)
+        self._evictor.used(entry)
+        entry.is_counted = True
+        self._loads[f"{entry.origin}>device:ok"] += 1
+        seconds = self._clock() - entry.wanted_s
+        self.load_seconds += seconds
+        entry.known.loads.note(seconds)
+        self._load_times.setdefault(f"{entry.origin}>device", LoadTimes(NUM_LOADS)).note(seconds)
+        if entry.ref.digest in self._pins:
+            self._pins.note_load(entry.ref.digest, succeeded=True)
+            self._apply_pins()
+
+    def _may_hold(self, num_pages: int) -> bool:
+        """Whether an adapter of so many pages may join those that only wait for their requests."""
+        return self._held_pages == 0 or self._held_pages + num_pages <= self._pool.capacity // HOLD_SHARE
+
+    def _has_room_for_pin(self, num_pages: int) -> bool:
+        """Whether an adapter of so many pages would be kept by its pin, and nothing in use is in its way."""
+        return (
+            self._pins.has_share(num_pages)
+            and self._evictor.num_available - num_pages >= self.reserve_pages
+            and (self._slots.num_free > 0 or self._slot_victim() is not None)
+        )
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Have pages and a slot free for one adapter; nothing is evicted where that would not do."""
+        if self._evictor.num_available - num_pages < self.reserve_pages:
+            return False
+        self._slots.complete(self._pool.completed_step)
+        if self._slots.num_free:
+            return self._evictor.make_room(num_pages)
+        victim = self._slot_victim()
+        return victim is not None and self._evictor.make_room(num_pages, victim)
+
+    def _slot_victim(self) -> Evictable | None:
+        """The adapter that goes first where only a slot is lacking."""
+        return self._evictor.first(self._by_stage[Stage.DEVICE].values())
+
+    def _worth(self, entry: Entry) -> tuple[float, int]:
+        """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
+        page_s = self._costs.copy_s if entry.ref.digest in self._images else self._costs.copy_s + self._costs.load_s
+        group_s, group_pages = (
+            (0.0, 0) if self._prefixes is None else self._prefixes.group_reload_cost(entry.ref.digest)
+        )
+        return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
+
+    def _rescore(self, digest: str) -> None:
+        """Offer an adapter anew, if it is offered, because what it takes to have it again has changed."""
+        entry = self._entries.get(digest)
+        if entry is not None and entry in self._evictor:
+            self._evictor.offer(entry)
+
+    def _apply_pins(self) -> None:
+        for entry in self._pins.apply(self._entries):
+            self._settle(entry)
+
+    def _unpin(self, digest: str) -> None:
+        self._pins.discard(digest)
+        entry = self._entries.get(digest)
+        if entry is not None:
+            entry.is_kept = entry.evict_last = entry.comes_for_pin = False
+            self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """Let go of what an adapter has and nobody needs any more."""
+        if entry.holds or entry.running:
+            return
+        if entry.stage is Stage.DEVICE:
+            if entry.is_forgotten:
+                self._evictor.take(entry)
+            elif entry.is_kept:
+                self._evictor.withdraw(entry)
+            else:
+                self._evictor.offer(entry)
+        elif entry.comes_for_pin:
+            return
+        elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
+            entry.stage is Stage.LOADING and entry.job is not None and self._load_queue.cancel(entry.job)
+        ):
+            self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        """Forget an entry, with its pages, slot and image given back, and the KV that was cached with it."""
+        if self._prefixes is not None and entry.stage is Stage.DEVICE:
+            self._prefixes.evict_group(entry.ref.digest)
+        del self._entries[entry.ref.digest]
+        del self._by_stage[entry.stage][entry.ref.digest]
+        self._pins.left(entry.ref.digest)
+        if entry.image is not None:
+            self._images.release(entry.image)
+        if entry.slot >= 0:
+            self._pool.free(entry.pages, entry.last_step)
+            self._slots.complete(self._pool.completed_step)
+            self._slots.give_back(entry.slot, entry.last_step)

@@ -1,0 +1,1 @@
+"""Carrying out a step plan on the device, and what that costs."""

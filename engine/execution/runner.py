@@ -1,0 +1,190 @@
+"""Carries out a step plan: build the batch, move pages, run the decoder, sample. Asks neither scheduler nor pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from weft.adapters.lora.step import LoraBatcher, LoraStep
+from weft.engine.execution.batch import Batch, build_batch
+from weft.engine.execution.sampler import Sampler
+from weft.engine.model.decoder import Decoder, KvViews
+from weft.engine.request import TokenLogprobs
+from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from weft.errors import EngineError, PageAccountingError
+from weft.memory.arena import Arena
+from weft.memory.host_slab import HostSlab
+
+CheckSlot = Callable[[int, int, str], None]
+"""(slot, generation, digest): raises StaleSlotError unless the adapter slot still is what the plan says."""
+LOGPROB_ROWS = 64
+"""Prompt rows whose logits are held at once."""
+
+
+class ModelRunner:
+    """The one place where a step touches the device.
+
+    Args:
+        decoder: The base model.
+        arena: Its pages.
+        slab: Host pages, for KV that is swapped out.
+        lora: The adapters.
+        check_slot: Called for every adapter of a step before it runs.
+        sampler: Chooses tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder,
+        arena: Arena,
+        slab: HostSlab,
+        lora: LoraBatcher,
+        check_slot: CheckSlot,
+        sampler: Sampler,
+    ) -> None:
+        self._decoder = decoder
+        self._arena = arena
+        self._mover = PageMover(arena, slab)
+        self._kv = KvViews.of(arena)
+        self._lora = lora
+        self._check_slot = check_slot
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> list[ChunkResult]:
+        """Run one step.
+
+        Returns:
+            One result per chunk, in the order of the plan.
+
+        Raises:
+            StaleSlotError: An adapter slot has been reused since the plan was made.
+            EngineError: The plan contradicts itself; nothing was moved or computed.
+        """
+        if not (plan.chunks or plan.swap_out or plan.zero_pages or plan.swap_in or plan.copies):
+            raise EngineError(f"step {plan.step} has nothing to do")
+        self._mover.check(plan)
+        batch = (
+            build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
+            if plan.chunks
+            else None
+        )
+        for adapter in batch.adapters.values() if batch is not None else ():
+            self._check_slot(*adapter)
+        moved = self._mover.carry_out(plan)
+        try:
+            return self._compute(plan, batch) if batch is not None else []
+        finally:
+            # Also where the step fails: its host pages then go to others, who do not know of these copies.
+            if moved is not None:
+                moved.synchronize()
+
+    def close(self) -> None:
+        """Let go of what the runner holds of the device; it must not be used afterwards."""
+        self._kv = KvViews((), ())
+
+    def _compute(self, plan: StepPlan, batch: Batch) -> list[ChunkResult]:
+        hidden = self._decoder.forward(batch.rows, self._kv, self._prepare_lora(batch))
+        sampled = self._sample(plan.chunks, batch, hidden)
+        results = []
+        for index, chunk in enumerate(plan.chunks):
+            token_id, logprobs = sampled.get(index, (None, None))
+            prompt_logprobs = self._prompt_logprobs(chunk, batch.first_rows[index], hidden)
+            is_unsound = token_id is None and chunk.sample is not None
+            results.append(
+                ChunkResult(
+                    request_id=chunk.request_id,
+                    token_id=token_id,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    is_unsound=is_unsound or not all(math.isfinite(entry.logprob) for entry in prompt_logprobs),
+                )
+            )
+        return results
+
+    def _prepare_lora(self, batch: Batch) -> LoraStep | None:
+        if not batch.adapters:
+            return None
+        return self._lora.prepare(batch.row_slots)
+
+    def _sample(
+        self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor
+    ) -> dict[int, tuple[int | None, TokenLogprobs | None]]:
+        """The sampled token of each chunk that wants one, by its place in the plan."""
+        wanted = [(index, chunk.sample) for index, chunk in enumerate(chunks) if chunk.sample is not None]
+        if not wanted:
+            return {}
+        rows = [batch.last_row(index, chunks[index]) for index, _ in wanted]
+        tokens = self._sampler.sample(self._logits(hidden, rows), [spec for _, spec in wanted])
+        return {index: token for (index, _), token in zip(wanted, tokens, strict=True)}
+
+    def _prompt_logprobs(self, chunk: Chunk, first_row: int, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        targets = chunk.prompt_targets or []
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(targets), LOGPROB_ROWS):
+            part = targets[start : start + LOGPROB_ROWS]
+            rows = list(range(first_row + start, first_row + start + len(part)))
+            found += self._sampler.logprobs(self._logits(hidden, rows), part, chunk.num_prompt_logprobs)
+        return found
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        # As everywhere on the CPU, a lone row is computed as two, so that it rounds as it does in a larger batch.
+        padded = rows * 2 if len(rows) == 1 else rows
+        if padded != list(range(len(hidden))):
+            hidden = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
+        return self._decoder.logits(hidden)[: len(rows)]
+
+
+class PageMover:
+    """Carries out what a plan says about pages, in the order of the steps' own work.
+
+    Args:
+        arena: The device pages.
+        slab: The host pages; pinned where the device is a GPU.
+    """
+
+    def __init__(self, arena: Arena, slab: HostSlab) -> None:
+        self._arena = arena
+        self._slab = slab
+        self._is_gpu = arena.device.type == "cuda"
+
+    def check(self, plan: StepPlan) -> None:
+        """Verify that the plan's pages exist.
+
+        Raises:
+            PageAccountingError: One does not, or the zero page would be written.
+        """
+        moves = plan.swap_out + plan.swap_in
+        device_pages = [move.device_page for move in moves]
+        device_pages += [page for copy in plan.copies for page in (copy.source, copy.target)]
+        _check(plan.zero_pages + device_pages, 1, self._arena.num_pages, "page")
+        _check((move.host_page for move in moves), 0, self._slab.num_pages, "host page")
+
+    def carry_out(self, plan: StepPlan) -> torch.cuda.Event | None:
+        """Move the pages.
+
+        Returns:
+            What to wait for before host pages are used by anybody else; None when they can be at once.
+        """
+        device, host = self._arena.bytes, self._slab.pages
+        for move in plan.swap_out:
+            host[move.host_page].copy_(device[move.device_page], non_blocking=self._is_gpu)
+        self._arena.zero(plan.zero_pages)
+        for move in plan.swap_in:
+            device[move.device_page].copy_(host[move.host_page], non_blocking=self._is_gpu)
+        for copy in plan.copies:
+            device[copy.target].copy_(device[copy.source])
+        if not self._is_gpu or not (plan.swap_out or plan.swap_in):
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._arena.device))
+        return event
+
+
+def _check(pages: Iterable[int], first: int, end: int, name: str) -> None:
+    wrong = [page for page in pages if not first <= page < end]
+    if wrong:
+        raise PageAccountingError(f"a plan names {name} {wrong[0]}, which is not one of {first} to {end - 1}")

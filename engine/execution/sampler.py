@@ -1,0 +1,158 @@
+"""Chooses tokens from logits, with draws that depend on the request alone.
+
+One uniform per token comes from Philox, keyed by the request's seed and choice index and counted by its output index:
+neither the batch, nor its order, nor a preemption changes a draw. Knows nothing of chunks and adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weft.engine.request import TokenLogprobs
+from weft.engine.scheduling.plan import SampleSpec
+from weft.kernels.dispatch import Kernels
+from weft.kernels.sampling import PenaltyTensors, RowPenalties, SamplingTensors
+
+DRAW_BITS = 24
+"""Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
+MAX_LOGIT = 1e30
+"""A row whose largest logit is beyond this, either way, is no distribution: over a temperature it may overflow."""
+_SEED_MASK = (1 << 64) - 1
+
+
+class PhiloxDraws:
+    """Uniform numbers by (seed, choice index, output index); the same in every process."""
+
+    def __init__(self) -> None:
+        self._generator = np.random.Philox(0)
+        self._state = self._generator.state
+
+    def uniform(self, seed: int, choice_index: int, output_index: int) -> float:
+        """A draw from 0 up to but not including 1."""
+        # Setting the state of one generator is ten times faster than making one per draw.
+        self._state["state"]["key"][:] = (seed & _SEED_MASK, choice_index)
+        self._state["state"]["counter"][:] = (output_index, 0, 0, 0)
+        self._state["buffer_pos"] = len(self._state["buffer"])
+        self._generator.state = self._state
+        return float(int(self._generator.random_raw()) >> (64 - DRAW_BITS)) / (1 << DRAW_BITS)
+
+
+class Sampler:
+    """From logits to tokens.
+
+    Args:
+        kernels: The operations for the device of the logits.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._draws = PhiloxDraws()
+
+    def sample(
+        self, logits: torch.Tensor, specs: Sequence[SampleSpec]
+    ) -> list[tuple[int | None, TokenLogprobs | None]]:
+        """Choose one token per row.
+
+        A row with NaN or an overflow, in the logits or after penalties, yields no token; the others are not touched.
+
+        Args:
+            logits: [n, vocab_size], float32, contiguous. Mutated by penalties.
+            specs: How, per row.
+
+        Returns:
+            Per row the token, None where the row is no distribution, and its log-probabilities under the unchanged
+            logits where they are asked for.
+        """
+        reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+        original = logits[reported] if reported else logits
+        penalties = [
+            _penalties(row, spec)
+            for row, spec in enumerate(specs)
+            if spec.params.needs_history or spec.params.logit_bias
+        ]
+        if penalties:
+            tensors = PenaltyTensors.build(penalties, logits.shape[1], logits.device)
+            self._kernels.apply_penalties(logits, tensors)
+        non_finite = _clear_non_finite_rows(logits)
+        tokens: list[int] = self._kernels.sample(logits, self._sampling_tensors(specs, logits.device)).tolist()
+
+        found: dict[int, TokenLogprobs] = {}
+        if reported:
+            num_top = [specs[row].params.logprobs or 0 for row in reported]
+            logprobs = self.logprobs(original, [tokens[row] for row in reported], max(num_top))
+            found = {row: _cut(entry, count) for row, entry, count in zip(reported, logprobs, num_top, strict=True)}
+        return [(None, None) if row in non_finite else (token, found.get(row)) for row, token in enumerate(tokens)]
+
+    def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+        """Log-probabilities of given tokens; NaN where a row is no distribution.
+
+        Args:
+            logits: [n, vocab_size], float32. Mutated where a row is no distribution.
+            token_ids: One per row.
+            num_top: Alternatives per row.
+        """
+        non_finite = _clear_non_finite_rows(logits)
+        tokens = torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
+        columns = self._kernels.logprobs(logits, tokens, min(num_top, logits.shape[1]))
+        chosen, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
+        return [
+            TokenLogprobs(
+                token_id=token,
+                logprob=math.nan if row in non_finite else chosen[row],
+                rank=ranks[row],
+                top_ids=top_ids[row],
+                top_logprobs=top_logprobs[row],
+            )
+            for row, token in enumerate(token_ids)
+        ]
+
+    def _sampling_tensors(self, specs: Sequence[SampleSpec], device: torch.device) -> SamplingTensors:
+        params = [spec.params for spec in specs]
+        return SamplingTensors.build(
+            [0.0 if each.is_greedy else each.temperature for each in params],
+            [each.top_k for each in params],
+            [each.top_p for each in params],
+            [each.min_p for each in params],
+            [self._draw(spec) for spec in specs],
+            device,
+        )
+
+    def _draw(self, spec: SampleSpec) -> float:
+        if spec.params.is_greedy:
+            return 0.0
+        return self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
+
+
+def _clear_non_finite_rows(logits: torch.Tensor) -> set[int]:
+    """Zero the rows that no kernel can draw from, and say which they are. *Mutates* the logits."""
+    is_sound = (logits.amax(-1).abs() < MAX_LOGIT).tolist() if len(logits) else []
+    non_finite = [row for row, sound in enumerate(is_sound) if not sound]
+    for row in non_finite:
+        logits[row] = 0.0
+    return set(non_finite)
+
+
+def _penalties(row: int, spec: SampleSpec) -> RowPenalties:
+    return RowPenalties(
+        row=row,
+        prompt_token_ids=spec.prompt_token_ids,
+        output_token_ids=spec.output_token_ids,
+        repetition=spec.params.repetition_penalty,
+        frequency=spec.params.frequency_penalty,
+        presence=spec.params.presence_penalty,
+        bias=spec.params.logit_bias,
+    )
+
+
+def _cut(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top_ids=entry.top_ids[:num_top],
+        top_logprobs=entry.top_logprobs[:num_top],
+    )

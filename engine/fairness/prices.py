@@ -1,0 +1,27 @@
+"""What the work of a step costs, in units: one unit is the time of one prompt token in a full chunk.
+
+Fair shares are counted in these units, never bills. The figures are measured at start (`weft.engine.execution.costs`).
+The idea of a cost per kind of work: Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Units per piece of work. Prompt tokens found in the prefix cache cost nothing."""
+
+    prompt: float = 1.0
+    """One computed prompt token."""
+    output: float = 2.0
+    """One generated token, besides the context that it reads."""
+    context: float = 1 / 600
+    """One token of context that an output token attends to: it is read from memory for this row alone."""
+    prompt_context: float = 1 / 30_000
+    """One token of context that a prompt token attends to: the tokens of a chunk share the read, and each computes."""
+    rank: float = 1 / 16
+    """One rank of a distinct adapter in a step; its requests in the step share this."""
+    page_load: float = 2.0
+    """One page of an adapter that is brought to the device, paid by the tenant that asked for it."""

@@ -1,0 +1,231 @@
+"""The tree of shares that the fair order keeps: lanes, tenants in them, their adapters, and the requests of these.
+
+A share knows how much service it was given, how many rows it has in the step, and which of its children is next.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+
+from weft.engine.fairness.inner_order import SortKey
+from weft.engine.scheduling.request_state import RequestState
+
+MAX_IDLE_SHARES = 4096
+"""More idle shares than this are remembered only while their counters are ahead of everybody who is active."""
+
+
+class Share:
+    """A lane, a tenant in it, or an adapter of that tenant: what it was given, and what it has in the step.
+
+    Args:
+        parent: What it is a part of; None for the root.
+        key: Its name in the parent.
+        weight: Its part of the parent's service, in proportion to its siblings' weights.
+        quantum: Units of service; see the module.
+        ticket: Counts up; breaks ties.
+    """
+
+    __slots__ = (
+        "_ceiling",
+        "_entry",
+        "_idle",
+        "_is_touched",
+        "_ready",
+        "_touched",
+        "children",
+        "counter",
+        "has_grown",
+        "is_closed",
+        "key",
+        "num_alive",
+        "num_queued",
+        "parent",
+        "promised",
+        "quantum",
+        "rows",
+        "stepping",
+        "ticket",
+        "weight",
+    )
+
+    def __init__(self, parent: Share | None, key: object, weight: float, quantum: float, ticket: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.weight = weight
+        self.quantum = quantum
+        self.ticket = ticket
+        self.counter = 0.0
+        """Units of service over weight."""
+        self.rows = 0
+        """Requests of it in the step."""
+        self.promised = 0
+        """Requests of it that were looked at in this plan and have no row."""
+        self.num_alive = 0
+        """Requests of it, waiting or running."""
+        self.num_queued = 0
+        """Requests of it without a row."""
+        self.is_closed = False
+        """Whether this plan looks at no more requests of it."""
+        self.has_grown = False
+        """Whether its place became larger since the parent last had it in order."""
+        self.children: dict[object, Share] = {}
+        self.stepping: dict[object, Share] = {}
+        """Children with rows."""
+        self._idle: dict[object, Share] = {}
+        self._ceiling = 0.0
+        """The largest counter that a child ever had."""
+        self._ready: list[Entry] = []
+        """A heap of the children that have queued requests: priority, place, ticket. Only a child's last entry counts,
+        and its place has become larger since if it `has_grown`."""
+        self._touched: list[Share] = []
+        """Children whose last entry may be too large, or missing."""
+        self._is_touched = False
+        self._entry: Entry | None = None
+        """The last one in the parent's heap."""
+
+    @property
+    def now(self) -> float:
+        """Its place with the rows that it has: the largest makes way first."""
+        return self.counter + self.quantum * self.rows / self.weight
+
+    @property
+    def after(self) -> float:
+        """Its place with one more row: the smallest gets the next one."""
+        return self.counter + self.quantum * (self.rows + 1) / self.weight
+
+    def child(self, key: object, weight: float, credit: float, make: Callable[[], Share]) -> Share:
+        """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
+
+        One that had all it wanted so far keeps at most `credit` units of what it left to others.
+        """
+        child = self.children.get(key)
+        if child is None:
+            child = self._idle.pop(key, None) or make()
+            child.counter = max(child.counter, self.now_served())
+            self.children[key] = child
+        elif not child.num_queued:
+            child.counter = max(child.counter, self.now_served() - credit / weight)
+        child.weight = weight
+        return child
+
+    def retire(self, child: Share) -> None:
+        """A child has no requests any more. Its counter is remembered as long as it could matter."""
+        del self.children[child.key]
+        self._idle[child.key] = child
+        if not self.children and self.parent is not None:
+            # The next child is lifted to the largest counter, which is at least that of each of these.
+            self._idle.clear()
+            self._ready.clear()
+            self._touched.clear()
+        elif len(self._idle) > MAX_IDLE_SHARES:
+            least = self.now_served()
+            self._idle = {key: idle for key, idle in self._idle.items() if idle.counter > least}
+            for key in list(self._idle)[: len(self._idle) - MAX_IDLE_SHARES // 2]:
+                del self._idle[key]
+
+    def now_served(self) -> float:
+        """The least counter of all children that have rows and want more, or the largest of all where none does."""
+        counters = (child.counter for child in self.stepping.values() if child.num_queued)
+        return min(counters, default=self._ceiling)
+
+    def touch(self) -> None:
+        """Its place may be smaller now, or it has queued requests again."""
+        if not self._is_touched and self.parent is not None:
+            self._is_touched = True
+            self.parent._touched.append(self)
+
+    def first(self) -> Share | None:
+        """The child whose request is next."""
+        if len(self.children) == 1:
+            (only,) = self.children.values()
+            return only if only.num_queued and not only.is_closed else None
+        ready = self._ready
+        for child in self._touched:
+            child._is_touched = False
+            if child.num_queued and not child.is_closed:
+                heapq.heappush(ready, child._make_entry())
+        self._touched.clear()
+        if len(ready) > 4 * len(self.children) + 64:
+            ready[:] = [entry for entry in ready if entry[3]._entry is entry]
+            heapq.heapify(ready)
+        while ready:
+            entry = ready[0]
+            child = entry[3]
+            if child._entry is not entry or not child.num_queued or child.is_closed:
+                heapq.heappop(ready)
+                continue
+            if not child.has_grown:
+                return child
+            heapq.heapreplace(ready, child._make_entry())
+        return None
+
+    def _make_entry(self, priority: int = 0) -> Entry:
+        place = self.counter + self.quantum * (self.rows + self.promised + 1) / self.weight
+        self._entry, self.has_grown = (priority, place, self.ticket, self), False
+        return self._entry
+
+
+class Flow(Share):
+    """The requests of one adapter, or of the base, of one tenant in one lane."""
+
+    __slots__ = ("_queue", "cursor", "in_step", "lane", "path", "tenant")
+
+    def __init__(self, lane: Share, tenant: Share, key: object, quantum: float, ticket: int) -> None:
+        super().__init__(tenant, key, 1.0, quantum, ticket)
+        self.lane = lane
+        self.tenant = tenant
+        self.path: tuple[Share, Share, Share] = (self, tenant, lane)
+        self._queue: list[tuple[SortKey, RequestState]] = []
+        self.in_step: dict[str, RequestState] = {}
+        self.cursor = 0
+        """How many of the queue this plan has looked at."""
+
+    def queued(self) -> list[RequestState]:
+        """Requests without a row, first to be served first."""
+        return [state for _, state in self._queue]
+
+    def push(self, key: SortKey, state: RequestState) -> None:
+        """Queue a request."""
+        index = bisect_left(self._queue, key, key=_sort_key)
+        self._queue.insert(index, (key, state))
+        if index < self.cursor:
+            self.cursor += 1  # it lost its row in this plan, and waits for the next
+
+    def pop(self, state: RequestState) -> None:
+        """Take a request out of the queue."""
+        index = bisect_left(self._queue, state.queue_key, key=_sort_key)
+        del self._queue[index]
+        if index < self.cursor:
+            self.cursor -= 1
+
+    def look(self) -> RequestState | None:
+        """The next request that this plan has not looked at."""
+        if self.cursor >= len(self._queue):
+            return None
+        self.cursor += 1
+        return self._queue[self.cursor - 1][1]
+
+    def _make_entry(self, priority: int = 0) -> Entry:
+        """With the priority of the next request: a tenant's own priorities go before the shares of its adapters."""
+        if self.cursor < len(self._queue):
+            priority = self._queue[self.cursor][1].priority
+        return Share._make_entry(self, priority)
+
+
+Entry = tuple[int, float, int, Share]
+"""Of the heap of a share's children: priority, place, ticket, child. No two have the same ticket."""
+
+
+def charge_shares(units: Mapping[Share, float]) -> None:
+    """Count service of shares that have a parent."""
+    for share, amount in units.items():
+        share.has_grown = True
+        counter = share.counter = share.counter + amount / share.weight
+        if share.parent is not None and counter > share.parent._ceiling:
+            share.parent._ceiling = counter
+
+
+def _sort_key(entry: tuple[SortKey, RequestState]) -> SortKey:
+    return entry[0]

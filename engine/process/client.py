@@ -1,0 +1,460 @@
+"""The engine as the server sees it: another process that is kept alive, and answers asynchronously.
+
+Knows neither HTTP nor text. All methods belong to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from weft.adapters.ref import AdapterRef
+from weft.config import Config
+from weft.engine.process.inbox import Inbox
+from weft.engine.process.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    AskStatus,
+    Close,
+    DropAdapter,
+    FromEngine,
+    Load,
+    Outputs,
+    PinAdapter,
+    Ready,
+    StartFailed,
+    Status,
+    Submit,
+    Taken,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from weft.engine.process.supervisor import (
+    CRASH_LOOP_DEATHS,
+    CRASH_LOOP_DELAY_S,
+    CRASH_LOOP_WINDOW_S,
+    EngineProcess,
+    RestartPolicy,
+)
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.status import EngineLoad, EngineReady, EngineStatus
+from weft.errors import ConfigError, EngineUnavailableError, WeftError
+
+ASKED_S = 5.0
+"""How long an engine has to end after it was asked to."""
+ENDED_INPUT_S = 7.0
+"""And after its standard input was closed."""
+LAST_WORDS_S = 0.5
+"""How long a message of a process that has ended may still be on its way."""
+
+
+class EngineConnection:
+    """Starts an engine process and speaks with it. Belongs to one event loop.
+
+    Args:
+        config: Settings of the engine.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        """Done with the exit code when the process has ended."""
+        self._process = EngineProcess(config, self._note_exit)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            self._socket.bind(self._process.address)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            self._process.clean_up()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine."""
+        return self._process.pid
+
+    async def start(self) -> Ready:
+        """Start the process and wait until it has loaded the model.
+
+        Raises:
+            ConfigError: A setting is wrong.
+            EngineUnavailableError: It ended without being ready.
+        """
+        self._process.start()
+        receiving = asyncio.ensure_future(self.receive())
+        either: set[asyncio.Future[Any]] = {receiving, self.exited}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
+            if not receiving.done():
+                raise EngineUnavailableError(
+                    f"The engine process ended while starting, with exit code {self.exited.result()}; its log says why."
+                )
+            first = receiving.result()
+        finally:
+            receiving.cancel()
+        if isinstance(first, StartFailed):
+            raise _start_error(first)
+        if not isinstance(first, Ready):
+            raise EngineUnavailableError(f"The engine's first word was {type(first).__name__}, not Ready.")
+        return first
+
+    async def receive(self) -> FromEngine:
+        """The next message."""
+        return decode_from_engine(await self._socket.recv())
+
+    def receive_now(self) -> FromEngine | None:
+        """The next message, if it is there already."""
+        receiving = cast("asyncio.Future[bytes]", self._socket.recv(zmq.NOBLOCK))
+        # Receiving without waiting is over when the call returns.
+        return None if isinstance(receiving.exception(), zmq.Again) else decode_from_engine(receiving.result())
+
+    def send(self, message: ToEngine) -> None:
+        """Send without waiting.
+
+        Raises:
+            EngineUnavailableError: The engine is gone.
+        """
+        sending = cast("asyncio.Future[Any]", self._socket.send(encode(message), zmq.NOBLOCK))
+        # Sending without waiting is over when the call returns.
+        if isinstance(sending.exception(), zmq.ZMQError):
+            raise EngineUnavailableError("The engine is gone; it is being restarted.")
+
+    async def close(self) -> None:
+        """Ask the process to end, then close its input, then kill it; returns when it is gone."""
+        try:
+            if not self.exited.done():
+                try:
+                    self.send(Close())
+                    await self._has_exited(ASKED_S)
+                except EngineUnavailableError:
+                    pass
+                self._process.end_input()
+                await self._has_exited(ENDED_INPUT_S)
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End the process now, if it still lives, and remove its traces."""
+        if self._process.pid is not None and not self.exited.done():
+            self._process.kill()
+            await asyncio.shield(self.exited)
+        self._context.destroy(linger=0)
+        self._process.clean_up()
+
+    def _note_exit(self, code: int) -> None:
+        """Called from a thread of the process's own."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.exited.set_result, code)
+
+    async def _has_exited(self, timeout_s: float) -> None:
+        await asyncio.wait({self.exited}, timeout=timeout_s)
+
+
+def _start_error(failed: StartFailed) -> ConfigError | EngineUnavailableError:
+    if failed.is_setting:
+        return ConfigError(failed.message, code=failed.code, param=failed.param)
+    return EngineUnavailableError(failed.message, code=failed.code, param=failed.param)
+
+
+logger = logging.getLogger(__name__)
+
+REQUESTS_A_ROUND = 8
+"""Requests whose outputs are passed on in one round of the event loop."""
+
+
+def _write_to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+class EngineClient:
+    """Starts the engine process, restarts it when it dies, and carries requests to it and outputs back.
+
+    Args:
+        config: All settings.
+        announce: Takes lines of progress for people.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        announce: Callable[[str], None] = _write_to_stderr,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._announce = announce
+        self._policy = RestartPolicy(clock)
+        self._clock = clock
+        self._connection: EngineConnection | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._streams: dict[str, Inbox[RequestOutput | WeftError]] = {}
+        self._queries: dict[int, asyncio.Future[EngineStatus]] = {}
+        self._query_ids = itertools.count(1)
+        self._pinned: dict[str, AdapterRef] = {}
+        """By digest, in the order of pinning."""
+        self._weights: Counter[str] = Counter()
+        """Requests by the blob of their adapter."""
+        self._start_s = 1.0
+        self._down = EngineUnavailableError("The engine has not been started.")
+        self.ready: EngineReady | None = None
+        """What the engine said when it became ready; None while it is down."""
+        self.load: EngineLoad | None = None
+        """What the engine last said it has to do; None while it is down and until it has worked."""
+        self.restarts = 0
+        """How often the engine became ready again after it died."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; None while it is down."""
+        return self._connection.pid if self._connection else None
+
+    async def start(self) -> EngineReady:
+        """Start the engine and keep it alive from then on; returns when the model is loaded.
+
+        Raises:
+            ConfigError: A setting is wrong, for example the model's path.
+            EngineUnavailableError: The engine ended before it was ready.
+        """
+        connection, ready = await self._launch()
+        self._supervision = asyncio.create_task(self._supervise(connection))
+        return ready
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of a request, the last one with `finish_reason`; closing the iterator aborts the request.
+
+        A refusal is an output with `finish_reason` "error".
+
+        Raises:
+            EngineUnavailableError: The engine is down, or died under the request.
+        """
+        connection = self._connected()
+        outputs: Inbox[RequestOutput | WeftError] = Inbox()
+        self._streams[request.request_id] = outputs
+        is_over = False
+        weights = [request.adapter.weights_sha256] if request.adapter else []
+        self._weights.update(weights)
+        try:
+            connection.send(Submit(request))
+            while True:
+                for output in await outputs.take():
+                    is_over = isinstance(output, WeftError) or output.finish_reason is not None
+                    if isinstance(output, WeftError):
+                        raise output
+                    yield output
+                    if is_over:
+                        return  # whatever is behind it, for example of an engine that died since
+        finally:
+            del self._streams[request.request_id]
+            self._weights.subtract(weights)
+            self._weights += Counter()  # forgets what is at zero
+            if not is_over:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its iterator ends with `finish_reason` "abort". Unknown ids and a dead engine are fine."""
+        self._tell(Abort(request_id))
+
+    def uses(self, weights_sha256: str) -> bool:
+        """Whether a request that has not ended may still have to load these weights."""
+        return self._weights[weights_sha256] > 0
+
+    async def status(self, *, is_detailed: bool = False) -> EngineStatus:
+        """A snapshot, with `page_map` and `batches` if it is to be detailed.
+
+        Raises:
+            EngineUnavailableError: The engine is down, or died over the question.
+        """
+        query_id = next(self._query_ids)
+        answer = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = answer
+        try:
+            self._connected().send(AskStatus(query_id, is_detailed))
+            status: EngineStatus = await answer
+        finally:
+            del self._queries[query_id]
+        return status
+
+    async def drop_adapter(self, digest: str) -> None:
+        """Let go of a deleted adapter; a dead engine has nothing to let go of."""
+        self._pinned.pop(digest, None)
+        self._tell(DropAdapter(digest))
+
+    async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
+        """Set whether an adapter is brought to the device and stays there; a restarted engine is told again."""
+        if is_pinned:
+            self._pinned[ref.digest] = ref
+        else:
+            self._pinned.pop(ref.digest, None)
+        self._tell(PinAdapter(ref, is_pinned))
+
+    async def close(self) -> None:
+        """End the engine; requests that still wait get EngineUnavailableError."""
+        if self._supervision is not None:
+            self._supervision.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervision
+            self._supervision = None
+        connection = self._connection
+        self._go_down(EngineUnavailableError("The engine is shutting down.", code="server.draining"))
+        if connection is not None:
+            await connection.close()
+
+    def _connected(self) -> EngineConnection:
+        if self._connection is None:
+            raise _copy_of(self._down)
+        return self._connection
+
+    def _tell(self, message: Abort | DropAdapter | PinAdapter | Taken) -> None:
+        if self._connection is not None:
+            with suppress(EngineUnavailableError):
+                self._connection.send(message)
+
+    async def _launch(self) -> tuple[EngineConnection, EngineReady]:
+        """Start a process; when it is ready, requests go to it."""
+        self._announce(f"weft: loading model {self._config.model.path} ...")
+        started_s = self._clock()
+        connection = EngineConnection(self._config)
+        try:
+            first = await connection.start()
+        except BaseException:
+            await connection.kill()
+            raise
+        self._start_s = max(self._clock() - started_s, 1.0)
+        self._announce(f"weft: {first.memory_plan}")
+        self._announce(f"weft: engine ready after {self._start_s:.1f} s")
+        self._connection, self.ready = connection, first.ready
+        for ref in self._pinned.values():
+            self._tell(PinAdapter(ref, True))
+        return connection, first.ready
+
+    async def _supervise(self, connection: EngineConnection) -> None:
+        """Read from the engine until it dies, tell everybody who waits, start another; for ever."""
+        while True:
+            await self._read_until_exit(connection)
+            code = connection.exited.result()
+            logger.error("the engine process %s ended with exit code %s", connection.pid, code)
+            delay_s = self._note_death("The engine stopped and is being restarted; send the request again.")
+            await connection.kill()
+            connection = await self._relaunch(delay_s)
+            self.restarts += 1
+
+    async def _relaunch(self, delay_s: float) -> EngineConnection:
+        while True:
+            await asyncio.sleep(delay_s)
+            try:
+                connection, _ = await self._launch()
+            except (WeftError, OSError, zmq.ZMQError, msgspec.DecodeError) as error:
+                # A machine that is out of processes, files or memory for a while must not end the supervision.
+                logger.error("the engine did not start again: %s", error)  # noqa: TRY400 - its message says all
+                delay_s = self._note_death("The engine does not start; its log says why.")
+            else:
+                return connection
+
+    def _note_death(self, message: str) -> float:
+        """Tell everybody who waits; returns the seconds to wait before the next start."""
+        delay_s = self._policy.died()
+        if self._policy.is_crash_loop:
+            message = (
+                f"The engine stopped {CRASH_LOOP_DEATHS} times within {CRASH_LOOP_WINDOW_S:.0f} s; "
+                f"it is started again every {CRASH_LOOP_DELAY_S:.0f} s."
+            )
+        self._announce(f"weft: {message}")
+        self._go_down(EngineUnavailableError(message, retry_after_s=delay_s + self._start_s))
+        return delay_s
+
+    def _go_down(self, error: EngineUnavailableError) -> None:
+        self._connection, self.ready, self.load, self._down = None, None, None, error
+        for outputs in self._streams.values():
+            outputs.put(_copy_of(error))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(_copy_of(error))
+
+    async def _read_until_exit(self, connection: EngineConnection) -> None:
+        reading = asyncio.create_task(self._read(connection))
+        either: set[asyncio.Future[Any]] = {reading, connection.exited}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                logger.error("reading from the engine failed; it is ended", exc_info=reading.exception())
+                await connection.kill()
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])  # it passes on what has come
+
+    async def _read(self, connection: EngineConnection) -> None:
+        """Pass outputs on: first tokens at once, others of a few requests in each round of the event loop.
+
+        Each is a write to a client's socket. A request that arrives meanwhile takes several rounds to get to the
+        engine, and would wait in each for all that was passed on in it. What comes while others are passed on waits for
+        its turn together: a server that is behind writes several tokens of a stream at once.
+        """
+        current: dict[str, list[RequestOutput]] = {}
+        following: dict[str, list[RequestOutput]] = {}
+        num_current = num_following = 0
+        try:
+            while True:
+                message = connection.receive_now() if num_current or num_following else await connection.receive()
+                while message is not None:
+                    if isinstance(message, Outputs):
+                        num_following += 1
+                        for output in message.outputs:
+                            if output.queue_s is not None:
+                                self._pass_on([output])
+                            else:
+                                following.setdefault(output.request_id, []).append(output)
+                    else:
+                        self._take(message)
+                    message = connection.receive_now()
+                if not num_current:
+                    current, following, num_current, num_following = following, {}, num_following, 0
+                for request_id in list(itertools.islice(current, REQUESTS_A_ROUND)):
+                    self._pass_on(current.pop(request_id))
+                await asyncio.sleep(0)
+                if num_current and not current:
+                    self._tell(Taken(num_current))
+                    num_current = 0
+        finally:  # what has come before an engine died is nobody's loss
+            for outputs in (*current.values(), *following.values()):
+                self._pass_on(outputs)
+
+    def _pass_on(self, outputs: Iterable[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Load(load=load):
+                self.load = load
+            case Status(query_id=query_id, status=status):
+                answer = self._queries.get(query_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(status)
+            case _:
+                logger.error("the engine said %s out of turn", type(message).__name__)
+
+
+def _copy_of(error: EngineUnavailableError) -> EngineUnavailableError:
+    """A fresh error for each who gets it: raising one object in several tasks would join their tracebacks."""
+    return EngineUnavailableError(error.message, retry_after_s=error.retry_after_s, code=error.code)

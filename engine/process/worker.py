@@ -1,0 +1,251 @@
+"""The engine process: `python -P -m weft.engine.process.worker`, started by the client, driven over ZeroMQ.
+
+The first line on standard input is the launch; standard input then stays open, and its end is the end of the process,
+so that no engine outlives its parent. SIGINT and SIGTERM are the parent's business: it drains, then closes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from weft.engine.build import build_engine
+from weft.engine.core import EngineCore
+from weft.engine.execution.memory_plan import format_plan
+from weft.engine.failures import request_error
+from weft.engine.process.messages import (
+    MAX_LAUNCH_BYTES,
+    MAX_MESSAGE_BYTES,
+    Abort,
+    AskStatus,
+    Close,
+    DropAdapter,
+    FromEngine,
+    Launch,
+    Load,
+    Outputs,
+    PinAdapter,
+    Ready,
+    StartFailed,
+    Status,
+    Submit,
+    Taken,
+    ToEngine,
+    decode_launch,
+    decode_to_engine,
+    encode,
+)
+from weft.engine.request import RequestOutput
+from weft.errors import ConfigError, WeftError
+
+
+class Wakeup:
+    """A pipe to oneself."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._reader
+
+    def wake(self) -> None:
+        """Make the descriptor readable. Any thread may call it."""
+        try:
+            os.write(self._writer, b"\0")
+        except BlockingIOError:
+            return  # the pipe is full of wakeups already
+
+    def clear(self) -> None:
+        """Forget all wakeups so far."""
+        try:
+            while os.read(self._reader, 4096):
+                pass
+        except BlockingIOError:
+            return
+
+
+logger = logging.getLogger("weft.engine")
+
+IDLE_POLL_MS = 1000
+"""While nothing lives the engine wakes this often, to tidy up after loads that nobody waits for."""
+BLOCKED_POLL_MS = 20
+"""While requests live and none can be computed, the engine looks again this often; finished loads wake it at once."""
+LOAD_PERIOD_S = 0.1
+"""While the engine works it says this often what it has to do."""
+MAX_STEPS_AHEAD = 4
+"""The engine computes no further step while the outputs of so many wait for the client. They are passed on while the
+next ones are computed. Without a bound, outputs pile up before the client, and the first token of a tenant that asks
+for little stands behind all of them."""
+EXIT_GRACE_S = 5.0
+"""How long the end of standard input waits for a step or a model load before the process ends hard."""
+
+
+class EngineLoop:
+    """Reads messages, pumps the core, sends outputs: a message per step, at most `MAX_STEPS_AHEAD` before the client.
+
+    Args:
+        core: The engine.
+        socket: Connected to the client.
+        wakeup: Woken when a load is done or the parent is gone.
+        parent_gone: Set when the parent is gone.
+    """
+
+    def __init__(
+        self, core: EngineCore, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event
+    ) -> None:
+        self._core = core
+        self._socket = socket
+        self._wakeup = wakeup
+        self._parent_gone = parent_gone
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._is_open = True
+        self._next_load_s = 0.0
+        self._is_idle_told = True
+        self._num_ahead = 0
+        """Messages of outputs that the client has not passed on."""
+
+    def run(self) -> None:
+        """Serve until the client says so or is gone."""
+        timeout_ms = 0
+        while True:
+            self._poller.poll(timeout_ms)
+            self._wakeup.clear()
+            refusals = self._read()
+            if not self._is_open or self._parent_gone.is_set():
+                return
+            steps_before = self._core.num_steps
+            outputs = refusals if self._is_too_far_ahead() else refusals + self._core.pump()
+            if outputs:
+                self._send(Outputs(outputs=outputs))
+                self._num_ahead += 1
+            self._tell_load()
+            timeout_ms = BLOCKED_POLL_MS if self._core.has_work() else IDLE_POLL_MS
+            if self._core.num_steps > steps_before and not self._is_too_far_ahead():
+                timeout_ms = 0
+
+    def _is_too_far_ahead(self) -> bool:
+        return self._num_ahead >= MAX_STEPS_AHEAD
+
+    def _tell_load(self) -> None:
+        """Say what there is to do, now and then while there is something, and once when there is nothing any more."""
+        has_work, now_s = self._core.has_work(), time.monotonic()
+        if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
+            self._send(Load(self._core.load()))
+            self._next_load_s = now_s + LOAD_PERIOD_S
+        self._is_idle_told = not has_work
+
+    def _read(self) -> list[RequestOutput]:
+        """Act on every message that is there; returns the refusals."""
+        refusals: list[RequestOutput] = []
+        while self._is_open:
+            try:
+                message = decode_to_engine(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            except (msgspec.DecodeError, WeftError):
+                logger.exception("a message could not be read and was passed over")
+                continue
+            refusal = self._act(message)
+            if refusal is not None:
+                refusals.append(refusal)
+        return refusals
+
+    def _act(self, message: ToEngine) -> RequestOutput | None:
+        match message:
+            case Submit(request=request):
+                try:
+                    self._core.submit(request)
+                except WeftError as error:
+                    return RequestOutput(
+                        request_id=request.request_id, finish_reason="error", error=request_error(error)
+                    )
+            case Abort(request_id=request_id):
+                self._core.abort(request_id)
+            case DropAdapter(digest=digest):
+                self._core.drop_adapter(digest)
+            case PinAdapter(ref=ref, is_pinned=is_pinned):
+                self._core.pin_adapter(ref, is_pinned)
+            case AskStatus(query_id=query_id, is_detailed=is_detailed):
+                self._send(Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
+            case Taken(count=count):
+                self._num_ahead -= count
+            case Close():
+                self._is_open = False
+        return None
+
+    def _send(self, message: FromEngine) -> None:
+        self._socket.send(encode(message), zmq.NOBLOCK)
+
+
+def main() -> int:
+    """Run the process; returns its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    launch = decode_launch(sys.stdin.buffer.readline(MAX_LAUNCH_BYTES))
+    wakeup, parent_gone = Wakeup(), threading.Event()
+    threading.Thread(target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True).start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 1000)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.connect(launch.address)
+        try:
+            return _serve(launch, socket, wakeup, parent_gone)
+        finally:
+            if parent_gone.is_set():
+                _remove_socket(launch.address)
+
+
+def _serve(launch: Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event) -> int:
+    try:
+        parts = build_engine(launch.config, notify=wakeup.wake)
+    except WeftError as error:
+        socket.send(encode(StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)))
+        return 2
+    gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
+    gc.set_threshold(10_000, 20)  # few of its objects are in cycles
+    socket.send(encode(Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))))
+    try:
+        EngineLoop(parts.core, socket, wakeup, parent_gone).run()
+    finally:
+        parts.core.close()
+    return 0
+
+
+def _remove_socket(address: str) -> None:
+    """Remove the socket and its folder, where the parent died without doing so."""
+    path = Path(address.removeprefix("ipc://"))
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def _watch_parent(wakeup: Wakeup, parent_gone: threading.Event) -> None:
+    """Wait for the end of standard input, then end the process: softly, and hard if that takes long."""
+    while os.read(0, 4096):
+        pass
+    parent_gone.set()
+    wakeup.wake()
+    threading.Event().wait(EXIT_GRACE_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What each step computes. Plain data: no tensors, no transport."""

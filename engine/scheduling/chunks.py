@@ -1,0 +1,123 @@
+"""What each row computes: one token where it decodes, and chunks of prompts in what the token budget leaves."""
+
+from __future__ import annotations
+
+import math
+from operator import itemgetter
+
+from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.preemption import Preemption
+from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.request_table import RequestTable
+from weft.engine.scheduling.step_budget import MIN_TOKENS, StepBudget
+
+
+class Chunks:
+    """Plans the chunks of each step.
+
+    Args:
+        table: The requests.
+        preemption: Where pages come from that others have.
+        budget: Tokens of a step.
+        page_tokens: Tokens of a page.
+    """
+
+    def __init__(self, table: RequestTable, preemption: Preemption, budget: StepBudget, page_tokens: int) -> None:
+        self._table = table
+        self._preemption = preemption
+        self._budget = budget
+        self._page_tokens = page_tokens
+        self._planned_units = self._batch_units = 0.0
+        """Price of the step that was planned last, and of its batch lane, where it was bounded."""
+        self._has_interactive = False
+        """Whether it has a row that is not of the batch lane."""
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether steps are kept to a length; then what the batch lane decodes is not free."""
+        num_batch = self._table.order.num_batch_rows
+        return self._budget.has_target or (
+            num_batch > 0 and (num_batch < self._table.num_rows or self._budget.keeps_short)
+        )
+
+    def tokens_left(self) -> int:
+        """Tokens for prompts of interactive requests, before rows change hands; a target counts them as units."""
+        tokens, units = self._left()
+        return tokens if units == math.inf else min(tokens, max(int(units), MIN_TOKENS))
+
+    def note_step(self, seconds: float) -> None:
+        """Take note of how long the step took that was planned last."""
+        self._budget.note_step(self._planned_units, self._batch_units, seconds, self._has_interactive)
+
+    def forget_step(self) -> None:
+        """The step failed: how long it took says nothing."""
+        self._planned_units = 0.0
+
+    def plan(self, draft: PlanBuilder) -> None:
+        """Say what each row computes, the most entitled first where tokens or pages are short."""
+        rows = self._table.rows()
+        draft.by_place = None  # rows changed hands
+        is_bounded = self._is_bounded
+        self._has_interactive = self._table.num_rows > self._table.order.num_batch_rows
+        draft.budget, units = self._left()
+        batch_units = self._left_for_batch(rows, units) if is_bounded else math.inf
+        floor = MIN_TOKENS if self._budget.has_target else 0
+        page_tokens, turn = self._page_tokens, self._table.order.turn
+        needy = [
+            (turn(state), state) for state in rows if state.next_chunk is None or (is_bounded and state.in_batch_lane)
+        ]
+        needy.sort(key=itemgetter(0))
+        counts: dict[RequestState, int] = {}
+        for _, state in needy:
+            if state.status != "running":
+                continue  # it was preempted for one that is more entitled
+            is_bounded_batch = is_bounded and state.in_batch_lane
+            is_free = state.num_left == 1 and not is_bounded_batch
+            price = self._price(state) if is_bounded_batch or self._budget.has_target else 0.0
+            count = 1 if is_free else max(min(state.num_left, draft.budget), 0)
+            if is_bounded_batch:
+                count = min(count, _whole(batch_units, price))
+            elif not is_free and price:
+                count = min(count, _whole(max(units, floor), price))
+            if count > 0 and not self._preemption.grow(state, state.num_computed + count, draft):
+                count = min(count, state.pages.table.num_blocks * page_tokens - state.num_computed)
+            counts[state] = count
+            if not is_free:
+                draft.budget -= count
+                floor -= 0 if is_bounded_batch else count
+                units -= count * price
+                batch_units -= count * price
+        self._planned_units = self._batch_units = 0.0
+        step, chunks = draft.step, draft.chunks
+        for state in rows:
+            count = counts.get(state, 1) if is_bounded or state.next_chunk is None else 1
+            if count > 0 and state.has_row:  # it may have been preempted since
+                if is_bounded:
+                    price = count * self._price(state)
+                    self._planned_units += price
+                    self._batch_units += price * state.in_batch_lane
+                chunks.append(state.next_chunk or state.chunk(count))
+                state.last_step = step
+
+    def _left(self) -> tuple[int, float]:
+        """Tokens and units besides those of the rows that decode."""
+        table = self._table
+        if not self._is_bounded:
+            return self._budget.tokens(table.num_rows - sum(state.has_row for state in table.prefilling)), math.inf
+        decoding = [state for state in table.rows() if not state.in_batch_lane and state not in table.prefilling]
+        units = sum(self._price(state) for state in decoding) if self._budget.has_target else 0.0
+        return self._budget.tokens(len(decoding)), self._budget.units(units)
+
+    def _left_for_batch(self, rows: list[RequestState], units: float) -> float:
+        """Units for the batch lane beside the interactive requests of this step; enough for one token."""
+        prices = [self._price(state) for state in rows if not state.in_batch_lane and state.num_left == 1]
+        return max(min(units, self._budget.batch_units(sum(prices) if self._has_interactive else None)), 1.0)
+
+    def _price(self, state: RequestState) -> float:
+        """Units of its next token."""
+        return self._table.service.token_price(state)
+
+
+def _whole(units: float, price: float) -> int:
+    """Tokens of a price for so many units, at least one where there are any."""
+    return math.ceil(max(units, 0.0) / price)

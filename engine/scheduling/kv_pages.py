@@ -1,0 +1,390 @@
+"""The KV pages of all requests: which a request gets, shares and gives back. Who gets them is the scheduler's business.
+
+A running request begins with cached blocks, which it only reads, and goes on in blocks of its own. As soon as one of
+its own is full and the step that wrote it is complete, it is offered to the prefix cache and is never written again. A
+request that waits has no device pages. One that was preempted may have its KV cache in host memory, from the first
+block on that nobody shared; what stood before that is looked up again when it returns, and where it is gone, the
+request is computed anew from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from weft.engine.model.rope_spec import RopeSpec
+from weft.engine.request import GenerationRequest
+from weft.engine.scheduling.plan import PageCopy, PageMove
+from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.request_limits import check_fits
+from weft.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
+from weft.errors import EngineError, PageAccountingError
+from weft.memory.block_table import BlockTable
+from weft.memory.eviction import Evictor, PageCosts
+from weft.memory.geometry import PageGeometry
+from weft.memory.host_slab import SwapSpace
+from weft.memory.pool import NO_OWNER, PagePool
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
+
+PrefixSeed = Callable[[GenerationRequest], bytes]
+
+
+def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
+    """A function from a request to the seed of its chain of blocks.
+
+    Two requests share cached blocks only within one tenant, and only if the same weights compute them in the same way.
+
+    Args:
+        base_digest: The base model.
+        kv_dtype: Element type of keys and values.
+        rope: The rotary embedding in them.
+    """
+    rope_settings = json.dumps(asdict(rope), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    def seed(request: GenerationRequest) -> bytes:
+        adapter = request.adapter
+        # The adapter's digest is of its weights and of its config.
+        return chain_seed(
+            request.flow.tenant,
+            base_digest,
+            "" if adapter is None else adapter.digest,
+            kv_dtype,
+            rope_settings,
+        )
+
+    return seed
+
+
+Preemption = Literal["swap", "recompute"]
+PREEMPTIONS: tuple[Preemption, ...] = ("swap", "recompute")
+MAX_NAMED_TOKENS = 32_768
+"""Tokens whose blocks are named in one plan for requests that wait, some 20 ms; one request may have more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHit:
+    """What of a waiting request's KV cache need not be computed."""
+
+    blocks: Sequence[PrefixBlock]
+    """Cached blocks that it shares."""
+    num_tokens: int
+    """Tokens whose keys and values are there when it starts."""
+    swapped: SwappedBlocks | None = None
+    """Host pages that go on where the cached blocks end."""
+    leader: RequestState | None = None
+    """Whose pages for the blocks after the cached ones are copied."""
+
+
+class KvPages:
+    """Pages by request.
+
+    Args:
+        geometry: Sizes of the pages.
+        pool: Where they come from.
+        evictor: Makes room in it.
+        prefixes: Where full blocks are shared; None shares nothing.
+        swap: Host memory of preempted requests; None swaps nothing.
+        costs: Decide between swapping and computing anew.
+        prefix_seed: What a request's blocks depend on besides its tokens.
+    """
+
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        pool: PagePool,
+        evictor: Evictor,
+        *,
+        prefixes: PrefixCache | None,
+        swap: SwapSpace | None,
+        costs: PageCosts,
+        prefix_seed: Callable[[GenerationRequest], bytes],
+    ) -> None:
+        self._geometry = geometry
+        self._pool = pool
+        self._evictor = evictor
+        self._prefixes = prefixes
+        self._swap = swap
+        self._costs = costs
+        self._prefix_seed = prefix_seed
+        self._leaving_host: list[tuple[int, list[int]]] = []
+        """(step, host pages): free when that step is complete."""
+        self._num_named = 0
+        """Tokens named in this plan."""
+
+    def begin_plan(self) -> None:
+        """Note that a plan is begun."""
+        self._num_named = 0
+        self.note_complete()
+
+    def may_look_up(self, state: RequestState) -> bool:
+        """Whether a waiting request can be looked up without keeping those that run waiting for names of blocks."""
+        return not self._num_named or self._num_named + self._num_unnamed(state) <= MAX_NAMED_TOKENS
+
+    def check_fits(self, request: GenerationRequest, adapter_pages: int | None) -> None:
+        """Refuse what even the empty pool could not hold; `adapter_pages` is None while unknown.
+
+        Raises:
+            NeverFitsError: With the numbers.
+        """
+        shares_blocks = self._prefixes is not None
+        check_fits(request, self._geometry, self._pool.capacity, adapter_pages, shares_blocks=shares_blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be, now or when the steps under way are complete."""
+        return self._evictor.num_available + self._pool.num_quarantined
+
+    def lacking(self, state: RequestState, num_tokens: int) -> int:
+        """Pages that a running request lacks for `num_tokens` tokens."""
+        return state.pages.table.blocks_needed(num_tokens) * self._geometry.num_groups
+
+    def grow(self, state: RequestState, count: int, draft: PlanBuilder) -> bool:
+        """Give a running request `count` more pages from what is free or idle; False, and nothing taken, otherwise."""
+        pages = self._take(state, count)
+        if pages is None:
+            return False
+        state.pages.table.append(pages)
+        draft.zero_pages += pages
+        return True
+
+    def may_fork(self, leader: RequestState, state: RequestState) -> bool:
+        """Whether a request that just arrived may wait for the prompt of `leader` to be computed, and share it."""
+        return (
+            self._prefixes is not None
+            and leader.request.flow.lane == state.request.flow.lane
+            and not state.output_token_ids
+            and not state.keeps_prompt_logprobs
+            and leader.request.prompt_token_ids == state.request.prompt_token_ids
+            and self._prefix_seed(leader.request) == self._prefix_seed(state.request)
+        )
+
+    def beginning(self, state: RequestState) -> PrefixHit:
+        """What a waiting request could start with now. Takes nothing."""
+        page_tokens = self._geometry.page_tokens
+        leader = state.leader
+        if leader is not None:
+            held = leader.pages.held[: state.num_shared // page_tokens]
+            return PrefixHit(blocks=held, num_tokens=state.num_shared, leader=leader)
+        blocks = self._find(state)
+        num_tokens = len(blocks) * page_tokens
+        swapped = state.pages.swapped
+        if swapped is not None and swapped.first_block <= len(blocks) and swapped.num_tokens > num_tokens:
+            return PrefixHit(blocks=blocks, num_tokens=swapped.num_tokens, swapped=swapped)
+        return PrefixHit(blocks=blocks, num_tokens=num_tokens)
+
+    def start(self, state: RequestState, beginning: PrefixHit, num_tokens: int, room: int, draft: PlanBuilder) -> bool:
+        """Give a waiting request pages for `num_tokens` tokens and what it begins with.
+
+        Args:
+            state: The request.
+            beginning: From `beginning`, in the same plan.
+            num_tokens: More than `beginning.num_tokens`.
+            room: Pages that must be left, free or evictable.
+            draft: The plan.
+
+        Returns:
+            Whether it has them; if not, nothing was taken or evicted.
+        """
+        blocks, pages = beginning.blocks, state.pages
+        if self._evictor.num_available < self.num_lacking(beginning, num_tokens) + room:
+            return False
+        count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
+        self._hold(blocks)
+        own = self._take(state, count)
+        if own is None:
+            self._release(blocks, 0)
+            return False
+        pages.held, pages.found = list(blocks), []
+        for block in blocks:
+            pages.table.append(block.pages)
+        pages.table.append(own)
+        filled = self._fill(beginning, own, draft)
+        draft.zero_pages += own[filled:]
+        if pages.swapped is not None:
+            # Its host pages are read in this step, or of no use any more.
+            self._leaving_host.append((draft.step, pages.swapped.host_pages))
+            pages.swapped = None
+        state.num_computed = beginning.num_tokens
+        return True
+
+    def num_lacking(self, beginning: PrefixHit, num_tokens: int) -> int:
+        """Pages that `start` takes from what is free or idle, cached blocks that nobody holds among them."""
+        blocks = beginning.blocks
+        count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
+        return count + sum(block.num_pages for block in blocks if block.refs == 0)
+
+    def num_alone(self, state: RequestState) -> int:
+        """Pages of a running request that nobody else has: those that its preemption makes available."""
+        pages = state.pages
+        own = (pages.table.num_blocks - len(pages.held)) * self._geometry.num_groups
+        return own + sum(block.num_pages for block in pages.held if block.refs == 1)
+
+    def note_lookup(self, num_queried: int, num_found: int) -> None:
+        """Count the prompt tokens of a request that starts for the first time."""
+        if self._prefixes is not None:
+            self._prefixes.note_lookup(num_queried, num_found)
+
+    def publish(self, state: RequestState) -> None:
+        """Offer a running request's blocks that became full to others."""
+        pages = state.pages
+        num_full = state.num_computed // self._geometry.page_tokens
+        if self._prefixes is None or not pages.is_publishing:
+            return
+        chain = self._chain(state, num_full)
+        for index in range(len(pages.held), num_full):
+            own = [table[index] for table in pages.table.pages]
+            parent = pages.held[-1] if pages.held else None
+            block = self._prefixes.publish(chain, index, own, parent, state.digest)
+            if block is None:
+                pages.is_publishing = False
+                return
+            pages.held.append(block)
+            if block.pages != own:  # another request computed the same
+                for table, page in zip(pages.table.pages, block.pages, strict=True):
+                    table[index] = page
+                self._pool.free(own, state.last_step)
+
+    def suspend(self, state: RequestState, draft: PlanBuilder | None) -> Preemption:
+        """Take all device pages from a running request, and say how it gets its KV cache back."""
+        pages = state.pages
+        swapped = None if draft is None else self._swap_out(state, draft)
+        self.give_back(state, state.last_step if swapped is None else swapped.step)
+        state.pages = RequestPages(
+            table=BlockTable(self._geometry),
+            chain=pages.chain,
+            swapped=swapped,
+            is_publishing=pages.is_publishing,
+        )
+        return "recompute" if swapped is None else "swap"
+
+    def give_back(self, state: RequestState, last_step: int) -> None:
+        """Give back a running request's pages, which `last_step` is the last to read."""
+        pages = state.pages
+        self._pool.free(pages.own_pages(), last_step)
+        self._release(pages.held, last_step)
+
+    def forget_swapped(self, state: RequestState) -> None:
+        """Give back a waiting request's host pages, if it has some."""
+        swapped = state.pages.swapped
+        if swapped is not None:
+            state.pages.swapped = None
+            self._leaving_host.append((swapped.step, swapped.host_pages))
+            self.note_complete()
+
+    def note_complete(self) -> None:
+        """Give host pages back that no step reads or writes any more."""
+        if not self._leaving_host or self._swap is None:
+            return
+        for step, host_pages in self._leaving_host:
+            if step <= self._pool.completed_step:
+                self._swap.give_back(host_pages)
+        self._leaving_host = [entry for entry in self._leaving_host if entry[0] > self._pool.completed_step]
+
+    def check(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> None:
+        """Verify that pages, references and host pages are those of the requests.
+
+        Raises:
+            EngineError: A waiting request has device pages, or a running one has host pages.
+            PageAccountingError: Pages were lost or are held twice.
+        """
+        holders = [state.pages.held for state in running]
+        pages = [page for state in running for page in state.pages.own_pages()]
+        host_pages = [page for _, leaving in self._leaving_host for page in leaving]
+        for state in waiting:
+            if state.pages.held or state.pages.table.num_blocks:
+                raise EngineError("a waiting request holds device pages")
+            if state.pages.swapped is not None:
+                host_pages += state.pages.swapped.host_pages
+        for state in running:
+            if state.pages.swapped is not None:
+                raise EngineError("a running request holds host pages")
+            begins = [list(block) for block in zip(*state.pages.table.pages, strict=True)][: len(state.pages.held)]
+            if begins != [block.pages for block in state.pages.held]:
+                raise PageAccountingError("a request's first blocks are not the cached ones that it holds")
+        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["kv"]:
+            raise PageAccountingError(f"requests hold {len(pages)} KV pages, the pool says {self._pool.counts()}")
+        num_swapped = self._swap.num_used if self._swap is not None else 0
+        if len(set(host_pages)) != len(host_pages) or len(host_pages) != num_swapped:
+            raise PageAccountingError(f"requests hold {len(host_pages)} host pages, the swap space says {num_swapped}")
+        if self._prefixes is not None:
+            self._prefixes.check(holders)
+        self._evictor.check()
+
+    def _take(self, state: RequestState, count: int) -> list[int] | None:
+        if not self._evictor.make_room(count):
+            return None
+        return self._pool.allocate(count, "kv", NO_OWNER if state.lease is None else state.lease.slot)
+
+    def _hold(self, blocks: Sequence[PrefixBlock]) -> None:
+        if self._prefixes is not None:
+            self._prefixes.hold(blocks)
+
+    def _release(self, blocks: Sequence[PrefixBlock], last_step: int) -> None:
+        if self._prefixes is not None:
+            self._prefixes.release(blocks, last_step)
+
+    def _find(self, state: RequestState) -> list[PrefixBlock]:
+        """Cached blocks that a waiting request begins with, but never all of its tokens: the last is to be computed."""
+        pages = state.pages
+        max_blocks = (state.num_tokens - 1) // self._geometry.page_tokens
+        if self._prefixes is None or state.keeps_prompt_logprobs or not max_blocks:
+            return []
+        self._num_named += self._num_unnamed(state)
+        pages.found = self._prefixes.find(self._chain(state, max_blocks), max_blocks, pages.found)
+        return pages.found
+
+    def _num_unnamed(self, state: RequestState) -> int:
+        """Tokens of a waiting request that a lookup has to name."""
+        if self._prefixes is None or state.keeps_prompt_logprobs:
+            return 0
+        page_tokens, chain = self._geometry.page_tokens, state.pages.chain
+        return (state.num_tokens - 1) // page_tokens * page_tokens - (chain.num_tokens if chain is not None else 0)
+
+    def _chain(self, state: RequestState, num_blocks: int) -> TokenChain:
+        """Names of a request's first `num_blocks` blocks, at least."""
+        pages, page_tokens = state.pages, self._geometry.page_tokens
+        if pages.chain is None:
+            pages.chain = TokenChain(self._prefix_seed(state.request), page_tokens)
+        if num_blocks > len(pages.chain.blocks):
+            pages.chain.extend(state.tokens(pages.chain.num_tokens, num_blocks * page_tokens))
+        return pages.chain
+
+    def _fill(self, beginning: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
+        """Have a starting request's first own pages filled; returns how many are."""
+        num_blocks = len(beginning.blocks)
+        if beginning.leader is not None:
+            leader = beginning.leader
+            num_full = self._geometry.blocks(beginning.num_tokens)
+            sources = [table[index] for index in range(num_blocks, num_full) for table in leader.pages.table.pages]
+            draft.copies += [PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)]
+            leader.last_step = max(leader.last_step, draft.step)
+            return len(sources)
+        if beginning.swapped is not None:
+            swapped = beginning.swapped
+            host_pages = swapped.host_pages[(num_blocks - swapped.first_block) * self._geometry.num_groups :]
+            moves = zip(own, host_pages, strict=False)
+            draft.swap_in += [PageMove(device_page=page, host_page=host_page) for page, host_page in moves]
+            return len(host_pages)
+        return 0
+
+    def _swap_out(self, state: RequestState, draft: PlanBuilder) -> SwappedBlocks | None:
+        """Have a running request's KV cache copied to host pages, if there are some and computing it takes longer."""
+        pages, geometry = state.pages, self._geometry
+        shared = next((index for index, block in enumerate(pages.held) if block.refs == 1), len(pages.held))
+        first = 0 if state.keeps_prompt_logprobs else shared
+        num_blocks = geometry.blocks(state.num_computed)
+        count = (num_blocks - first) * geometry.num_groups
+        recompute_s = (state.num_computed - first * geometry.page_tokens) * self._costs.token_s
+        if self._swap is None or count == 0 or 2 * count * self._costs.copy_s >= recompute_s:
+            return None
+        host_pages = self._swap.take(count)
+        if host_pages is None:
+            return None
+        device_pages = [page for block in zip(*pages.table.pages, strict=True) for page in block]
+        moved = device_pages[first * geometry.num_groups : num_blocks * geometry.num_groups]
+        draft.swap_out += [
+            PageMove(device_page=page, host_page=host_page) for page, host_page in zip(moved, host_pages, strict=True)
+        ]
+        return SwappedBlocks(first_block=first, num_tokens=state.num_computed, host_pages=host_pages, step=draft.step)

@@ -1,0 +1,144 @@
+"""What steps and ends mean for requests: tokens, logprobs, and what clients are told, beams of one search together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from weft.engine.failures import UNSOUND
+from weft.engine.request import FinishReason, RequestError, RequestOutput, TokenLogprobs
+from weft.engine.scheduling.beam import BeamSearch
+from weft.engine.scheduling.plan import Chunk, ChunkResult
+from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.request_state import Beam, RequestState
+from weft.engine.scheduling.request_table import RequestTable
+
+
+class Outcomes:
+    """Takes in what steps yield, ends requests, and keeps what clients are to be told until it is taken.
+
+    Args:
+        table: The requests.
+        limits: What the model bounds.
+    """
+
+    def __init__(self, table: RequestTable, limits: ModelLimits) -> None:
+        self._table = table
+        self._limits = limits
+        self._lengths = table.service.lengths
+        self._outbox: list[RequestOutput] = []
+        self.searches: dict[str, BeamSearch] = {}
+        """Beam searches by the client's request id."""
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is something to `take`."""
+        return bool(self._outbox)
+
+    def take(self) -> list[RequestOutput]:
+        """What happened to requests since the last call."""
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> None:
+        """End a request, whatever its state; unknown and finished ids are fine. A beam ends with its whole search."""
+        state = self._table.requests.get(request_id)
+        search_id = state.beam.search_id if state is not None and state.beam is not None else request_id
+        search = self.searches.pop(search_id, None)
+        if search is not None:
+            state = search.first
+        if state is None:
+            return
+        for each in [state] if search is None else search.beams:
+            self._table.remove(each)
+        output = _ended(state, reason, error)
+        if search is not None and reason == "abort":
+            output = replace(output, hypotheses=search.unfinished())
+        self._outbox.append(output)
+
+    def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
+        """Take in what a step computed for a request."""
+        if result.is_unsound:
+            self.finish(state.request_id, "error", UNSOUND)
+            return
+        state.num_computed = chunk.start + len(chunk.token_ids)
+        output = _output(state, chunk, result, self._limits) if state.beam is None else None
+        if state in self._table.prefilling and state.num_left <= 1:
+            self._table.prefilling.discard(state)
+        if state.num_computed // state.geometry.page_tokens != len(state.pages.held):
+            self._table.kv.publish(state)
+        if state.beam is not None:
+            self._advance_beam(state, state.beam, result)
+        elif output is not None:
+            if output.finish_reason is not None:
+                self._lengths.observe(state.tenant, state.digest, len(state.output_token_ids))
+                self._table.remove(state)
+            self._outbox.append(output)
+
+    def _advance_beam(self, state: RequestState, beam: Beam, result: ChunkResult) -> None:
+        if result.logprobs is None:  # the prompt goes on
+            return
+        step = self.searches[beam.search_id].take(state, beam, result.logprobs)
+        if step is None:
+            return
+        for begun in step.begun:
+            self._table.enter(begun)
+        for ended in step.ended:
+            self._table.remove(ended)
+        if step.output is not None:
+            del self.searches[beam.search_id]
+            self._lengths.observe(state.tenant, state.digest, len(state.output_token_ids) + 1)
+            self._outbox.append(step.output)
+
+
+def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: ModelLimits) -> RequestOutput | None:
+    """Take a chunk's tokens and logprobs into the state; None while the prompt goes on. *Mutates* the state."""
+    if chunk.prompt_targets:
+        state.prompt_logprobs += result.prompt_logprobs
+    if state.num_left:
+        return None
+    token_id = result.token_id
+    if token_id is None:
+        return _ended(state, "length")
+    state.take_token(token_id, chunk)
+    output = RequestOutput(request_id=state.request_id, token_ids=[token_id])
+    if result.logprobs is not None:
+        output.logprobs = [result.logprobs]
+    if not state.sent_first_output:
+        output.prompt_logprobs = _prompt_logprobs(state)
+        output.adapter_state, output.queue_s, output.cached_tokens = state.first_output_facts()
+    reason = _finish_reason(state, token_id, limits)
+    if reason is not None:
+        output.finish_reason, output.computed_prompt_tokens = reason, state.num_prompt
+        output.stop_token_id = token_id if reason == "stop" else None
+    return output
+
+
+def _ended(state: RequestState, reason: FinishReason, error: RequestError | None = None) -> RequestOutput:
+    """The last output of a request that ends without a token."""
+    facts = state.first_output_facts()
+    return RequestOutput(
+        request_id=state.request_id,
+        prompt_logprobs=_prompt_logprobs(state) if reason == "length" else None,
+        finish_reason=reason,
+        error=error,
+        adapter_state=facts.adapter_state,
+        queue_s=facts.queue_s,
+        cached_tokens=facts.cached_tokens,
+        computed_prompt_tokens=min(max(state.num_charged, state.num_computed), state.num_prompt),
+    )
+
+
+def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
+    if not state.keeps_prompt_logprobs or state.num_computed == 0:
+        return None
+    state.sent_prompt_logprobs = True
+    return [None, *state.prompt_logprobs]
+
+
+def _finish_reason(state: RequestState, token_id: int, limits: ModelLimits) -> Literal["stop", "length"] | None:
+    params, num_outputs = state.request.params, len(state.output_token_ids)
+    if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids):
+        return "stop"
+    is_full = num_outputs >= params.max_tokens or state.num_prompt + num_outputs >= limits.max_model_len
+    return "length" if is_full else None

@@ -1,0 +1,107 @@
+"""What one step shall do, as plain data: all that happens on the device follows from it.
+
+The scheduler makes the plan, the runner carries it out and asks nobody. It can be serialised and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.adapters.residency.slots import SlotLease
+from weft.engine.request import TokenLogprobs
+from weft.engine.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and a step makes one a row
+class SampleSpec:
+    """How the token after a chunk is chosen."""
+
+    params: SamplingParams
+    seed: int
+    """The request's seed, drawn if the client gave none."""
+    choice_index: int
+    output_index: int
+    """How many tokens were generated before this one; the counter of the draw."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """Filled only when `params.needs_history`."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """Filled only when `params.needs_history`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunk:
+    """Consecutive tokens of one request that are computed in this step.
+
+    After the step is committed, the scheduler may reuse this object for the request's next step. Copy it if you need it
+    longer than that.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    """Position of the first token; all before it are in the KV cache."""
+    block_table: list[list[int]]
+    """[num_groups][num_blocks]: pages that hold positions 0 to start + len(token_ids) - 1, and maybe more."""
+    adapter: SlotLease | None = None
+    """None is the base model."""
+    sample: SampleSpec | None = None
+    """None when the prompt goes on after this chunk, or no token is wanted."""
+    prompt_targets: list[int] | None = None
+    """For prompt logprobs: the token that follows each position of the chunk (shorter by one where the prompt ends)."""
+    num_prompt_logprobs: int = 0
+    """Alternatives per prompt position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageMove:
+    """A page that goes between device and host, whole."""
+
+    device_page: int
+    """In the arena."""
+    host_page: int
+    """In the host slab."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """A page of the arena that is copied to another, whole."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. Pages are moved in the order of the fields, before anything is computed."""
+
+    step: int
+    """Counts up."""
+    chunks: list[Chunk]
+    """May be empty where pages are to be moved or zeroed."""
+    swap_out: list[PageMove] = field(default_factory=list)
+    """From the device to the host."""
+    zero_pages: list[int] = field(default_factory=list)
+    """Pages just handed out as KV that nothing below fills."""
+    swap_in: list[PageMove] = field(default_factory=list)
+    """From the host to the device, to pages just handed out."""
+    copies: list[PageCopy] = field(default_factory=list)
+    """To pages just handed out."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(slots=True, kw_only=True)
+class ChunkResult:
+    """What a step yielded for one chunk, in the order of the plan."""
+
+    request_id: str
+    token_id: int | None = None
+    """The sampled token; None where the chunk had no `sample`, and where the scores were no numbers."""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per entry of `prompt_targets`."""
+    is_unsound: bool = False
+    """Whether the model's scores were NaN or overflowed, which is the end of the request."""

@@ -1,0 +1,214 @@
+"""Who sits in the step: rows, and pages to begin with, for the first in the fair order.
+
+Waiting is a reason, not a place: each plan looks at the first requests in the fair order, and one that is blocked does
+not block those behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.engine.failures import request_error
+from weft.engine.request import FinishReason, RequestError
+from weft.engine.scheduling.kv_pages import PrefixHit
+from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.preemption import Preemption
+from weft.engine.scheduling.request_state import RequestState, WaitingReason
+from weft.engine.scheduling.request_table import RequestTable
+from weft.errors import NeverFitsError
+
+LOOK_AHEAD = 64
+"""Requests without a row looked at in a step that has room, besides one for each row that is free."""
+GLANCE = 4
+"""Requests looked at in a step once its rows are all taken: where the most entitled get no row, others hardly do."""
+GLANCE_STEPS = 4
+"""While all rows are taken and nothing changes, requests are looked at every so many steps."""
+WHOLE_LOOK_STEPS = 8
+"""While all rows are taken, the whole look-ahead is looked at, and its adapters are loaded, every so many steps."""
+
+
+class Rows:
+    """Fills the rows of each step.
+
+    Args:
+        table: The requests.
+        preemption: Where pages and rows come from that others have.
+        clock: Monotonic seconds.
+        finish: Ends a request that can never be served.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        preemption: Preemption,
+        clock: Callable[[], float],
+        finish: Callable[[str, FinishReason, RequestError], None],
+    ) -> None:
+        self._table = table
+        self._order = table.order
+        self._waiting = table.waiting
+        self._kv = table.kv
+        self._residency = table.residency
+        self._preemption = preemption
+        self._clock = clock
+        self._finish = finish
+
+    def fill(self, draft: PlanBuilder) -> None:
+        """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
+        is_whole_look = draft.step % WHOLE_LOOK_STEPS == 0
+        has_room = self._table.has_free_row
+        is_due = has_room or is_whole_look or self._waiting.has_changed or draft.step % GLANCE_STEPS == 0
+        if not self._order.num_queued or not (is_due or self._waiting.num_loading()):
+            return
+        self._waiting.has_changed = False
+        prefilling = self._table.prefilling
+        draft.prefilling = [
+            (self._order.turn(state), state.num_left, state.in_batch_lane) for state in prefilling if state.has_row
+        ]
+        overdue = self._waiting.overdue()
+        looked = {state.request_id: state for state in overdue[:1]}
+        for state in overdue[:1]:
+            self._try_row(state, draft)
+        blocked: list[RequestState] = []
+        num_bypassed = num_glanced = 0
+        line = self._order.candidates(LOOK_AHEAD + self._table.max_rows - self._table.num_rows)
+        for state in line:
+            reason: WaitingReason | None = None
+            # Requests that are overdue keep waiting those that are not far more entitled.
+            if state.status == "running" or all(self._order.is_behind(late, state) for late in overdue):
+                looked[state.request_id] = state
+                reason = self._try_row(state, draft)
+                if reason is None:
+                    num_bypassed = len(blocked)
+                elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waits_for_read(state)):
+                    blocked.append(state)
+            num_glanced += reason == "NEW" and not self._table.has_free_row
+            if num_glanced >= GLANCE and not is_whole_look:
+                break
+        line.close()
+        for state in blocked[:num_bypassed]:
+            self._waiting.bypass(state)
+        if has_room or is_whole_look:
+            self._waiting.keep_holds(looked)
+            self._residency.expect([state.digest for state in looked.values() if state.digest and state.is_holding])
+
+    def waits_for_leader(self, state: RequestState) -> bool:
+        """Whether a fork waits for what it takes from its leader; one that cannot have it any more goes on alone."""
+        leader = state.leader
+        if leader is None:
+            return False
+        is_without_pages = leader.num_preemptions if state.beam is None else leader.status == "waiting"
+        if self._table.requests.get(leader.request_id) is not leader or is_without_pages or state.num_preemptions:
+            state.leader = None
+            return False
+        return leader.num_computed < state.num_shared
+
+    def _try_row(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
+        """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
+        is_waiting = state.status == "waiting"
+        reason = self._why_not(state, draft) if is_waiting else "FORK" if state.is_idle else None
+        if reason is None:
+            row = None if self._table.has_free_row else self._order.row_for(state)
+            if row is None and not self._table.has_free_row:
+                reason = "NEW"
+            elif is_waiting:
+                reason = self._start(state, row, draft)
+            else:
+                self._take_row(row, draft)
+                self._order.start(state)
+        elif reason == "NO_ROOM" and state.is_holding:
+            self._preemption.make_way_for_adapter(state, draft)
+        if reason is not None and state.status == "waiting":
+            state.waiting_reason = reason
+            if reason in ("LOADING", "NO_ROOM"):
+                self._order.pass_over(state)
+        return reason
+
+    def _waits_for_read(self, state: RequestState) -> bool:
+        return state.is_holding and self._waiting.is_unread(state)
+
+    def _take_row(self, row: RequestState | None, draft: PlanBuilder) -> None:
+        if row is not None and row.has_row:  # else it was preempted for its pages
+            self._preemption.pause(row, draft)
+
+    def _why_not(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
+        """What a waiting request lacks besides a row and pages for its tokens."""
+        adapter = state.request.adapter
+        if state.is_idle:
+            return "FORK"
+        if adapter is not None:
+            if not self._check_fits(state):
+                return "NEW"
+            if adapter.digest == draft.leaving_adapter:
+                return "NO_ROOM"
+            may_hold = state.is_holding or self._residency.state(adapter.digest) == "device"
+            if not may_hold and not self._preemption.has_room_for_adapter(state, draft):
+                return "NO_ROOM"
+            self._waiting.hold(state)
+            if self._residency.state(adapter.digest) != "device":
+                draft.needed += self._preemption.pages_to_start(state, draft)
+                return self._residency.waiting_reason(adapter.digest)
+        if self.waits_for_leader(state):
+            return "FORK"
+        return None if self._kv.may_look_up(state) else "NEW"
+
+    def _check_fits(self, state: RequestState) -> bool:
+        """Refuse a request once it is known that its adapter leaves no room for it even in an empty pool."""
+        if state.adapter_pages is None and state.request.adapter is not None:
+            state.adapter_pages = self._residency.pages_needed(state.request.adapter)
+            try:
+                self._kv.check_fits(state.request, state.adapter_pages)
+            except NeverFitsError as error:
+                self._finish(state.request_id, "error", request_error(error))
+                return False
+        return True
+
+    def _start(self, state: RequestState, row: RequestState | None, draft: PlanBuilder) -> WaitingReason | None:
+        """Give a waiting request pages, and a row: a free one, or that of `row`, which is paused."""
+        turn = self._order.turn(state)
+        # Prompts of the batch lane that are ahead have few tokens in a step with interactive requests.
+        num_ahead = sum(
+            left for other, left, is_batch in draft.prefilling if other < turn and (state.in_batch_lane or not is_batch)
+        )
+        is_free = state.beam is not None and state.leader is not None  # one token, like those that decode
+        if num_ahead >= draft.budget and not is_free:
+            return "NEW"
+        if state.digest is not None:
+            state.lease = self._residency.acquire(state.digest)
+            if state.lease is None:
+                return self._residency.waiting_reason(state.digest)
+        beginning = self._kv.beginning(state)
+        count = 1 if is_free else min(state.num_tokens - beginning.num_tokens, draft.budget - num_ahead)
+        num_tokens = max(beginning.num_tokens + count, state.tokens_to_reserve)
+        if not self._find_pages(state, beginning, num_tokens, draft):
+            if state.lease is not None:
+                self._residency.release(state.lease.digest)  # no step has used it
+                state.lease = None
+            return "NO_PAGES"
+        self._take_row(row, draft)
+        self._table.run(state)
+        if state.num_left > 1:
+            draft.prefilling.append((turn, state.num_left, state.in_batch_lane))
+        draft.started.add(state.request_id)
+        if state.queue_s is None:
+            self._note_first_start(state)
+        return None
+
+    def _find_pages(self, state: RequestState, beginning: PrefixHit, num_tokens: int, draft: PlanBuilder) -> bool:
+        """Give a waiting request its pages, from what is free or idle or from shares that are far ahead."""
+        # The other beams of a search cannot grow before this one has started.
+        room = 0 if state.beam is not None and state.output_token_ids else self._preemption.room_to_grow()
+        if self._kv.start(state, beginning, num_tokens, room, draft):
+            return True
+        num_pages = self._kv.num_lacking(beginning, num_tokens) + room
+        if not self._preemption.make_way(state, num_pages, draft) or self.waits_for_leader(state):
+            return False
+        # What was swapped out is there only in the next step. What was found before may be gone.
+        beginning = self._kv.beginning(state)
+        return beginning.num_tokens < num_tokens and self._kv.start(state, beginning, num_tokens, room, draft)
+
+    def _note_first_start(self, state: RequestState) -> None:
+        state.queue_s = self._clock() - state.arrived_s
+        state.num_cached = min(state.num_computed, state.num_prompt)
+        if not state.keeps_prompt_logprobs:
+            self._kv.note_lookup(state.num_prompt, state.num_cached)

@@ -1,0 +1,380 @@
+"""Decides what each step computes. Knows pages, digests and tokens; no tensors, no names, no transport.
+
+Being in memory and being in the step are two things. A step has at most `max_running` rows, one per request; requests
+with pages may be more. The fair order (`weft.engine.fairness.fair_order`) chooses who has the rows. A request without a
+row is paused: it keeps its pages and its adapter, and is the first to give pages up. In a step every row that decodes
+has one token, and chunks of prompts share the rest of the token budget, the most entitled first.
+
+`request_table` has the books of who is where, `rows` fills the rows, `chunks` says what each row computes, `preemption`
+takes pages from others, `stall` acts when nothing can be computed, and `outcomes` takes in what steps yield.
+
+Why everything that waits moves on. The fair order's `place` says who is most entitled to pages; shares change with the
+service that was given, so whoever is not served becomes the most entitled. A request that waits has no device pages and
+no lease, so nobody waits for it but a fork (5), and what nobody runs with can be evicted.
+
+1. Among requests with rows the most entitled goes first. For a page it evicts idle adapters and cached prefixes, then
+   drops the holds of waiting requests, the newest first, then preempts requests that are less entitled: paused ones
+   before those with rows. One that finds nothing keeps its pages and sits the step out. Pages that are swapped out are
+   free only after the step that copies them: they are promised to those who made others give them up, who sit out
+   this one step. Such a step may compute nothing at all; each has a preemption, so (2) bounds them.
+2. A preempted request returns with a row, and with pages for one page of progress beyond where it stood. It keeps both
+   until it has made that progress. Meanwhile it needs no pages, so it advances in every step in which it gets tokens;
+   hence no request is preempted twice without progress, and the most entitled sits out only while such requests
+   advance. That holds whether its KV cache comes back from the host, from the prefix cache, or is computed anew, since
+   "where it stood" is kept.
+3. A waiting request that lacks pages, or a slot for its adapter, takes them from requests of shares that are more than
+   a quantum ahead of its own, if these have enough. If not, it is overtaken in at most `MAX_BYPASSES` steps. Then it is
+   overdue: only requests of shares that are more than a quantum behind its own may still be admitted before it, which
+   their service ends, and the pages of those that run come to it. While its adapter is still to be read, which may
+   hang, others go on. An adapter is brought for it when there are pages for both, or such requests have them, and in
+   any case once it is overdue.
+4. When nothing can be computed although something wants to, only adapters can be in the way: cached prefixes that
+   nobody runs with are evicted for whoever needs the pages. All holds but those of the first in line are dropped, so
+   that their adapters can be evicted too. If that changes nothing while nothing is being copied and no freed page is in
+   quarantine, the first in line cannot fit beside what is pinned, and is refused. First in line is the most entitled
+   that runs, or else the first whose adapter has been read.
+5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which waits for no
+   younger one. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of forks go
+   back to ever older requests, so there is no circle.
+6. A beam with a result is idle: it waits, with or without a row or pages, for the other beams of its search, which are
+   as old as it is. When nothing can be computed, idle beams are in the way of the first in line: those of other
+   searches are preempted, the least entitled first, protected or not. So the first search in line always gets its
+   pages and rows, which (by its check on arrival) are not more than there are.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from weft.config import SchedulerConfig
+from weft.engine.failures import EXPIRED, INTERNAL, request_error
+from weft.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
+from weft.engine.fairness.inner_order import inner_order
+from weft.engine.fairness.lengths import Lengths
+from weft.engine.fairness.prices import Prices
+from weft.engine.fairness.tenant_service import TenantService
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.scheduling.beam import BeamSearch
+from weft.engine.scheduling.chunks import Chunks
+from weft.engine.scheduling.kv_pages import KvPages
+from weft.engine.scheduling.outcomes import Outcomes
+from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.preemption import Preemption
+from weft.engine.scheduling.protocols import AdapterResidency
+from weft.engine.scheduling.request_limits import ModelLimits, check_limits
+from weft.engine.scheduling.request_state import RequestPages, RequestState
+from weft.engine.scheduling.request_table import RequestTable
+from weft.engine.scheduling.rows import Rows
+from weft.engine.scheduling.stall import Stall
+from weft.engine.scheduling.step_budget import StepBudget
+from weft.engine.scheduling.waiting import Deadlines
+from weft.engine.status import EngineLoad, TenantLoad
+from weft.errors import (
+    EngineError,
+    InvalidRequestError,
+    QueueFullError,
+    WeftError,
+)
+from weft.memory.block_table import BlockTable
+from weft.memory.eviction import Evictor, PageCosts
+from weft.memory.geometry import PageGeometry
+from weft.memory.host_slab import SwapSpace
+from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Requests from arrival to end. `plan` and `commit` alternate; everything else may come in between.
+
+    Args:
+        config: Limits of a step and of the queue.
+        geometry: Sizes of the pages.
+        pool: Where KV pages come from; shared with the residency.
+        residency: Where adapters are.
+        limits: What the model bounds.
+        evictor: Makes room in the pool.
+        prefixes: KV pages of earlier requests; None does without.
+        swap: Host memory of preempted requests; None does without.
+        costs: Decide between swapping and computing anew.
+        prefix_seed: What a request's KV cache depends on besides its tokens, and who may share it.
+        prices: What the work of a step costs its tenant.
+        clock: Monotonic seconds.
+        draw_seed: Seeds for requests that bring none.
+    """
+
+    def __init__(  # noqa: PLR0913 - all that it decides about
+        self,
+        config: SchedulerConfig,
+        geometry: PageGeometry,
+        pool: PagePool,
+        residency: AdapterResidency,
+        limits: ModelLimits,
+        *,
+        evictor: Evictor,
+        prefixes: PrefixCache | None,
+        swap: SwapSpace | None,
+        costs: PageCosts,
+        prefix_seed: Callable[[GenerationRequest], bytes],
+        prices: Prices | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._pool = pool
+        self._residency = residency
+        self._limits = limits
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._token_s = costs.token_s
+        prices = prices or Prices()
+        self.table = RequestTable(
+            FairOrder(config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output, config.max_running),
+            TenantService(prices, Lengths(), clock),
+            KvPages(geometry, pool, evictor, prefixes=prefixes, swap=swap, costs=costs, prefix_seed=prefix_seed),
+            residency,
+            config.max_running,
+        )
+        """Where every request is."""
+        self._outcomes = Outcomes(self.table, limits)
+        self.finish = self._outcomes.finish
+        """End a request, whatever its state; see `Outcomes.finish`."""
+        self.take_outputs = self._outcomes.take
+        """What happened to requests since the last call."""
+        self._preemption = Preemption(self.table, geometry, pool)
+        self._rows = Rows(self.table, self._preemption, clock, self.finish)
+        budget = StepBudget(config, costs.token_s)
+        self._chunks = Chunks(self.table, self._preemption, budget, geometry.page_tokens)
+        self._stall = Stall(self.table, self._preemption, pool, self.finish)
+        self._deadlines = Deadlines(self.table.requests)
+        self._last_units = 0.0
+        """Price of the step that was committed last."""
+        self._started: set[str] = set()
+        """Requests that got their pages in the step that was planned last."""
+        self._arrivals = 0
+        self._step = 0
+
+    @property
+    def preemptions(self) -> dict[str, int]:
+        """Preemptions since start, by how the request gets its KV cache back."""
+        return self.table.preemptions
+
+    @property
+    def num_running(self) -> int:
+        """Requests with pages, in the step or paused."""
+        return len(self.table.running)
+
+    @property
+    def num_rows(self) -> int:
+        """Requests in the step."""
+        return self.table.num_rows
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without pages."""
+        return len(self.table.waiting)
+
+    @property
+    def num_held_up(self) -> int:
+        """Requests that wait for their adapters to be loaded though there are places for them in a step."""
+        places = self._config.max_running - self.num_rows
+        return min(places, self.table.waiting.num_loading()) if places > 0 else 0
+
+    def has_work(self) -> bool:
+        """Whether a request lives or an output waits to be taken."""
+        return bool(self.table.requests) or self._outcomes.has_outputs
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Take a request in, to wait.
+
+        Raises:
+            QueueFullError: As many requests wait as may.
+            InvalidRequestError: The id is in use, or a token id is unknown.
+            ContextLengthError: Prompt and output are longer than the model takes.
+            NeverFitsError: Even the empty pool is too small, as far as is known.
+        """
+        # Those for whom there is a row only wait for the next plan.
+        num_free_rows = max(self._config.max_running - self.num_rows, 0)
+        if len(self.table.waiting) >= self._config.max_waiting + num_free_rows:
+            raise QueueFullError(
+                f"{len(self.table.waiting)} requests wait already. Try again later.",
+                retry_after_s=self.table.service.retry_after_s(len(self.table.waiting)),
+            )
+        if request.request_id in self.table.requests or request.request_id in self._outcomes.searches:
+            raise InvalidRequestError("request_id must be unique, got one that is in use.", param="request_id")
+        check_limits(request, self._limits)
+        adapter = request.adapter
+        adapter_pages = self._residency.pages_needed(adapter) if adapter else 0
+        self.table.kv.check_fits(request, adapter_pages)
+        search = None
+        if request.beam is not None:
+            search = BeamSearch(request, request.beam, self._limits, self._config.max_running)
+            request = search.begin()
+        self._arrivals += 1
+        state = RequestState(
+            request=request,
+            arrival_index=self._arrivals,
+            arrived_s=self._clock(),
+            seed=self._draw_seed() if request.params.seed is None else request.params.seed,
+            adapter_state=self._residency.state(adapter.digest) if adapter else "base",
+            geometry=self._geometry,
+            pages=RequestPages(table=BlockTable(self._geometry)),
+            adapter_pages=adapter_pages,
+            output_token_ids=list(request.generated_token_ids),
+            priority=request.flow.priority if self._config.policy == "fair" else 0,
+        )
+        self._predict(state)
+        leader = self.table.requests.get(request.fork_of) if request.fork_of is not None else None
+        if leader is not None and self.table.kv.may_fork(leader, state):
+            state.leader, state.num_shared = leader, state.num_prompt - 1
+        if search is not None:
+            search.start(state)
+            self._outcomes.searches[state.request_id] = search
+        self.table.enter(state)
+        if 0 < request.params.max_tokens <= len(state.output_token_ids):
+            self.finish(state.request_id, "length")
+
+    def plan(self) -> StepPlan | None:
+        """What to compute next; None when nothing can be computed now."""
+        now_s = self._clock()
+        self.table.kv.begin_plan()
+        for state in self._deadlines.take_expired(now_s):
+            self.finish(state.request_id, "error", EXPIRED)
+        self.table.order.tick(now_s)
+        draft = PlanBuilder(step=self._step + 1)
+        # Each fork of a beam has a token for itself, so that a search takes a step in every step.
+        num_forks = sum(search.num_forks for search in self._outcomes.searches.values())
+        draft.budget = self._chunks.tokens_left() - num_forks
+        self._rows.fill(draft)
+        self._chunks.plan(draft)
+        self._residency.reserve_pages = self._preemption.room_to_grow() + draft.promised
+        plan = draft.plan()
+        if plan is None:
+            self._stall.resolve(draft)
+            plan = draft.plan()
+        if plan is None:
+            return None
+        if plan.chunks:
+            self._stall.end()
+        self._step = draft.step
+        self._started = draft.started
+        return plan
+
+    def commit(self, plan: StepPlan, results: list[ChunkResult]) -> list[RequestOutput]:
+        """Take in what a step yielded; requests that ended meanwhile are passed over.
+
+        Raises:
+            EngineError: The results are not those of the plan; nothing was committed.
+        """
+        if [chunk.request_id for chunk in plan.chunks] != [result.request_id for result in results]:
+            raise EngineError(f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them")
+        live: list[tuple[RequestState, Chunk]] = []
+        yielded: list[ChunkResult] = []
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            state = self.table.requests.get(chunk.request_id)
+            if state is not None and state.status == "running" and state.last_step == plan.step:
+                live.append((state, chunk))
+                yielded.append(result)
+        charges = self.table.service.charge(live)
+        self.table.order.charge(charges)
+        self._last_units = sum(units for _, units in charges)
+        for (state, chunk), result in zip(live, yielded, strict=True):
+            self._outcomes.advance(state, chunk, result)
+        return self.take_outputs()
+
+    def note_step(self, seconds: float) -> None:
+        """Take note of how long the step took that was committed last."""
+        is_full = self.table.order.num_queued > self.table.waiting.num_loading()
+        self.table.service.note_step(self._last_units, seconds, is_full)
+        self._chunks.note_step(seconds)
+
+    def complete(self, step: int) -> None:
+        """Note that a step is complete, so that pages which it read may be used again."""
+        self._pool.complete(step)
+        self.table.kv.note_complete()
+
+    def fail_adapter(self, digest: str, error: WeftError) -> None:
+        """End the requests that wait for an adapter that cannot be loaded."""
+        for state in [state for state in self.table.waiting if state.digest == digest]:
+            self.finish(state.request_id, "error", request_error(error))
+
+    def fail_step(self, plan: StepPlan) -> None:
+        """End the requests of a failed step with an internal error; what it should have moved or filled is lost."""
+        for chunk in plan.chunks:
+            self.finish(chunk.request_id, "error", INTERNAL)
+        for state in [state for state in self.table.running if state.request_id in self._started]:
+            self._preemption.undo_start(state, plan.step)
+        self.table.lose_swapped(plan.step)
+        self._last_units = 0.0
+        self._chunks.forget_step()
+
+    def fail_running(self) -> None:
+        """End all running requests with an internal error, after a plan that failed."""
+        # The step that was being planned never runs: with those before it, it is complete.
+        has_steps_under_way = self._pool.completed_step < self._step
+        self._step += 1
+        if not has_steps_under_way:
+            self.complete(self._step)
+        for state in list(self.table.running):
+            self.finish(state.request_id, "error", INTERNAL)
+        self.table.lose_swapped(self._step)
+
+    def waiting_reasons(self) -> dict[str, int]:
+        """Requests that wait, by reason."""
+        return self.table.waiting.reasons()
+
+    def load(self, boot_id: str, seq: int) -> EngineLoad:
+        """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
+        return EngineLoad(
+            boot_id=boot_id,
+            seq=seq,
+            rate=self.table.service.full_rate,
+            rows=self._config.max_running,
+            tenants=self.table.service.loads(self.table.running, self.table.waiting.by_tenant, {}),
+            prices=self.table.service.prices,
+        )
+
+    def tenants(self) -> dict[str, TenantLoad]:
+        """What each tenant has here, with the reasons why its requests wait."""
+        reasons: dict[str, Counter[str]] = {}
+        for state in self.table.waiting:
+            reasons.setdefault(state.tenant, Counter())[state.waiting_reason] += 1
+        told = {tenant: dict(counts) for tenant, counts in reasons.items()}
+        return self.table.service.loads(self.table.running, self.table.waiting.by_tenant, told)
+
+    def service_tokens(self, limit: int) -> dict[str, int]:
+        """Tokens computed since start, of the `limit` busiest tenants."""
+        return self.table.service.tokens(limit)
+
+    def service(self, tenant: str) -> float:
+        """Units computed for a tenant since start; what is computed again after a preemption is not counted."""
+        return self.table.service.service(tenant)
+
+    def num_running_base(self) -> int:
+        """Running requests of the base model."""
+        return sum(state.lease is None for state in self.table.running)
+
+    def check(self) -> None:
+        """Verify that every request is in one place, and that pages and references are those of the requests.
+
+        Raises:
+            EngineError: A request is in no place, in two, or has what its place does not allow.
+            PageAccountingError: Pages were lost or are held twice.
+        """
+        self.table.check()
+
+    def _predict(self, state: RequestState) -> None:
+        request, flow = state.request, state.request.flow
+        cap = max(request.params.max_tokens, 1)
+        state.predicted_tokens = self.table.service.lengths.p50(flow.tenant, state.digest, cap)
+        if flow.deadline_s is not None:
+            expires_s = state.arrived_s + flow.deadline_s
+            state.start_by_s = expires_s - self._token_s * state.num_prompt
+            self._deadlines.add(state, expires_s)

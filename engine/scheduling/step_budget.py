@@ -1,0 +1,141 @@
+"""How much a step may compute besides the interactive requests that decode: prompts, and the batch lane.
+
+Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves. The batch lane makes the decoding
+part of a step with interactive requests longer by at most `scheduler.batch_stretch`. For a minute after such a step,
+its own steps are kept as short, so that the next interactive request does not wait long. With a target, all steps
+keep it.
+
+How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
+steps. Units are those of `weft.engine.fairness.tenant_service`; one is the time of a prompt token, so the slope is
+known from the start.
+"""
+
+from __future__ import annotations
+
+import math
+
+from weft.config import SchedulerConfig
+
+MIN_TOKENS = 16
+"""However slow steps are, prompts of interactive requests go on."""
+TARGET_AIM = 0.9
+"""Steps are to take this part of the target: half of them take longer than predicted, and then there is the way to the
+client."""
+KEPT = 0.98
+"""A step counts as much as the one after it, times this."""
+PRIOR_VARIANCE = 64.0
+"""Units squared; steps that differ by less tell little about the slope, and the one measured at start is kept."""
+MAX_SLOPE_ERROR = 4.0
+"""The slope is never off the one measured at start by more than this factor."""
+MAX_SURPRISE = 3.0
+"""A step that took longer than this multiple of what was predicted, and of the mean, counts as that: the machine
+paused."""
+USUAL_SHARE = 0.05
+"""What the last step counts in the mean of steps with interactive requests."""
+KEEPS_SHORT_S = 60.0
+"""So long after the last interactive request, by the time of steps, the batch lane fills whole steps again."""
+
+
+class StepTime:
+    """Predicts the seconds of a step from its units, by weighted least squares.
+
+    Args:
+        unit_s: Seconds of a unit, as measured at start.
+    """
+
+    def __init__(self, unit_s: float) -> None:
+        self._start_unit_s = unit_s
+        self._weight = self._units = self._seconds = self._variance = self._covariance = 0.0
+
+    def note(self, units: float, seconds: float) -> None:
+        """Learn from a step."""
+        if self._weight > 1 / (1 - KEPT) / 2:
+            seconds = min(seconds, MAX_SURPRISE * max(self.seconds(units), self._seconds))
+        self._weight = self._weight * KEPT + 1
+        share = 1 / self._weight
+        units_off, seconds_off = units - self._units, seconds - self._seconds
+        self._units += share * units_off
+        self._seconds += share * seconds_off
+        self._variance = (1 - share) * (self._variance + share * units_off * units_off)
+        self._covariance = (1 - share) * (self._covariance + share * units_off * seconds_off)
+
+    @property
+    def unit_s(self) -> float:
+        """Seconds of one more unit."""
+        start_s = self._start_unit_s
+        slope = (self._covariance + PRIOR_VARIANCE * start_s) / (self._variance + PRIOR_VARIANCE)
+        return min(max(slope, start_s / MAX_SLOPE_ERROR), start_s * MAX_SLOPE_ERROR)
+
+    def seconds(self, units: float) -> float:
+        """How long a step of so many units takes; negative where units say more than they cost."""
+        return self._seconds + self.unit_s * (units - self._units)
+
+    def units(self, seconds: float) -> float:
+        """Units of a step that takes so long."""
+        return self._units + (seconds - self._seconds) / self.unit_s
+
+
+class StepBudget:
+    """What steps may compute.
+
+    Args:
+        config: The largest step, the target, and the stretch.
+        unit_s: Seconds of a unit, as measured at start.
+    """
+
+    def __init__(self, config: SchedulerConfig, unit_s: float) -> None:
+        self._max_tokens = config.step_tokens
+        self._target_s = None if config.itl_target_ms is None else TARGET_AIM * config.itl_target_ms / 1000
+        self._stretch = config.batch_stretch
+        self._time = StepTime(unit_s)
+        self._usual_s = 0.0
+        """What steps with interactive requests take of late, without the part of the batch lane."""
+        self._batch_s = math.inf
+        """Time of steps since the last one with an interactive request."""
+
+    @property
+    def has_target(self) -> bool:
+        """Whether steps have a target."""
+        return self._target_s is not None
+
+    @property
+    def keeps_short(self) -> bool:
+        """Whether interactive requests were there of late, so that steps of the batch lane are kept short."""
+        return self._batch_s < KEEPS_SHORT_S
+
+    def tokens(self, num_decoding: int) -> int:
+        """Tokens for prompts, and for the batch lane beside interactive requests, with so many others in the step."""
+        return self._max_tokens - num_decoding
+
+    def units(self, decoding: float) -> float:
+        """Units that a target leaves beside interactive requests that decode for so many; may be below 0."""
+        return math.inf if self._target_s is None else self._time.units(self._target_s) - decoding
+
+    def batch_units(self, decoding: float | None) -> float:
+        """Units for the batch lane, besides the bound of `units`.
+
+        Args:
+            decoding: Units of the interactive requests that decode in the step. Prompts do not count: the longer one
+                is, the longer a first token waits anyway. None: no interactive request is in the step.
+        """
+        if self._target_s is not None:
+            return math.inf
+        if decoding is None:
+            return self._time.units(self._stretch * self._usual_s)
+        return (self._stretch - 1) * max(self._time.seconds(decoding), 0.0) / self._time.unit_s
+
+    def note_step(self, units: float, batch_units: float, seconds: float, has_interactive: bool) -> None:
+        """Learn from a step.
+
+        Args:
+            units: What it computed, priced; 0 where it was not counted.
+            batch_units: The part of the batch lane.
+            seconds: How long it took.
+            has_interactive: Whether an interactive request was in it.
+        """
+        self._batch_s = 0.0 if has_interactive else self._batch_s + seconds
+        if units:
+            self._time.note(units, seconds)
+        if has_interactive:
+            own_s = max(seconds - batch_units * self._time.unit_s, 0.0)
+            self._usual_s += (own_s - self._usual_s) * (USUAL_SHARE if self._usual_s else 1.0)

@@ -1,0 +1,137 @@
+"""Paged attention on the CPU in C++ (`native/attention.cpp`): keys and values are read where they lie in the pages."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.kernels import attend as composed
+from weft.kernels.attend import HeadNorms
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.checks import expect_that
+from weft.kernels.kv_slots import KvSlots
+from weft.kernels.native.library import native_function
+from weft.kernels.plain.attention import check_operands
+
+TASK_ROWS = 128
+"""Query rows, over the heads of a KV group, that are computed together."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of a step's query rows over keys and values in pages.
+
+    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. Keys and values must have the same
+    strides. As long as values are finite, a row comes out bitwise the same whatever else is in the batch and however
+    its prompt was cut.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+        MemoryError: There is none left.
+    """
+    check_operands(q, k_pages, v_pages, batch, sliding_window)
+    expect_that("q", q.stride(2) == 1, "consecutive elements", q.stride())
+    tasks = _tasks(batch, q.shape[1], k_pages.shape[1])
+    out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
+    is_short = native_function("attention", q.dtype, "i" * 16 + "ffii", ctypes.c_bool)(
+        *(q.data_ptr(), q.stride(0), q.stride(1)),
+        *_page_arguments(k_pages, v_pages),
+        *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
+        *(k_pages.shape[1], q.shape[1] // k_pages.shape[1], q.shape[2]),
+        *(scale, softcap or 0.0, sliding_window or 0, out.data_ptr()),
+    )
+    _expect_memory(is_short)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the layers of a step share."""
+
+    tasks: np.ndarray
+    out: torch.Tensor
+
+
+def attend(
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: KvSlots,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """All of a layer between its fused projection and its output projection.
+
+    Semantics and arguments: `weft.kernels.attend.attend`. The result is overwritten by the next call with the
+    same batch.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+        MemoryError: There is none left.
+    """
+    # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    key = (
+        *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window, slot_mapping.mapping.shape),
+        *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
+        *(k_pages.shape, k_pages.stride(), k_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.dtype),
+    )
+    heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    num_heads = qkv.shape[1] // head_dim - 2 * heads
+
+    composed.check_norms(norms, qkv, head_dim)  # other tensors in each layer
+
+    def prepare() -> _Prepared:
+        composed.check_operands(qkv, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window)
+        return _Prepared(_tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim)))
+
+    prepared: _Prepared = batch.keep(key, prepare)
+    q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
+    tasks = prepared.tasks
+    is_short = native_function("attend", qkv.dtype, "iiiifiii" + "i" * 13 + "fii", ctypes.c_bool)(
+        *(qkv.data_ptr(), len(qkv), q_norm, k_norm, eps),
+        *(cos.data_ptr(), sin.data_ptr(), slot_mapping.mapping.data_ptr()),
+        *_page_arguments(k_pages, v_pages),
+        *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
+        *(heads, num_heads // heads, head_dim),
+        *(scale, sliding_window or 0, prepared.out.data_ptr()),
+    )
+    _expect_memory(is_short)
+    return prepared.out
+
+
+def _expect_memory(is_short: bool) -> None:
+    if is_short:
+        raise MemoryError("no memory left for attention; see memory.gib and memory.host_gib, which may be smaller")
+
+
+def _page_arguments(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[int, ...]:
+    strides = k_pages.stride()
+    expect_that("v_pages", v_pages.stride() == strides, f"the strides of k_pages, {strides}", v_pages.stride())
+    return (k_pages.data_ptr(), v_pages.data_ptr(), *strides[:3], k_pages.shape[2])
+
+
+def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:
+    """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys that the first row sees."""
+    most = max(1, TASK_ROWS * num_kv_heads // num_heads)
+    tasks, row = [], 0
+    for request, (rows, context) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):
+        if context:
+            first = context - rows + 1
+            tasks += [(request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)]
+        row += rows
+    tasks.sort(key=lambda task: -task[2] * task[3])  # the dearest first, so that no thread is left with one at the end
+    return np.array(tasks, dtype=np.int32).reshape(-1, 4)

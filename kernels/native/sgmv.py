@@ -1,0 +1,82 @@
+"""SGMV on the CPU in C++ (`native/sgmv.cpp`): weights are read where they lie in the pages."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from weft.kernels.checks import expect_that
+from weft.kernels.native.library import native_function
+from weft.kernels.sgmv import GROUP_ROWS, SgmvSite, SgmvTables, Tiles, check_operands
+
+MAX_RANK = 256
+"""What `native/sgmv.cpp` has room for."""
+
+
+def sgmv(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    arena_elements: torch.Tensor,
+    tables: SgmvTables,
+    tiles: Tiles,
+    site: SgmvSite,
+    layer: int,
+) -> None:
+    """Add the low-rank products of every tile's adapter to its rows.
+
+    Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`. Deterministic, and a row's result does not depend on
+    the other rows.
+
+    Raises:
+        ValueError: An operand does not fit.
+    """
+    # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    key = (site, x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, id(arena_elements), id(tables))
+    if key not in tiles.checked:
+        check_operands(x, y, arena_elements, tables, tiles, site, layer)
+        expect_that(
+            "offsets", tables.offsets.shape[4] * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape
+        )
+        for name in ("slot", "start", "length"):
+            _expect_contiguous(f"tiles.{name}", getattr(tiles, name))
+        for name in ("offsets", "ranks", "scalings"):
+            _expect_contiguous(name, getattr(tables, name))
+        tiles.checked[key] = (arena_elements, tables)
+    _, num_layers, num_modules, _, groups = tables.offsets.shape
+    expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
+    num_slices = len(site.modules)
+    bridge = x.new_empty(len(x) * num_slices * groups * GROUP_ROWS, dtype=torch.float32)
+    native_function("sgmv", x.dtype, "i" * 21)(
+        x.data_ptr(),
+        x.stride(0),
+        y.data_ptr(),
+        y.stride(0),
+        arena_elements.data_ptr(),
+        tables.offsets.data_ptr(),
+        tables.ranks.data_ptr(),
+        tables.scalings.data_ptr(),
+        num_layers,
+        num_modules,
+        groups,
+        tiles.slot.data_ptr(),
+        tiles.start.data_ptr(),
+        tiles.length.data_ptr(),
+        len(tiles.slot),
+        layer,
+        site.modules[0],
+        num_slices,
+        site.in_features,
+        ctypes.addressof(_widths(site.widths)),
+        bridge.data_ptr(),
+    )
+
+
+def _expect_contiguous(name: str, tensor: torch.Tensor) -> None:
+    expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
+
+
+@functools.cache
+def _widths(widths: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(widths))(*widths)

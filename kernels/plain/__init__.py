@@ -1,0 +1,1 @@
+"""Every operation in torch operators: the definition, and what runs where there is no compiler."""

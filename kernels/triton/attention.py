@@ -1,0 +1,394 @@
+"""Paged attention in Triton: a split-KV kernel for single query rows, a tiled kernel for prompt chunks.
+
+Flash-Decoding (Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html) for items, FlashAttention
+(arXiv:2205.14135) with the heads of a KV group as rows of a tile for chunks. A row's keys are divided at multiples of a
+fixed number of tokens, so its result does not depend on what else is in the batch. Page ids and all strides of the
+arena are int64: an arena may be larger than 2^31 elements. Out-of-range keys and values are replaced by select.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.checks import expect_that
+from weft.kernels.plain.attention import check_operands
+
+SPLIT_TOKENS = 256
+"""Keys that one program of the item kernel reads."""
+
+
+@triton.jit
+def _scores(q, k, live, scale, softcap, SOFTCAP: tl.constexpr):
+    # In units of log2, so that exp2 can be used; masked by select, never by arithmetic.
+    s = tl.dot(q, k, input_precision="ieee") * scale
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact in both limits.
+        s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
+    return tl.where(live, s * 1.4426950408889634, float("-inf"))
+
+
+@triton.jit
+def _load_keys(pages, place, live_n, d, live_d, INTERPRET: tl.constexpr):
+    """Keys of the tokens at `place`, [BLOCK_D, BLOCK_N]; zero where there are none."""
+    k = tl.load(pages + place[None, :] + d[:, None], mask=live_d[:, None] & live_n[None, :], other=0.0)
+    if INTERPRET:
+        k = k.to(tl.float32)
+    return k
+
+
+@triton.jit
+def _load_values(pages, place, live_n, d, live_d, INTERPRET: tl.constexpr):
+    """Values of the tokens at `place`, [BLOCK_N, BLOCK_D]; zero where there are none."""
+    v = tl.load(pages + place[:, None] + d[None, :], mask=live_n[:, None] & live_d[None, :], other=0.0)
+    if INTERPRET:
+        v = v.to(tl.float32)
+    return v
+
+
+@triton.jit(do_not_specialize=["table_row"])
+def item_kernel(
+    q,
+    k_pages,
+    v_pages,
+    out,
+    partial,
+    partial_max,
+    partial_sum,
+    block_table,
+    item_rows,
+    item_requests,
+    item_lens,
+    scale,
+    softcap,
+    q_row: tl.int64,
+    q_head: tl.int64,
+    out_row: tl.int64,
+    out_head: tl.int64,
+    k_page: tl.int64,
+    k_head: tl.int64,
+    k_token: tl.int64,
+    v_page: tl.int64,
+    v_head: tl.int64,
+    v_token: tl.int64,
+    table_row: tl.int64,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Attention of one item's heads of one KV group over one split of its keys. Grid: (items, Hkv, NUM_SPLITS).
+
+    With one split the result goes to `out`; else the unnormalised sum, the running maximum and the sum of weights go to
+    the partial tensors, [items, Hq, NUM_SPLITS(, D)].
+    """
+    item = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(item_lens + item)
+    begin = split * SPLIT
+    end = tl.minimum(length, begin + SPLIT)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, length - WINDOW)
+    if (begin >= end) & (NUM_SPLITS > 1):
+        return
+    row = tl.load(item_rows + item).to(tl.int64)
+    table = block_table + tl.load(item_requests + item).to(tl.int64) * table_row
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    live_g = g < GROUP
+    live_d = d < D
+    head = kv_head * GROUP + g
+    query = tl.load(
+        q + row * q_row + head[:, None] * q_head + d[None, :], mask=live_g[:, None] & live_d[None, :], other=0.0
+    )
+    if INTERPRET:
+        query = query.to(tl.float32)
+    top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        live_n = n < end
+        page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
+        token = (n % PAGE_TOKENS).to(tl.int64)
+        k = _load_keys(k_pages + kv_head * k_head, page * k_page + token * k_token, live_n, d, live_d, INTERPRET)
+        v = _load_values(v_pages + kv_head * v_head, page * v_page + token * v_token, live_n, d, live_d, INTERPRET)
+        s = _scores(query, k, live_n[None, :], scale, softcap, SOFTCAP)
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(s - new_top[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    if NUM_SPLITS == 1:
+        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        place = out + row * out_row + head[:, None] * out_head + d[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=live_g[:, None] & live_d[None, :])
+    else:
+        heads = tl.num_programs(1) * GROUP
+        place = (item * heads + head) * NUM_SPLITS + split
+        tl.store(partial + place[:, None] * D + d[None, :], acc, mask=live_g[:, None] & live_d[None, :])
+        tl.store(partial_max + place, top, mask=live_g)
+        tl.store(partial_sum + place, total, mask=live_g)
+
+
+@triton.jit
+def reduce_kernel(
+    partial,
+    partial_max,
+    partial_sum,
+    out,
+    item_rows,
+    item_lens,
+    out_row: tl.int64,
+    out_head: tl.int64,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Merge the splits of one head of one item. Grid: (items, Hq). Splits that were not computed are not read."""
+    item = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    length = tl.load(item_lens + item)
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    s = tl.arange(0, BLOCK_S)
+    live_s = (s < NUM_SPLITS) & (s * SPLIT < length) & ((s + 1) * SPLIT > first)
+    d = tl.arange(0, BLOCK_D)
+    place = (item * tl.num_programs(1) + head) * NUM_SPLITS + s
+    top = tl.load(partial_max + place, mask=live_s, other=float("-inf"))
+    best = tl.max(top, axis=0)
+    weight = tl.where(live_s, tl.exp2(top - best), 0.0)
+    total = tl.sum(weight * tl.load(partial_sum + place, mask=live_s, other=0.0), axis=0)
+    values = tl.load(partial + place[:, None] * D + d[None, :], mask=live_s[:, None] & (d < D)[None, :], other=0.0)
+    result = tl.sum(weight[:, None] * values, axis=0) / tl.where(total > 0.0, total, 1.0)
+    row = tl.load(item_rows + item).to(tl.int64)
+    tl.store(out + row * out_row + head * out_head + d, result.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["table_row"])
+def chunk_kernel(
+    q,
+    k_pages,
+    v_pages,
+    out,
+    block_table,
+    query_indptr,
+    context_lens,
+    tile_requests,
+    tile_starts,
+    scale,
+    softcap,
+    q_row: tl.int64,
+    q_head: tl.int64,
+    out_row: tl.int64,
+    out_head: tl.int64,
+    k_page: tl.int64,
+    k_head: tl.int64,
+    k_token: tl.int64,
+    v_page: tl.int64,
+    v_head: tl.int64,
+    v_token: tl.int64,
+    table_row: tl.int64,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Attention of BLOCK_M // GROUP query rows of one request and the heads of one KV group. Grid: (tiles, Hkv)."""
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    request = tl.load(tile_requests + tile)
+    tile_start = tl.load(tile_starts + tile)
+    first_row = tl.load(query_indptr + request)
+    num_rows = tl.load(query_indptr + request + 1) - first_row
+    context = tl.load(context_lens + request)
+    table = block_table + request.to(tl.int64) * table_row
+    m = tl.arange(0, BLOCK_M)
+    index = tile_start + m // GROUP
+    live_m = (m < ROWS * GROUP) & (index < num_rows)
+    position = context - num_rows + index
+    row = (first_row + index).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    d = tl.arange(0, BLOCK_D)
+    live_d = d < D
+    live = live_m[:, None] & live_d[None, :]
+    query = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live, other=0.0)
+    if INTERPRET:
+        query = query.to(tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end = context - num_rows + tl.minimum(tile_start + ROWS, num_rows)
+    begin = end * 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - num_rows + tile_start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        live_n = n < end
+        page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
+        token = (n % PAGE_TOKENS).to(tl.int64)
+        k = _load_keys(k_pages + kv_head * k_head, page * k_page + token * k_token, live_n, d, live_d, INTERPRET)
+        v = _load_values(v_pages + kv_head * v_head, page * v_page + token * v_token, live_n, d, live_d, INTERPRET)
+        seen = (n[None, :] <= position[:, None]) & live_n[None, :]
+        if WINDOW > 0:
+            seen = seen & (n[None, :] > position[:, None] - WINDOW)
+        s = _scores(query, k, seen, scale, softcap, SOFTCAP)
+        new_top = tl.maximum(top, tl.max(s, axis=1))
+        # A row that has seen no key yet keeps -inf; the difference of two infinities is not a number.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp2(top - base)
+        p = tl.exp2(s - base[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    place = out + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=live)
+
+
+INTERPRET = not isinstance(item_kernel, triton.runtime.JITFunction)
+"""Whether the kernels run through Triton's interpreter; decided by TRITON_INTERPRET when this module is imported."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of a step's query rows over keys and values in pages.
+
+    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. The grid depends on the numbers of
+    items and tiles and on `batch.max_item_len`, not on the lengths themselves.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    check_operands(q, k_pages, v_pages, batch, sliding_window)
+    expect_that("q", q.stride(2) == 1, "heads of consecutive elements", q.stride())
+    covered = len(batch.items_host[0]) + sum(chunk.query_len for chunk in batch.chunks)
+    out = q.new_empty(q.shape) if covered == q.shape[0] else q.new_zeros(q.shape)
+    strides = (
+        *q.stride()[:2],
+        *out.stride()[:2],
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        batch.block_table.stride(0),
+    )
+    shared = {
+        "GROUP": q.shape[1] // k_pages.shape[1],
+        "D": q.shape[2],
+        "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
+        "PAGE_TOKENS": batch.page_tokens,
+        "WINDOW": sliding_window or 0,
+        "SOFTCAP": bool(softcap),
+        "INTERPRET": INTERPRET,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+    if len(batch.items_host[0]):
+        _launch_items(q, k_pages, v_pages, out, batch, scale, softcap or 0.0, strides, shared)
+    if batch.chunks:
+        _launch_chunks(q, k_pages, v_pages, out, batch, scale, softcap or 0.0, strides, shared)
+    return out
+
+
+def _launch_items(q, k_pages, v_pages, out, batch: AttentionBatch, scale, softcap, strides, shared) -> None:
+    num_items, num_heads, head_dim = len(batch.items_host[0]), q.shape[1], q.shape[2]
+    num_splits = max(1, -(-batch.max_item_len // SPLIT_TOKENS))
+    split = SPLIT_TOKENS if num_splits > 1 else max(SPLIT_TOKENS, batch.max_item_len)
+    wide = {"dtype": torch.float32, "device": q.device}
+    cells = (num_items, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
+    partial = torch.empty((*cells, head_dim), **wide)
+    partial_max, partial_sum = torch.empty(cells, **wide), torch.empty(cells, **wide)
+    item_kernel[(num_items, k_pages.shape[1], num_splits)](
+        q,
+        k_pages,
+        v_pages,
+        out,
+        partial,
+        partial_max,
+        partial_sum,
+        batch.block_table,
+        batch.item_rows,
+        batch.item_requests,
+        batch.item_lens,
+        scale,
+        softcap,
+        *strides,
+        BLOCK_G=max(16, triton.next_power_of_2(shared["GROUP"])),
+        BLOCK_N=64,
+        SPLIT=split,
+        NUM_SPLITS=num_splits,
+        **shared,
+    )
+    if num_splits > 1:
+        reduce_kernel[(num_items, num_heads)](
+            partial,
+            partial_max,
+            partial_sum,
+            out,
+            batch.item_rows,
+            batch.item_lens,
+            *out.stride()[:2],
+            D=head_dim,
+            BLOCK_D=shared["BLOCK_D"],
+            SPLIT=split,
+            NUM_SPLITS=num_splits,
+            BLOCK_S=triton.next_power_of_2(num_splits),
+            WINDOW=shared["WINDOW"],
+            num_warps=4,
+        )
+
+
+def _launch_chunks(q, k_pages, v_pages, out, batch: AttentionBatch, scale, softcap, strides, shared) -> None:
+    block_m = max(64, triton.next_power_of_2(shared["GROUP"]))
+    tiles = batch.keep(("chunk tiles", block_m // shared["GROUP"]), lambda: _tiles(batch, block_m // shared["GROUP"]))
+    chunk_kernel[(tiles.shape[1], k_pages.shape[1])](
+        q,
+        k_pages,
+        v_pages,
+        out,
+        batch.block_table,
+        batch.query_indptr,
+        batch.context_lens,
+        tiles[0],
+        tiles[1],
+        scale,
+        softcap,
+        *strides,
+        BLOCK_M=block_m,
+        BLOCK_N=64,
+        **shared,
+    )
+
+
+def _tiles(batch: AttentionBatch, rows: int) -> torch.Tensor:
+    """Request and first query row of each tile of at most `rows` rows, [2, tiles], int32."""
+    pairs = [(chunk.request, start) for chunk in batch.chunks for start in range(0, chunk.query_len, rows)]
+    return torch.from_numpy(np.array(pairs, dtype=np.int32).T.copy()).to(batch.block_table.device)

@@ -1,0 +1,298 @@
+"""Operations that pass over rows once, in Triton: a norm reads a vector once, a gate takes one pass instead of two."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.checks import expect, expect_that
+from weft.kernels.kv_slots import KvSlots
+from weft.kernels.plain.rows import check_kv_write, check_rope, check_silu_and_mul
+
+GATE_BLOCK = 1024
+"""Elements of a gate that one program computes."""
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    new_residual,
+    heads,
+    x_row: tl.int64,
+    x_head: tl.int64,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """`out[row, head] = rms_norm(x[row, head] (+ residual))`. Grid: (rows * heads,)."""
+    program = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    live = n < N
+    source = x + (program // heads) * x_row + (program % heads) * x_head + n
+    value = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + program * N + n, mask=live, other=0.0).to(tl.float32)
+        rounded = value.to(new_residual.dtype.element_ty)
+        tl.store(new_residual + program * N + n, rounded, mask=live)
+        value = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / N + eps)
+    value = value * scale * tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + program * N + n, value.to(out.dtype.element_ty), mask=live)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Scale every vector of the last dimension to unit root mean square, then by `weight`.
+
+    Semantics: `weft.kernels.plain.rows.rms_norm`.
+
+    Args:
+        x: [T, N] or [T, H, N]; rows and heads may be strided (a slice of a fused projection), vectors may not.
+        weight: [N], dtype of x.
+        eps: Added to the mean square.
+
+    Returns:
+        Like x, contiguous.
+
+    Raises:
+        ValueError: A shape, dtype or stride does not fit.
+    """
+    expect("weight", weight, (x.shape[-1],), x.dtype, x.device)
+    expect_that("x", x.dim() in (2, 3) and x.stride(-1) == 1, "[T, N] or [T, H, N], consecutive vectors", x.shape)
+    heads = x.shape[1] if x.dim() == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, x, weight, out, out, heads, eps, add=False)
+    return out
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the residual stream, then normalise, in one pass.
+
+    Semantics: `weft.kernels.plain.rows.fused_add_rms_norm`. Neither input is changed.
+
+    Raises:
+        ValueError: A shape, dtype or stride does not fit.
+    """
+    expect("x", x, (None, weight.shape[0]))
+    expect("residual", residual, x.shape, x.dtype, x.device)
+    expect("weight", weight, (x.shape[1],), x.dtype, x.device)
+    expect_that("residual", residual.is_contiguous() and x.stride(-1) == 1, "consecutive rows", residual.stride())
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_residual = torch.empty_like(out)
+    _launch_norm(x, residual, weight, out, new_residual, 1, eps, add=True)
+    return out, new_residual
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    new_residual: torch.Tensor,
+    heads: int,
+    eps: float,
+    add: bool,
+) -> None:
+    if x.numel() == 0:
+        return
+    features = x.shape[-1]
+    block = triton.next_power_of_2(features)
+    rms_norm_kernel[(x.shape[0] * heads,)](
+        x,
+        residual,
+        weight,
+        out,
+        new_residual,
+        heads,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        eps,
+        N=features,
+        BLOCK=block,
+        ADD=add,
+        num_warps=min(16, max(1, block // 256)),
+    )
+
+
+@triton.jit
+def rope_kernel(
+    q,
+    k,
+    cos,
+    sin,
+    q_heads,
+    k_heads,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Rotate all heads of one token. Grid: (T, cdiv(Hq, BLOCK_H) + cdiv(Hkv, BLOCK_H))."""
+    token = tl.program_id(0).to(tl.int64)
+    q_blocks = tl.cdiv(q_heads, BLOCK_H)
+    block = tl.program_id(1)
+    i = tl.arange(0, BLOCK_D)
+    live_i = i < HALF
+    c = tl.load(cos + token * 2 * HALF + i, mask=live_i, other=0.0)[None, :]
+    s = tl.load(sin + token * 2 * HALF + HALF + i, mask=live_i, other=0.0)[None, :]  # the first half's are negative
+    if block < q_blocks:
+        head = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        _rotate(q + token * q_token + head[:, None] * q_head + i[None, :], head < q_heads, live_i, c, s, HALF)
+    else:
+        head = (block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+        _rotate(k + token * k_token + head[:, None] * k_head + i[None, :], head < k_heads, live_i, c, s, HALF)
+
+
+@triton.jit
+def _rotate(pointers, live_head, live_i, c, s, HALF: tl.constexpr):
+    live = live_head[:, None] & live_i[None, :]
+    stored = tl.load(pointers, mask=live, other=0.0)
+    first = stored.to(tl.float32)
+    second = tl.load(pointers + HALF, mask=live, other=0.0).to(tl.float32)
+    tl.store(pointers, (first * c - second * s).to(stored.dtype), mask=live)
+    tl.store(pointers + HALF, (second * c + first * s).to(stored.dtype), mask=live)
+
+
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate queries and keys by their positions, in place.
+
+    Semantics and arguments: `weft.kernels.plain.rows.rope`.
+
+    Raises:
+        ValueError: A shape, dtype or stride does not fit.
+    """
+    check_rope(q, k, cos, sin)
+    expect_that("q", q.stride(2) == 1 and k.stride(2) == 1, "heads of consecutive elements", q.stride())
+    expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous tables", cos.stride())
+    num_tokens, q_heads, head_dim = q.shape
+    if num_tokens == 0:
+        return
+    block_h = min(16, triton.next_power_of_2(q_heads))
+    rope_kernel[(num_tokens, -(-q_heads // block_h) + -(-k.shape[1] // block_h))](
+        q,
+        k,
+        cos,
+        sin,
+        q_heads,
+        k.shape[1],
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        HALF=head_dim // 2,
+        BLOCK_H=block_h,
+        BLOCK_D=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
+    """`out[row, n] = silu(gate_up[row, n]) * gate_up[row, N + n]`. Grid: (rows, cdiv(N, BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = n < N
+    gate = tl.load(gate_up + row * 2 * N + n, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * N + N + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=live)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Multiply each element by its gate.
+
+    Semantics and arguments: `weft.kernels.plain.rows.silu_and_mul`.
+
+    Raises:
+        ValueError: The shape or stride does not fit.
+    """
+    check_silu_and_mul(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, width))
+    if out.numel():
+        silu_and_mul_kernel[(rows, triton.cdiv(width, GATE_BLOCK))](gate_up, out, N=width, BLOCK=GATE_BLOCK)
+    return out
+
+
+@triton.jit
+def kv_write_kernel(
+    k,
+    v,
+    k_pages,
+    v_pages,
+    slot_mapping,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    k_page: tl.int64,
+    k_page_head: tl.int64,
+    k_page_token: tl.int64,
+    v_page: tl.int64,
+    v_page_head: tl.int64,
+    v_page_token: tl.int64,
+    PAGE_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy all heads of one token. Grid: (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    page = slot // PAGE_TOKENS
+    offset = slot % PAGE_TOKENS
+    i = tl.arange(0, BLOCK)
+    live = i < HEADS * D
+    head = (i // D).to(tl.int64)
+    d = i % D
+    key = tl.load(k + token * k_token + head * k_head + d, mask=live)
+    value = tl.load(v + token * v_token + head * v_head + d, mask=live)
+    tl.store(k_pages + page * k_page + head * k_page_head + offset * k_page_token + d, key, mask=live)
+    tl.store(v_pages + page * v_page + head * v_page_head + offset * v_page_token + d, value, mask=live)
+
+
+def kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: KvSlots,
+) -> None:
+    """Store the keys and values of a step's tokens in their pages.
+
+    Semantics and arguments: `weft.kernels.plain.rows.kv_write`.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    check_kv_write(k, v, k_pages, v_pages, slot_mapping)
+    expect_that("k", k.stride(2) == 1 == v.stride(2), "heads of consecutive elements", k.stride())
+    num_tokens, heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    kv_write_kernel[(num_tokens,)](
+        k,
+        v,
+        k_pages,
+        v_pages,
+        slot_mapping.mapping,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_pages.stride()[:3],
+        *v_pages.stride()[:3],
+        PAGE_TOKENS=k_pages.shape[2],
+        HEADS=heads,
+        D=head_dim,
+        BLOCK=triton.next_power_of_2(heads * head_dim),
+        num_warps=4,
+    )

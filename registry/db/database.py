@@ -1,0 +1,237 @@
+"""The database: one async engine, short read and write transactions, errors in Weft's own words.
+
+SQLite or PostgreSQL, by the URL; both let one writer in at a time and show readers one snapshot. Knows nothing of
+what the tables mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Engine, Executable, make_url, text
+from sqlalchemy.dialects import postgresql as postgresql_dialect
+from sqlalchemy.dialects import sqlite as sqlite_dialect
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session
+
+from weft.errors import CapacityError, ConfigError
+from weft.registry.db import postgres, sqlite
+from weft.registry.db.migrations import upgrade
+
+RETRY_MS = 50
+TURN_S = 30.0
+"""Longest wait for the writers before us in this process: a long queue is no outage, one behind a dead database is."""
+CLOSE_S = 1.0
+"""Seconds that reads may still take when the database closes; then they are cancelled."""
+_WRITER = {"weft_writer": True}
+
+
+class Database:
+    """Transactions over one database.
+
+    Thread: the event loop that opened it. Writers queue for one lock in this process, and for the database's own
+    lock between processes.
+    """
+
+    def __init__(self, engine: AsyncEngine, reader: Engine | None, revisions: tuple[str | None, str | None]) -> None:
+        self.revision_before, self.revision = revisions
+        """The schema's revision when it was found, and now; None for an empty database."""
+        self._engine = engine
+        self._reader = reader
+        """Reads in a thread what one statement finds, where that is quicker."""
+        self._threads = ThreadPoolExecutor(sqlite.MAX_READERS, "registry-reader")
+        self._writer = asyncio.Lock()
+        self._reads: dict[asyncio.Future[None], asyncio.Task[object] | None] = {}
+        """The end of each read under way, and the task that reads."""
+        self._read_sessions = async_sessionmaker(engine, expire_on_commit=False)
+        self._write_sessions = async_sessionmaker(engine.execution_options(**_WRITER), expire_on_commit=False)
+
+    @classmethod
+    async def open(cls, url: str | None, data_dir: Path) -> Database:
+        """Connect, and bring the schema to this version's.
+
+        Args:
+            url: `sqlite:///PATH` or `postgresql://...`; None takes `registry.sqlite` in `data_dir`.
+            data_dir: Folder for the default database.
+
+        Raises:
+            ConfigError: The URL is neither, the database cannot be used, or a newer Weft wrote it.
+        """
+        parsed = database_url(url, data_dir)
+        is_sqlite = parsed.get_backend_name() == "sqlite"
+        engine = sqlite.open_sqlite(parsed) if is_sqlite else postgres.open_postgres(parsed)
+        try:
+            revisions = await _upgrade(engine)
+        except DBAPIError as error:
+            await engine.dispose()
+            raise ConfigError(
+                f"registry.database_url names a database that cannot be used: {_reason(error)}",
+                param="registry.database_url",
+            ) from error
+        except BaseException:
+            await engine.dispose()
+            raise
+        return cls(engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions)
+
+    async def close(self) -> None:
+        """Close all connections, after what is being read, which has `CLOSE_S` seconds."""
+        reads = {end: task for end, task in self._reads.items() if task not in (None, asyncio.current_task())}
+        if reads:
+            _, slow = await asyncio.wait(reads, timeout=CLOSE_S)
+            tasks = {task for end in slow if (task := reads[end]) is not None}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False)
+        if self._reader is not None:
+            self._reader.dispose()
+        await self._engine.dispose()
+
+    async def check(self) -> None:
+        """Return if the database answers.
+
+        Raises:
+            CapacityError: It does not; code db.unavailable.
+        """
+        await self.rows(text("SELECT 1"))
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """A transaction that only reads, on one snapshot.
+
+        Raises:
+            CapacityError: The database cannot answer; code db.unavailable.
+        """
+        end = asyncio.get_running_loop().create_future()
+        self._reads[end] = asyncio.current_task()
+        try:
+            with _own_errors():
+                async with self._read_sessions() as session, session.begin():
+                    yield session
+        finally:
+            del self._reads[end]
+            end.set_result(None)
+
+    async def rows(self, statement: Executable, values: Mapping[str, object] | None = None) -> Sequence[Any]:
+        """What one statement finds, with these values for its parameters.
+
+        Raises:
+            CapacityError: The database cannot answer; code db.unavailable.
+        """
+        async with self.read() as session:  # it takes a connection only when it is used
+            if self._reader is None:
+                return (await session.execute(statement, values)).all()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._rows_now, statement, values)
+
+    def _rows_now(self, statement: Executable, values: Mapping[str, object] | None) -> Sequence[Any]:
+        with Session(self._reader) as session:
+            return session.execute(statement, values).all()
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """A transaction that may write; commits at the end, rolls back on an error.
+
+        Raises:
+            CapacityError: The database cannot answer; code db.unavailable, or storage.full.
+        """
+        with _own_errors():
+            async with turn(self._writer), self._write_sessions() as session, session.begin():
+                await session.connection()
+                yield session
+
+
+async def _upgrade(engine: AsyncEngine) -> tuple[str | None, str | None]:
+    """Bring the schema up to date, waiting for another process that does the same."""
+    tries_left = sqlite.BUSY_TIMEOUT_MS // RETRY_MS
+    while True:
+        try:
+            async with engine.execution_options(**_WRITER).begin() as connection:
+                return await connection.run_sync(upgrade)
+        except DBAPIError as error:
+            # SQLite does not wait by itself for the lock that the change to WAL mode takes.
+            if not sqlite.is_busy(error) or tries_left == 0:
+                raise
+        tries_left -= 1
+        await asyncio.sleep(RETRY_MS / 1000)
+
+
+def database_url(url: str | None, data_dir: Path) -> URL:
+    """The URL, taken apart.
+
+    Raises:
+        ConfigError: It names neither a SQLite file nor a PostgreSQL database.
+    """
+    if url is None:
+        return URL.create("sqlite", database=str(data_dir.absolute() / "registry.sqlite"))
+    try:
+        parsed = make_url(url.replace("postgres://", "postgresql://", 1))
+    except ArgumentError:
+        parsed = None
+    backend = parsed.get_backend_name() if parsed is not None else None
+    if parsed is not None and backend == "sqlite" and parsed.database not in (None, "", ":memory:"):
+        return parsed
+    if parsed is not None and backend == "postgresql" and parsed.database:
+        return parsed
+    # The text itself may hold a password.
+    raise ConfigError(
+        "registry.database_url must be sqlite:///PATH with a file's path, or postgresql://USER:PASSWORD@HOST/DATABASE",
+        param="registry.database_url",
+    )
+
+
+def insert_into(session: AsyncSession, table: Any) -> postgresql_dialect.Insert | sqlite_dialect.Insert:  # noqa: ANN401 - a table or its class
+    """INSERT in the database's own dialect, which says what to do with rows that are there already."""
+    if session.get_bind().dialect.name == "postgresql":
+        return postgresql_dialect.insert(table)
+    return sqlite_dialect.insert(table)
+
+
+def _reason(error: DBAPIError) -> str:
+    """The driver's first line; drivers do not repeat passwords."""
+    return (str(error.orig).strip() or type(error.orig).__name__).splitlines()[0]
+
+
+@asynccontextmanager
+async def turn(lock: asyncio.Lock) -> AsyncIterator[None]:
+    """Hold a lock that others hold for the length of a transaction: wait no longer for it than for the database's own.
+
+    Raises:
+        CapacityError: Those before us wait for the database too; code db.unavailable.
+    """
+    try:
+        async with asyncio.timeout(TURN_S):
+            await lock.acquire()
+    except TimeoutError as error:
+        raise unavailable() from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        if sqlite.is_full(error) or postgres.is_full(error):
+            raise CapacityError(
+                "The disk that holds the database is full; free some space.", code="storage.full"
+            ) from error
+        if not isinstance(error, OperationalError | InterfaceError | InternalError):
+            raise
+        raise unavailable() from error
+    except PoolTimeoutError as error:
+        raise unavailable() from error
+
+
+def unavailable() -> CapacityError:
+    """The refusal while the database cannot answer."""
+    return CapacityError("The database cannot answer now; try again.", code="db.unavailable")

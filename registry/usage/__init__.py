@@ -1,0 +1,1 @@
+"""Usage events: journal, ledger, sums and questions about them."""

@@ -1,0 +1,115 @@
+"""The minutes, hours and days of a time zone that usage is cut into: in SQL, and back to moments.
+
+Between two transitions a zone's offset is constant, so a bucket is arithmetic on `at` with one CASE over the
+transitions of the range. An hour is a real one: where clocks go back, two bear one name. Knows no table.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from zoneinfo import ZoneInfo
+
+from sqlalchemy import BigInteger, ColumnElement, case, literal
+
+from weft.errors import InvalidRequestError
+from weft.registry.db.clock import DAY_US, HOUR_US, MINUTE_US, from_micros
+from weft.registry.names import check_text
+from weft.registry.records import Bucket
+
+WIDTHS: dict[Bucket | None, int] = {None: 0, "1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}
+"""Microseconds, but for the days on which clocks change."""
+
+
+def zone(name: str) -> ZoneInfo:
+    """The time zone of this IANA name.
+
+    Raises:
+        InvalidRequestError: There is none.
+    """
+    try:
+        return ZoneInfo(check_text(name, "tz", 64))
+    except (KeyError, ValueError, OSError) as error:  # unknown, no relative path, a folder of zones
+        raise InvalidRequestError(
+            "tz must be the IANA name of a time zone, such as Europe/Berlin.", param="tz"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The buckets of one width in one zone, valid for a range."""
+
+    bucket: Bucket | None
+    zone: ZoneInfo
+    pieces: tuple[tuple[int, int], ...] = ((0, 0),)
+    """First microsecond and offset (microseconds east of UTC); of hours, what the offset has beyond whole hours. The
+    first piece has no beginning."""
+
+    @classmethod
+    def between(cls, bucket: Bucket | None, zone: ZoneInfo, first: int, last: int) -> Buckets:
+        """Buckets for everything from the hour of `first` to that of `last`, in microseconds."""
+        if bucket not in ("1h", "1d"):
+            return cls(bucket, zone)
+        pieces: list[tuple[int, int]] = []
+        for begin, offset in _pieces(zone, first // HOUR_US * HOUR_US, last + HOUR_US):
+            kept = offset % HOUR_US if bucket == "1h" else offset
+            if not pieces or pieces[-1][1] != kept:
+                pieces.append((begin, kept))
+        return cls(bucket, zone, tuple(pieces))
+
+    @property
+    def hold_hours(self) -> bool:
+        """Whether some hours of UTC lie in one bucket each."""
+        return self.bucket != "1m" and not (self.bucket == "1h" and all(offset for _, offset in self.pieces))
+
+    @property
+    def cut_hours(self) -> bool:
+        """Whether some hours of UTC lie in more than one bucket."""
+        moments = (*(begin for begin, _ in self.pieces[1:]), *(offset for _, offset in self.pieces))
+        return any(moment % HOUR_US for moment in moments)
+
+    def key(self, at: ColumnElement[int]) -> ColumnElement[int]:
+        """What all moments of a bucket have in common; grows with time."""
+        local, width = at + self._offset(at), WIDTHS[self.bucket]
+        return local // width * width if self.bucket == "1d" else at - local % width
+
+    def is_cut(self, hour: ColumnElement[int]) -> ColumnElement[bool]:
+        """Whether an hour of UTC, given by its first microsecond, lies in more than one bucket."""
+        return self.key(hour) != self.key(hour + (HOUR_US - 1))
+
+    def span(self, key: int) -> tuple[datetime, datetime]:
+        """The bucket's first moment, and the first one after it, in UTC."""
+        if self.bucket == "1d":
+            day = from_micros(key).date()
+            return self._midnight(day), self._midnight(day + timedelta(days=1))
+        begin, end = key, key + WIDTHS[self.bucket]
+        for (_, before), (moment, _) in zip(self.pieces, self.pieces[1:], strict=False):
+            if begin < moment < end:  # the clock jumps by a part of an hour
+                begin, end = (begin, moment) if (key + before) % HOUR_US == 0 else (moment, end)
+        return from_micros(begin), from_micros(end)
+
+    def _midnight(self, day: date) -> datetime:
+        """Where clocks skip midnight or have it twice, the first moment of the day."""
+        return datetime.combine(day, time(), self.zone).astimezone(UTC)
+
+    def _offset(self, at: ColumnElement[int]) -> ColumnElement[int]:
+        whens = [(at >= begin, literal(offset, BigInteger)) for begin, offset in reversed(self.pieces[1:])]
+        first = literal(self.pieces[0][1], BigInteger)
+        return case(*whens, else_=first) if whens else first
+
+
+def _pieces(zone: ZoneInfo, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """The times of constant offset: since when, and the offset, both in microseconds."""
+
+    def offset(micros: int) -> int:
+        return (from_micros(micros).astimezone(zone).utcoffset() or timedelta()) // timedelta(microseconds=1)
+
+    now = offset(first)
+    yield first, now
+    for day in range(first, last, DAY_US):  # no zone ever changed twice within six days
+        then = offset(day + DAY_US)
+        if then != now:
+            yield day + bisect_left(range(DAY_US), True, key=lambda us: offset(day + us) == then), then
+        now = then

@@ -1,0 +1,356 @@
+"""Every token once: usage events from the journal into the database.
+
+An event is acknowledged when the journal has it on disk. One task moves the journal to SQL in batches; at start the
+files that a crash left are replayed, and requests that never got their final event are billed from their last
+progress mark. Knows nothing of how requests run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from sqlalchemy.exc import SQLAlchemyError
+
+from weft.errors import CapacityError
+from weft.registry.db.clock import Clock, to_micros, utc_now
+from weft.registry.db.database import Database, turn
+from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
+from weft.registry.usage import latency
+from weft.registry.usage import query as usage_query
+from weft.registry.usage import write as usage
+from weft.registry.usage.journal import Journal, read_lines
+from weft.registry.usage.prices import PriceTable
+
+MOVE_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 1.0
+BATCH_EVENTS = 500
+INTERRUPTED = "interrupted"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a journal line says: how a request ended, or how far it has come."""
+
+    kind: Literal["final", "mark"]
+    event: UsageEvent
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(_Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A closed journal file, decoded."""
+
+    path: Path
+    entries: tuple[_Entry, ...]
+    damaged: int
+
+
+class UsageLedger:
+    """Records usage durably, and answers what was used.
+
+    Invariant: a final event that was acknowledged is in the database or in a journal file, and a file is removed only
+    after the transaction that holds its events. Marks of requests still running are written again before the file
+    that holds them goes. So a crash at any moment loses nothing, and the event's id keeps it from counting twice.
+
+    Thread: the event loop that started it.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        journal: Journal,
+        *,
+        clock: Clock = utc_now,
+        monotonic: Callable[[], float] = time.monotonic,
+        move_interval_s: float = MOVE_INTERVAL_S,
+        retry_interval_s: float = RETRY_INTERVAL_S,
+    ) -> None:
+        self._database = database
+        self._journal = journal
+        self._clock = clock
+        self._monotonic = monotonic
+        self._move_interval_s = move_interval_s
+        self._retry_interval_s = retry_interval_s
+        self._open_marks: dict[str, UsageEvent] = {}
+        self._unwritten: set[str] = set()
+        self._has_unmoved = asyncio.Event()
+        self._unsealed_since: float | None = None
+        self._sealed_since: float | None = None
+        self._moving = asyncio.Lock()
+        self._num_flushes = 0
+        self._last_good_flush = 0
+        self._mover: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Replay what a crash left in the journal's folder, and start moving.
+
+        Raises:
+            CapacityError: The database cannot answer; the journal is closed then.
+        """
+        try:
+            await self._replay()
+        except BaseException:
+            await self._journal.close()
+            raise
+        self._mover = asyncio.create_task(self._move_forever(), name="weft-usage-mover")
+
+    async def close(self) -> None:
+        """Move what the journal holds, if the database lets us; what stays is replayed at the next start."""
+        if self._mover is not None:
+            async with self._moving:  # never in the middle of a transaction
+                self._mover.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._mover
+        try:
+            await self._flush_or_log()
+        finally:
+            await self._journal.close()
+
+    def mint_id(self) -> str:
+        """A new ledger id; ids sort by the time they were minted."""
+        return f"use_{to_micros(self._clock()):014x}{secrets.token_hex(8)}"
+
+    async def record(self, event: UsageEvent) -> None:
+        """Write down how a request ended. Only then may its client see the end.
+
+        The same id counts once, however often it is recorded; the first that is written wins.
+
+        Raises:
+            CapacityError: The event is not on disk; code storage.full or storage.unavailable. The request is billed
+                from its last progress mark.
+            InvalidRequestError: A field cannot be stored.
+        """
+        event = usage.checked_event(event)
+        if self._unsealed_since is None:
+            self._unsealed_since = self._monotonic()
+        self._has_unmoved.set()
+        # A caller that is cancelled while it waits has recorded all the same.
+        await asyncio.shield(self._append_final(event))
+
+    def progress(self, event: UsageEvent) -> None:
+        """Write down how far a request has come, after its tokens were sent; counts only if no end follows.
+
+        Args:
+            event: The event as it would be if the request ended now, under the same id; never after `record`.
+
+        Raises:
+            InvalidRequestError: A field cannot be stored.
+        """
+        event = usage.checked_event(event)
+        self._open_marks[event.id] = event
+        with contextlib.suppress(CapacityError):
+            self._journal.append_soon(_encoder.encode(_Entry("mark", event)))
+
+    async def flush(self) -> None:
+        """Move everything acknowledged until now into the database.
+
+        Raises:
+            CapacityError: Database or journal cannot be written now; nothing is lost, try again.
+        """
+        asked_at = self._num_flushes
+        async with turn(self._moving):
+            if self._last_good_flush > asked_at:
+                return  # one that began after this was asked for has moved all of it
+            self._num_flushes = this = self._num_flushes + 1
+            if self._sealed_since is None:
+                self._sealed_since = self._unsealed_since
+            self._unsealed_since = None
+            self._has_unmoved.clear()
+            try:
+                # One file at a time: after a long outage they may be more than fits into memory.
+                for path in await self._journal.seal():
+                    file = await asyncio.to_thread(_read_file, path)
+                    await self._insert(entry.event for entry in file.entries if entry.kind == "final")
+                    # On a full disk a file stays for its marks, and those without make room.
+                    with contextlib.suppress(CapacityError):
+                        await self._carry_marks(file)
+                        await self._discard(file)
+                await self._bill_unwritten()
+            except OSError as error:
+                raise CapacityError("The usage journal cannot be read now.", code="storage.unavailable") from error
+            self._sealed_since = None
+            self._last_good_flush = this
+
+    async def query(self, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
+        """Usage as the database has it, with its cost; `flush` first for what was acknowledged just now.
+
+        Raises:
+            InvalidRequestError: Range, grouping, limit or cursor make no sense.
+        """
+        async with self._database.read() as session:
+            return await usage_query.query(session, query, prices)
+
+    async def events(self, query: UsageQuery) -> Page[UsageEvent]:
+        """The events themselves, oldest first, as the database has them.
+
+        Raises:
+            InvalidRequestError: Range, limit or cursor make no sense.
+        """
+        async with self._database.read() as session:
+            return await usage_query.list_events(session, query)
+
+    async def latency(self, query: UsageQuery) -> LatencyReport:
+        """Times to the first token and where adapters were, as the database has them, for whole hours.
+
+        Raises:
+            InvalidRequestError: Range, grouping or filters make no sense, or the answer would be too long.
+        """
+        async with self._database.read() as session:
+            return await latency.query(session, query)
+
+    async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
+        """All that was ever asked of these adapters; ids without usage are missing."""
+        async with self._database.read() as session:
+            return await usage.summary(session, adapter_ids)
+
+    async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
+        """Tokens billed to a tenant or a key until now, with what was acknowledged just now.
+
+        Args:
+            holder: `{"tenant_id": ...}` or `{"key_id": ...}`.
+            start: A full hour.
+            end: The full hour that no longer counts.
+            but: Ids of events that are counted elsewhere; may grow meanwhile.
+
+        Raises:
+            CapacityError: Database or journal cannot answer now.
+        """
+        await self.flush()
+        async with self._database.read() as session:
+            return await usage.count_tokens(session, holder, to_micros(start), to_micros(end), but)
+
+    async def erase(self, key_ids: Collection[str]) -> int:
+        """Forget all that was used with these keys until now, as if it had never been: events and sums.
+
+        For keys of which no request runs any more: one that ends later is recorded all the same. The audit log says
+        how much went. Other servers over this database may still have usage in their own journals.
+
+        Returns:
+            How many events went.
+
+        Raises:
+            CapacityError: Database or journal cannot be written now; nothing was erased, try again.
+            InvalidRequestError: An id is empty or cannot be stored.
+        """
+        await self.flush()
+        async with turn(self._moving):
+            # Its events are in the database already, but it would be moved again and bring them back.
+            if self._journal.closed:
+                raise CapacityError(
+                    "The usage journal cannot be emptied now; free some space.", code="storage.unavailable"
+                )
+            async with self._database.write() as session:
+                return await usage.erase_keys(session, key_ids, self._clock())
+
+    async def check(self) -> int:
+        """How many hourly sums differ from the events they were made of: 0, or there is a bug."""
+        async with self._database.read() as session:
+            return await usage.count_differences(session)
+
+    def lag_s(self) -> float:
+        """Age in seconds of the oldest event that is not in the database yet; 0 when all are."""
+        moments = [moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None]
+        return max(self._monotonic() - min(moments), 0.0) if moments else 0.0
+
+    async def _append_final(self, event: UsageEvent) -> None:
+        try:
+            await self._journal.append(_encoder.encode(_Entry("final", event)))
+        except CapacityError:
+            self._unwritten.add(event.id)
+            raise
+        self._open_marks.pop(event.id, None)
+
+    async def _bill_unwritten(self) -> None:
+        """Bill from their last marks those whose end the journal did not take."""
+        ids = frozenset(self._unwritten)
+        marks = [self._open_marks[each] for each in ids & self._open_marks.keys()]
+        await self._insert(replace(mark, status=INTERRUPTED) for mark in marks)
+        self._unwritten -= ids
+        for each in ids:
+            self._open_marks.pop(each, None)
+
+    async def _replay(self) -> None:
+        """Move what the last process left; whoever has marks but no end was cut off by its death."""
+        marks: dict[str, UsageEvent] = {}
+        paths = self._journal.closed
+        num_ends = 0
+        for path in paths:
+            entries = (await asyncio.to_thread(_read_file, path)).entries
+            ends = [entry.event for entry in entries if entry.kind == "final"]
+            await self._insert(ends)
+            num_ends += len(ends)
+            for event in (entry.event for entry in entries if entry.kind == "mark"):
+                if event.id not in marks or marks[event.id].completion_tokens <= event.completion_tokens:
+                    marks[event.id] = event
+            for event in ends:
+                marks.pop(event.id, None)
+        # A mark may stand behind its end, but the end is in the database by now, and there the first one counts.
+        await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
+        for path in paths:
+            await self._discard(await asyncio.to_thread(_read_file, path))
+        if paths:
+            _logger.info("usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks))
+
+    async def _carry_marks(self, file: _File) -> None:
+        """Write the marks of requests that still run again before the file goes that holds them."""
+        marked = {entry.event.id for entry in file.entries if entry.kind == "mark"}
+        marks = [_encoder.encode(_Entry("mark", self._open_marks[each])) for each in marked & self._open_marks.keys()]
+        if marks:
+            await self._journal.append(*marks)
+
+    async def _insert(self, events: Iterable[UsageEvent]) -> None:
+        rest = list(events)
+        while rest:
+            batch, rest = rest[:BATCH_EVENTS], rest[BATCH_EVENTS:]
+            async with self._database.write() as session:
+                await usage.insert_events(session, batch)
+
+    async def _discard(self, file: _File) -> None:
+        if file.damaged:
+            _logger.error("usage journal: %d damaged lines in %s, kept as .damaged", file.damaged, file.path.name)
+            await self._journal.set_aside(file.path)
+        else:
+            await self._journal.remove(file.path)
+
+    async def _move_forever(self) -> None:
+        while True:
+            await self._has_unmoved.wait()
+            await asyncio.sleep(self._move_interval_s)
+            if not await self._flush_or_log():
+                self._has_unmoved.set()
+                await asyncio.sleep(self._retry_interval_s)
+
+    async def _flush_or_log(self) -> bool:
+        try:
+            await self.flush()
+        except (CapacityError, SQLAlchemyError) as error:
+            _logger.warning("usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error)
+            return False
+        return True
+
+
+def _read_file(path: Path) -> _File:
+    lines = read_lines(path)
+    entries = []
+    damaged = lines.damaged
+    for payload in lines.payloads:
+        try:
+            entries.append(_decoder.decode(payload))
+        except msgspec.DecodeError:
+            damaged += 1
+    return _File(path, tuple(entries), damaged)

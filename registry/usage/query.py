@@ -1,0 +1,257 @@
+"""What was used in a range, by bucket and by group: sums of whole hours, and of events where hours do not serve.
+
+A question takes one pass over the facts, a second one only where a page is cut short. The events themselves are listed
+one by one, in the order in which they ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from datetime import UTC
+from typing import Any
+
+from sqlalchemy import (
+    CTE,
+    BigInteger,
+    ColumnElement,
+    FromClause,
+    Label,
+    RowMapping,
+    Select,
+    Subquery,
+    and_,
+    func,
+    literal,
+    not_,
+    select,
+    tuple_,
+    union_all,
+)
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.errors import InvalidRequestError
+from weft.registry.db.clock import HOUR_US, from_micros, to_micros
+from weft.registry.db.models import UsageEventRow, UsageRollupRow
+from weft.registry.names import MAX_INTEGER, check_integer, check_text
+from weft.registry.records import Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from weft.registry.usage.buckets import Buckets, zone
+from weft.registry.usage.prices import PART, PriceTable, cost_sums
+from weft.registry.usage.write import GROUP_COLUMNS, MAX_ROWS, NAMES, SUMS, check_query, event_sums, matching, sum_of
+
+_COSTS = ("cost_parts", "cost_units")
+_FIGURES = (*SUMS, *_COSTS)
+
+_events = UsageEventRow.__table__
+_rollups = UsageRollupRow.__table__
+_OPTIONAL = ("tenant_id", "tenant", "key_id", "adapter_id", "adapter", "adapter_version", "adapter_digest")
+
+
+async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
+    """Answer a question about usage; rows are ordered by bucket, then by rank or the ids they are grouped by.
+
+    With prices, rows and totals have their cost.
+
+    Raises:
+        InvalidRequestError: Range, zone, grouping, ranking, limit or cursor make no sense, or there are no prices to
+            rank by.
+    """
+    check_query(query)
+    if query.top is not None and query.rank_by == "cost" and prices is None:
+        raise InvalidRequestError("This server has no prices, so rank_by takes no cost.", param="rank_by")
+    buckets = await _buckets(session, query)
+    facts = _facts(query, buckets, _names(query) if prices is None else (*NAMES, "service_class"))
+    costs = (cost.label(name) for name, cost in zip(_COSTS, cost_sums(prices, facts), strict=True))
+    sums = [*(sum_of(facts.c[name]) for name in SUMS), *costs]
+    cells = _cells(query, facts, sums)
+    if query.top is not None:
+        found = (await session.execute(_top(query, query.top, cells.cte("cells")))).mappings().all()
+        return _top_report(query, query.top, buckets, found)
+    grouped = cells.subquery()
+    order = [column for column in grouped.c if column.name in ("bucket", *_groups(query))]
+    page = select(grouped).where(grouped.c.requests > 0).order_by(*order).limit(query.limit + 1)
+    if query.after is not None:
+        page = page.where(tuple_(*order) > tuple_(*_read_cursor(query.after, order)))
+    found = (await session.execute(page)).mappings().all()
+    rows = [_usage_row(query, buckets, row) for row in found[: query.limit]]
+    more = len(found) > query.limit
+    if not more and query.after is None:
+        totals, groups = _total(rows), len({_group(row) for row in rows})
+    else:
+        totals, groups = await _whole(session, query, facts, sums)
+    return UsageReport(
+        rows=tuple(rows),
+        totals=totals,
+        groups=groups if query.group_by else None,
+        next=_write_cursor([found[query.limit - 1][column.name] for column in order]) if more else None,
+    )
+
+
+async def _buckets(session: AsyncSession, query: UsageQuery) -> Buckets:
+    """Only for the time that has events: the history of a zone has no end."""
+    if query.tz == "UTC" or query.bucket not in ("1h", "1d"):
+        return Buckets(query.bucket, zone(query.tz))
+    start, end = to_micros(query.start), to_micros(query.end)
+    ends = (func.min(_events.c.at), func.max(_events.c.at))
+    # Each by itself is one look into the index.
+    found = (select(one).where(_events.c.at >= start, _events.c.at < end).scalar_subquery() for one in ends)
+    first, last = (await session.execute(select(*found))).one()
+    return Buckets.between(query.bucket, zone(query.tz), first or 0, last or 0)
+
+
+def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> Subquery:
+    """Everything in the range as rows of one shape: hourly sums where whole hours serve, events elsewhere."""
+    kept = dict.fromkeys((*_groups(query), *names))
+
+    def facts(table: FromClause, sums: Iterable[ColumnElement[int]], begin: int, end: int) -> Select[Any]:
+        bucket = (buckets.key(table.c.at).label("bucket"),) if query.bucket else ()
+        return matching(query, select(*bucket, *(table.c[name] for name in kept), *sums), table, begin, end)
+
+    start, end = to_micros(query.start), to_micros(query.end)
+    first_hour, last_hour = -(-start // HOUR_US) * HOUR_US, end // HOUR_US * HOUR_US
+    if not buckets.hold_hours or first_hour >= last_hour:
+        return facts(_events, event_sums(), start, end).subquery()
+    hours = facts(_rollups, (_rollups.c[name] for name in SUMS), first_hour, last_hour)
+    edges = [facts(_events, event_sums(), start, first_hour), facts(_events, event_sums(), last_hour, end)]
+    if buckets.cut_hours:
+        hours = hours.where(not_(buckets.is_cut(_rollups.c.at)))
+        is_cut = buckets.is_cut(_events.c.at // HOUR_US * HOUR_US)
+        edges.append(facts(_events, event_sums(), first_hour, last_hour).where(is_cut))
+    return union_all(hours, *edges).subquery()
+
+
+def _groups(query: UsageQuery) -> tuple[str, ...]:
+    """Columns of ids that tell the groups apart."""
+    return tuple(dict.fromkeys(column for group in query.group_by for column in GROUP_COLUMNS[group]))
+
+
+def _names(query: UsageQuery) -> list[str]:
+    """Columns of names that go with them."""
+    ids = _groups(query)
+    return [name for name in NAMES if f"{name}_id" in ids]
+
+
+def _cells(query: UsageQuery, facts: Subquery, sums: Sequence[Label[int]]) -> Select[Any]:
+    """Each bucket of each group."""
+    groups = [facts.c[name] for name in _groups(query)]
+    names = [func.min(facts.c[name]).label(name) for name in _names(query)]
+    if query.bucket:
+        return select(facts.c.bucket, *groups, *names, *sums).group_by(facts.c.bucket, *groups)
+    # Not the start, which by default moves with the clock: the next page would begin anew.
+    bucket = literal(0, BigInteger).label("bucket")
+    return select(bucket, *groups, *names, *sums).group_by(*groups)
+
+
+async def _whole(
+    session: AsyncSession, query: UsageQuery, facts: Subquery, sums: Sequence[Label[int]]
+) -> tuple[UsageTotals, int]:
+    """Totals of the whole range, and how many groups it has."""
+    groups = [facts.c[name] for name in _groups(query)]
+    per_group = select(*groups, *sums).group_by(*groups).subquery()
+    statement = select(func.count().label("groups"), *(sum_of(per_group.c[name]) for name in _FIGURES))
+    row = (await session.execute(statement)).mappings().one()
+    return UsageTotals(**_figures(row)), row["groups"]
+
+
+def _top(query: UsageQuery, top: int, cells: CTE) -> Select[Any]:
+    """The top groups' cells, and in each bucket all others' together, behind them."""
+    ids = _groups(query)
+    groups = [cells.c[name] for name in ids]
+    place = func.row_number().over(order_by=[*_rank(query, cells), *groups]).label("place")
+    ranked = select(*groups, place, func.count().over().label("groups")).group_by(*groups)
+    chosen = ranked.order_by(place).limit(top).cte("chosen")
+    place = func.coalesce(chosen.c.place, top + 1).label("place")
+    shown = (func.min(cells.c[name]).label(name) for name in (*ids, *_names(query)))
+    sums = (sum_of(cells.c[name]) for name in _FIGURES)
+    joined = cells.outerjoin(chosen, and_(*(cells.c[name] == chosen.c[name] for name in ids)))
+    rows = select(cells.c.bucket, place, func.max(chosen.c.groups).label("groups"), *shown, *sums)
+    return rows.select_from(joined).group_by(cells.c.bucket, place).order_by(cells.c.bucket, place).limit(MAX_ROWS + 1)
+
+
+def _rank(query: UsageQuery, cells: CTE) -> list[ColumnElement[Any]]:
+    if query.rank_by == "cost":
+        parts, units = (sum_of(cells.c[name]).element for name in _COSTS)
+        return [(parts + units // PART).desc(), (units % PART).desc()]
+    names = ("prompt_tokens", "completion_tokens") if query.rank_by == "total_tokens" else (query.rank_by,)
+    return [func.sum(sum((cells.c[name] for name in names[1:]), cells.c[names[0]])).desc()]
+
+
+def _top_report(query: UsageQuery, top: int, buckets: Buckets, found: Sequence[RowMapping]) -> UsageReport:
+    if len(found) > MAX_ROWS:
+        raise InvalidRequestError(
+            f"The answer would have more than {MAX_ROWS} rows: take a wider bucket, a shorter range or a smaller top.",
+            param="top",
+        )
+    rows = tuple(_usage_row(query, buckets, row, is_other=row["place"] > top) for row in found)
+    groups = max((row["groups"] or 0 for row in found), default=0)
+    return UsageReport(rows=rows, totals=_total(rows), groups=groups, next=None)
+
+
+def _usage_row(query: UsageQuery, buckets: Buckets, row: RowMapping, *, is_other: bool = False) -> UsageRow:
+    start, end = buckets.span(row["bucket"]) if query.bucket else (query.start, query.end)
+    ids: dict[str, Any] = {} if is_other else {name: row[name] or None for name in (*_groups(query), *_names(query))}
+    return UsageRow(
+        start=start.astimezone(UTC),
+        end=end.astimezone(UTC),
+        other=is_other,
+        version=ids.pop("adapter_version", None),
+        **ids,
+        **_figures(row),
+    )
+
+
+def _group(row: UsageRow) -> tuple[object, ...]:
+    return row.tenant_id, row.adapter_id, row.version, row.key_id, row.status, row.service_class
+
+
+def _total(rows: Iterable[UsageTotals]) -> UsageTotals:
+    names = [field.name for field in fields(UsageTotals)]
+    figures = [[getattr(row, name) for name in names] for row in rows]
+    return UsageTotals(**dict(zip(names, map(sum, zip(*figures, strict=True)), strict=False)))
+
+
+def _figures(row: RowMapping) -> dict[str, Any]:
+    parts, units = (row[name] for name in _COSTS)
+    return {**{name: row[name] for name in SUMS}, "cost": parts * PART + units}
+
+
+def _write_cursor(place: Sequence[object]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode()
+
+
+def _read_cursor(text: str, order: Sequence[ColumnElement[Any]]) -> list[Any]:
+    """The place that `_write_cursor` wrote, if it fits the query's order."""
+    try:
+        place = json.loads(base64.urlsafe_b64decode(text))
+    except (ValueError, RecursionError):
+        place = None
+    kinds = [column.type.python_type for column in order]
+    if not isinstance(place, list) or [type(part) for part in place] != kinds:
+        raise InvalidRequestError("The cursor is not one that this query gave out.", param="after")
+    for part in place:
+        check_text(part, "after", 127) if isinstance(part, str) else check_integer(part, "after", low=-MAX_INTEGER)
+    return place
+
+
+async def list_events(session: AsyncSession, query: UsageQuery) -> Page[UsageEvent]:
+    """The events of a range that match, oldest first; bucket and grouping do not count.
+
+    Raises:
+        InvalidRequestError: Range, limit or cursor make no sense.
+    """
+    check_query(query)
+    found = matching(query, select(*_events.c), _events, to_micros(query.start), to_micros(query.end))
+    if query.after is not None:
+        at, dash, last = check_text(query.after, "after", 128).partition("-")
+        if not (dash and at.isascii() and at.isdigit() and len(at) < 18):
+            raise InvalidRequestError("The cursor is not one that this query gave out.", param="after")
+        found = found.where(tuple_(_events.c.at, _events.c.id) > tuple_(int(at), last))
+    rows = (await session.execute(found.order_by(_events.c.at, _events.c.id).limit(query.limit + 1))).mappings().all()
+    events = []
+    for row in rows[: query.limit]:
+        none = {name: row[name] or None for name in (*_OPTIONAL, "adapter_state")}
+        events.append(UsageEvent(**{**row, **none, "at": from_micros(row["at"])}))
+    last_row = rows[query.limit - 1] if len(rows) > query.limit else None
+    return Page(items=tuple(events), next=f"{last_row['at']}-{last_row['id']}" if last_row else None)

@@ -1,0 +1,1 @@
+"""Adapters over HTTP: upload, check, publish, change, delete, and whether they would fit."""

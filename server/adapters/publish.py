@@ -1,0 +1,192 @@
+"""The end of every upload's way: checked, stored, published, or gone without a trace. And the way of those in one form.
+
+A crash leaves at most a temporary file, or a blob that no version refers to; both are swept. The version, the answer
+that a repeated request gets and the end of an upload in pieces are one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.adapters.blobs.local import BlobWriter
+from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
+from weft.registry.limits import no_storage
+from weft.registry.names import is_name
+from weft.registry.records import Adapter, VersionFacts
+from weft.registry.uploads import Answer, Retry, Terms, body_digest
+from weft.server.adapters.retries import change_once, retry_key
+from weft.server.adapters.views import adapter_view, residency_now
+from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
+from weft.server.garbage import delete_blobs
+from weft.server.http.form import UploadForm, read_upload
+from weft.server.pins import check_pinned_pages, sync_pins
+from weft.server.services import Services
+from weft.server.threads import in_thread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionDraft:
+    """An adapter version to come, without its weights."""
+
+    name: str
+    description: str | None
+    activate: bool
+    config: bytes
+
+
+async def receive_adapter(request: Request, services: Services, caller: Caller) -> Response:
+    """Take an upload in one form in.
+
+    Returns:
+        The adapter with the uploaded version as its current one: 201 if that is new, 200 if it was there.
+
+    Raises:
+        WeftError: Whatever is wrong with it; nothing of it stays.
+    """
+    key = retry_key(request)
+    with (
+        services.drain.cancelling(),
+        services.intake.retrying(caller.tenant_id or caller.actor, key),
+        services.blobs.create() as weights,
+    ):
+        form = await _read_form(request, services, caller, weights, key)
+        owner = await owner_of(services, caller, form.text("tenant"))
+        name = checked_name(services, form.text("name") or "")
+        description = form.text("description")
+        draft = VersionDraft(name=name, description=description, activate=form.activate, config=form.config)
+        form.check_digest(weights.sha256())
+        change = partial(publish, services, owner, draft, weights)
+        parts = (draft.name, draft.description, draft.activate, draft.config, weights.sha256())
+        digest = body_digest("POST /v1/adapters", *parts)
+        return await change_once(services, owner.tenant_id, key, digest, change)
+
+
+async def owner_of(services: Services, caller: Caller, tenant: str | None) -> TenantCaller:
+    """The caller, acting for the tenant that the body names, if it names one.
+
+    Raises:
+        NotFoundError: There is no such tenant, or it is not the caller's.
+        InvalidRequestError: An admin named none.
+    """
+    if tenant is None or tenant == caller.tenant:
+        return bound(caller)
+    if not caller.is_admin or caller.identity.tenant is not None:
+        raise NotFoundError("There is no such tenant.", param="tenant")
+    return bound(await for_tenant(services, caller.identity, tenant))
+
+
+def checked_name(services: Services, name: str) -> str:
+    """The name, if an adapter can have it.
+
+    Raises:
+        AdapterFormatError: Not a name, or the base model's; codes adapter.name_invalid, adapter.name_reserved.
+    """
+    if not is_name(name):
+        raise AdapterFormatError(
+            "The adapter's name must be 1 to 63 lower-case letters, digits, dots, underscores or hyphens, start "
+            "and end with a letter or digit, and not contain two dots in a row.",
+            code="adapter.name_invalid",
+            param="name",
+        )
+    if name == services.served_name:
+        raise AdapterFormatError(
+            "This name is the base model's; choose another.", code="adapter.name_reserved", param="name"
+        )
+    return name
+
+
+async def publish(
+    services: Services,
+    owner: TenantCaller,
+    draft: VersionDraft,
+    weights: BlobWriter,
+    retry: Retry | None = None,
+    upload_id: str | None = None,
+) -> Answer:
+    """Check what came, store it and make it a version.
+
+    Args:
+        services: Check, blobs and registry.
+        owner: Who publishes, and for whom.
+        draft: What the version is to be.
+        weights: All of them, not yet committed.
+        retry: Under which the answer is kept.
+        upload_id: The upload in pieces that ends with this.
+
+    Raises:
+        AdapterError: It cannot be served.
+        ForbiddenError: The tenant may not store as much; codes quota.*.
+        AnsweredBeforeError: The same was done before.
+    """
+    sha256, size = weights.sha256(), weights.size
+    facts = await services.intake.check_once(
+        # By tenant, so that nobody learns from the time it takes what others upload.
+        (owner.tenant_id, draft.config, sha256),
+        lambda: services.check.check(draft.config, weights.path, sha256, size),
+    )
+    pages = await services.check.pages(facts)
+    residency = await residency_now(services)
+    if draft.activate:
+        await _check_pinned(services, owner, draft.name, facts)
+
+    def answer(adapter: Adapter, is_new: bool) -> Answer:
+        body = adapter_view(adapter, pages, residency).model_dump(mode="json")
+        return Answer(status=201 if is_new else 200, body=body)
+
+    store = partial(in_thread, weights.commit)
+    terms = Terms(answer=answer, pages=pages, retry=retry, upload_id=upload_id, store=store)
+    try:
+        await in_thread(weights.prepare)
+        adapter, _, is_new = await services.registry.adapters.publish_version(
+            owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor, terms=terms
+        )
+    except BaseException:
+        await asyncio.shield(delete_blobs(services, [facts.weights_sha256]))
+        raise
+    services.metrics.learn_adapter(facts.digest, owner.tenant, draft.name)
+    if adapter.pinned:
+        await sync_pins(services)
+    return answer(adapter, is_new)
+
+
+async def _check_pinned(services: Services, owner: TenantCaller, name: str, facts: VersionFacts) -> None:
+    """A version that becomes the plain name of a pinned adapter is pinned with it."""
+    try:
+        adapter = await services.registry.adapters.get_adapter(owner.tenant_id, name)
+    except NotFoundError:
+        return
+    if adapter.pinned:
+        await check_pinned_pages(services, adapter, [facts])
+
+
+async def _read_form(
+    request: Request, services: Services, caller: Caller, weights: BlobWriter, key: str | None
+) -> UploadForm:
+    """Read the body, of which no more is taken than the tenant has room for."""
+    most = services.config.server.max_upload_bytes
+    tenant_id = caller.tenant_id
+    # An admin's form says for whom it is: that tenant's limits are held when the version is published.
+    left = None if tenant_id is None else await services.registry.uploads.storage_left(tenant_id, key)
+    if tenant_id is None or left is None:
+        return await read_upload(request, weights, most, services.pace)
+    left -= services.intake.reserved(tenant_id)
+    if left <= 0:
+        raise no_storage()
+    limit = min(most, left)
+    with services.intake.reserving(tenant_id, min(limit, _announced(request, limit))):
+        try:
+            return await read_upload(request, weights, limit, services.pace)
+        except PayloadTooLargeError as error:
+            if error.code == "upload.too_large" and limit < most:
+                raise no_storage() from error
+            raise
+
+
+def _announced(request: Request, otherwise: int) -> int:
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 18 else otherwise

@@ -1,0 +1,199 @@
+"""An upload in pieces: announced, filled file by file with pauses of any length, completed.
+
+Every step may be repeated. What was received is what lies in the staged files; what an upload became stands in its row,
+written in the transaction that publishes the version.
+
+Files lie in one folder per upload, with names of our own. What was received is what lies there, so a crash needs no
+bookkeeping: the client asks how far it got. Completing the upload checks whether the bytes are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+
+from starlette.requests import Request
+
+from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter
+from weft.adapters.blobs.store import read_pieces
+from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
+from weft.errors import (
+    AdapterError,
+    AdapterFormatError,
+    ConflictError,
+    Finding,
+    InvalidRequestError,
+    NotFoundError,
+    PayloadTooLargeError,
+    TimeoutExceededError,
+)
+from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
+from weft.registry.uploads import Answer, Retry
+from weft.server.adapters.publish import VersionDraft, checked_name, publish
+from weft.server.adapters.schemas import UploadBody, UploadView
+from weft.server.adapters.staged_files import StagedWriter
+from weft.server.adapters.views import upload_view
+from weft.server.auth.callers import TenantCaller
+from weft.server.errors import error_body
+from weft.server.http.body import read_chunks
+from weft.server.http.form import WRITE_BYTES, digest_mismatch
+from weft.server.services import Services
+from weft.server.threads import in_thread
+
+_RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
+
+
+async def announce(services: Services, owner: TenantCaller, body: UploadBody, retry: Retry | None) -> Answer:
+    """Make an upload, of which nothing is there yet but weights that the tenant has stored before.
+
+    Raises:
+        AdapterFormatError: The name cannot be an adapter's.
+        PayloadTooLargeError: Codes upload.too_large, config.too_large.
+        ForbiddenError: The tenant may not store as much; codes quota.*.
+    """
+    most = services.config.server.max_upload_bytes
+    files: dict[str, FileFacts] = {
+        name: FileFacts(size=file.size, sha256=file.sha256) for name, file in body.files.items()
+    }
+    if files[CONFIG_FILE].size > MAX_CONFIG_BYTES:
+        raise PayloadTooLargeError(
+            f"{CONFIG_FILE} exceeds the limit of {MAX_CONFIG_BYTES} bytes.", code="config.too_large", param="files"
+        )
+    if files[WEIGHTS_FILE].size > most:
+        raise PayloadTooLargeError(
+            f"{WEIGHTS_FILE} exceeds the limit of {most} bytes.", code="upload.too_large", param="files"
+        )
+    name = checked_name(services, body.name)
+    draft = UploadDraft(name=name, description=body.description, activate=body.activate, files=files)
+
+    def answer(upload: Upload) -> Answer:
+        return Answer(status=201, body=upload_view(upload, dict.fromkeys(files, 0)).model_dump(mode="json"))
+
+    return await services.registry.uploads.create(owner.tenant_id, draft, owner.identity.key_id, retry, answer)
+
+
+async def show(services: Services, upload: Upload) -> UploadView:
+    """What there is of an upload."""
+    return upload_view(upload, await asyncio.to_thread(services.staged.sizes, upload.id))
+
+
+async def receive_file(request: Request, services: Services, owner: TenantCaller, upload_id: str, name: str) -> Upload:
+    """Take a file, or what is left of it. What has come by the time that the client is gone stays.
+
+    Raises:
+        NotFoundError: There is no such upload, or no such file of it.
+        ConflictError: It has ended, or the bytes do not follow those received; codes upload.ended,
+            upload.offset_mismatch.
+        PayloadTooLargeError: More bytes than announced; code upload.too_large.
+        TimeoutExceededError: Code upload.timeout.
+        BusyError, RateLimitError, CapacityError: Somebody sends it already, the tenant sends too much at once, or the
+            disk is full.
+    """
+    upload = await services.registry.uploads.get(owner.tenant_id, upload_id)
+    file = upload.draft.files.get(name)
+    if file is None:
+        raise NotFoundError("An upload has no such file.", param="file")
+    if upload.state != "uploading":
+        raise ConflictError("The upload has ended; make a new one.", code="upload.ended")
+    offset = _offset(request, file)
+    intake = services.intake
+    with (
+        services.drain.cancelling(),
+        intake.stream(owner.tenant_id),
+        intake.writing(upload_id, name),
+        services.staged.appending(upload_id, name, offset) as writer,
+    ):
+        await _receive(request, services, writer, file.size - (offset or 0))
+    return await services.registry.uploads.get(owner.tenant_id, upload_id)
+
+
+async def complete(services: Services, owner: TenantCaller, upload: Upload, retry: Retry | None) -> Answer:
+    """Check what came and make it a version; what was completed before is answered as it was then.
+
+    Raises:
+        ConflictError: Bytes are missing; code upload.incomplete.
+        AdapterError: It cannot be served, which ends the upload, or a file is not what was announced.
+        ForbiddenError: The tenant may not store as much; codes quota.*.
+        AnsweredBeforeError: Another server completed it.
+    """
+    if upload.state == "ready":
+        return Answer(status=200, body=upload.result or {})
+    if upload.state == "rejected":
+        raise _rejection(upload)
+    view = await show(services, upload)
+    if view.missing:
+        gaps = ", ".join(f"{name} from byte {view.files[name].received}" for name in view.missing)
+        raise ConflictError(f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files")
+    with services.blobs.create() as weights:
+        config = await in_thread(_gather, services, upload, weights)
+        draft = upload.draft
+        version = VersionDraft(name=draft.name, description=draft.description, activate=draft.activate, config=config)
+        try:
+            made = await publish(services, owner, version, weights, retry, upload.id)
+        except (AdapterError, PayloadTooLargeError) as error:
+            await services.registry.uploads.reject(upload.tenant_id, upload.id, error_body(error)["error"])
+            await asyncio.to_thread(services.staged.delete, upload.id)
+            raise
+    await asyncio.to_thread(services.staged.delete, upload.id)
+    return made
+
+
+async def _receive(request: Request, services: Services, writer: StagedWriter, limit: int) -> None:
+    pending = bytearray()
+    try:
+        async for chunk in read_chunks(request, limit, services.pace, "upload.too_large"):
+            pending += chunk
+            if len(pending) >= WRITE_BYTES:
+                piece, pending = pending, bytearray()
+                await in_thread(writer.write, piece)
+    except TimeoutExceededError as error:
+        raise TimeoutExceededError(error.message, code="upload.timeout") from error
+    finally:
+        await in_thread(_write_last, writer, pending)
+
+
+def _write_last(writer: StagedWriter, pending: bytearray) -> None:
+    writer.write(pending)
+    writer.sync()
+
+
+def _offset(request: Request, file: FileFacts) -> int | None:
+    """Where the bytes begin by the header Content-Range; None where they are the whole file."""
+    given = request.headers.get("content-range")
+    if given is None:
+        return None
+    found = _RANGE.fullmatch(given)
+    first, last, total = (int(number) for number in found.groups()) if found else (0, -1, 0)
+    if not (first <= last < total == file.size):
+        raise InvalidRequestError(
+            f"Content-Range must be bytes FIRST-LAST/{file.size}, by the size that was announced.",
+            param="content-range",
+        )
+    return first
+
+
+def _gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
+    """Copy the weights into `weights` and return the config, if both are what was announced."""
+    staged, files = services.staged, upload.draft.files
+    config = b"".join(staged.read(upload.id, CONFIG_FILE, PIECE_BYTES))
+    if staged.sizes(upload.id)[WEIGHTS_FILE] == files[WEIGHTS_FILE].size:
+        for piece in staged.read(upload.id, WEIGHTS_FILE, PIECE_BYTES):
+            weights.write(piece)
+    else:
+        for piece in read_pieces(services.blobs, files[WEIGHTS_FILE].sha256):
+            weights.write(piece)
+    found = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.sha256()}
+    wrong = [name for name, file in files.items() if found[name] != file.sha256]
+    if wrong:
+        staged.delete(upload.id, *wrong)
+        raise digest_mismatch(wrong[0])
+    return config
+
+
+def _rejection(upload: Upload) -> AdapterFormatError:
+    """The error with which it was refused, whose code also tells its status."""
+    why = upload.result or {}
+    if findings := why.get("findings"):
+        return AdapterFormatError.of([Finding(**finding) for finding in findings])
+    return AdapterFormatError(str(why.get("message")), code=str(why.get("code")), param=why.get("param"))

@@ -1,0 +1,179 @@
+"""A tenant's adapters: upload, show, change, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from weft.engine.status import EngineReady
+from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
+from weft.registry.aliases import DEFAULT_ALIAS
+from weft.registry.records import AdapterUsage
+from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item, waste
+from weft.server.adapters.publish import receive_adapter
+from weft.server.adapters.schemas import (
+    AdapterFitBody,
+    AdapterFitView,
+    AdapterList,
+    AdapterPatchBody,
+    AdapterView,
+    PlannedAdapters,
+    VersionList,
+)
+from weft.server.adapters.views import adapter_view, fit_view, residency_now, version_view
+from weft.server.auth.callers import AnyTenantReader, Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
+from weft.server.garbage import remove_unreferenced
+from weft.server.http.json_body import json_body
+from weft.server.http.openapi import takes, takes_retries, takes_upload
+from weft.server.model_name import resolve_model
+from weft.server.pins import check_pinned_pages, sync_pins
+from weft.server.services import Services, Wired
+
+router = APIRouter(tags=["adapters"])
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@router.post(
+    "/v1/adapters",
+    status_code=201,
+    response_model=AdapterView,
+    openapi_extra={**takes_upload(), **takes_retries()},
+    responses={200: {"model": AdapterView, "description": "These very bytes were there already."}},
+)
+async def upload_adapter(request: Request, services: Wired, caller: UploadCaller) -> Response:
+    """Upload the first or next version of an adapter."""
+    return await receive_adapter(request, services, caller)
+
+
+@router.get("/v1/adapters")
+async def list_adapters(
+    services: Wired, caller: AnyTenantReader, after: str | None = None, limit: Limit = 100
+) -> AdapterList:
+    """List the tenant's adapters by name, with where they are and what was asked of them.
+
+    With `?tenant=*` an admin sees those of all tenants, by tenant and name.
+    """
+    if caller.tenant_id is None:
+        page = await services.registry.adapters.list_every_adapter(after, limit)
+    else:
+        page = await services.registry.adapters.list_adapters(caller.tenant_id, after, limit)
+    residency = await residency_now(services)
+    usage = await services.registry.usage.summary([adapter.id for adapter in page.items])
+    pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in page.items))
+    return AdapterList(
+        data=[
+            adapter_view(adapter, count, residency, usage.get(adapter.id, AdapterUsage()))
+            for adapter, count in zip(page.items, pages, strict=True)
+        ],
+        next=page.next,
+    )
+
+
+@router.post("/v1/adapters:fit", openapi_extra=takes(AdapterFitBody))
+async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) -> AdapterFitView:
+    """Tell whether adapters can be on the device all at once, and how much KV cache is left then.
+
+    Answered from the plan of the memory, not from what is there now. Adapters that do not fit at once are served all
+    the same: idle ones cost nothing, so they take turns.
+    """
+    body = await json_body(request, AdapterFitBody, services.config.server.max_body_bytes, services.pace)
+    room = Room.of(services.ready)
+    stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
+    planned = await asyncio.to_thread(_planned_items, services.ready, body.ranks, room)
+    return fit_view(find_fit([*stored, *planned], room))
+
+
+@router.get("/v1/adapters/{name}")
+async def get_adapter(name: str, services: Wired, caller: TenantReader) -> AdapterView:
+    """Show one adapter."""
+    adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
+    residency = await residency_now(services)
+    usage = await services.registry.usage.summary([adapter.id])
+    pages = await services.check.pages(adapter.current)
+    return adapter_view(adapter, pages, residency, usage.get(adapter.id, AdapterUsage()))
+
+
+@router.get("/v1/adapters/{name}/versions")
+async def list_versions(name: str, services: Wired, caller: TenantReader) -> VersionList:
+    """List an adapter's versions, newest first."""
+    adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
+    versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
+    residency = await residency_now(services)
+    return VersionList(data=[version_view(adapter, version, residency) for version in versions], next=None)
+
+
+@router.patch("/v1/adapters/{name}", openapi_extra=takes(AdapterPatchBody))
+async def update_adapter(name: str, request: Request, services: Wired, caller: TenantWriter) -> AdapterView:
+    """Change description, pin or aliases; moving the alias `default` back is a rollback."""
+    body = await json_body(request, AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
+    async with services.pin_lock:
+        await _check_pin(services, caller, name, body)
+        adapter = await services.registry.adapters.update_adapter(
+            caller.tenant_id,
+            name,
+            description=body.description,
+            pinned=body.pinned,
+            aliases=body.aliases,
+            actor=caller.actor,
+        )
+    await sync_pins(services)
+    residency = await residency_now(services)
+    return adapter_view(adapter, await services.check.pages(adapter.current), residency)
+
+
+@router.delete("/v1/adapters/{name}", status_code=204)
+async def delete_adapter(
+    name: str,
+    services: Wired,
+    caller: TenantWriter,
+    version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
+) -> Response:
+    """Delete an adapter, or one version of it. Running requests finish."""
+    removed = await services.registry.adapters.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
+    await remove_unreferenced(services, removed)
+    return Response(status_code=204)
+
+
+async def _check_pin(services: Services, caller: TenantCaller, name: str, body: AdapterPatchBody) -> None:
+    """Whether the tenant may have pinned what the change leaves pinned."""
+    adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
+    moves = DEFAULT_ALIAS in body.aliases
+    if not (body.pinned or (moves and adapter.pinned and body.pinned is None)):
+        return
+    meaning = body.aliases.get(DEFAULT_ALIAS) if moves else adapter.aliases.get(DEFAULT_ALIAS)
+    wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
+    versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
+    kept = [version for version in versions if version.version in wanted]
+    await check_pinned_pages(services, adapter, kept or [adapter.current])
+
+
+async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> FitItem:
+    try:
+        model = await resolve_model(services.registry, caller, services.served_name, selector)
+    except NotFoundError as error:
+        raise NotFoundError(error.message, code=error.code, param="adapters") from error
+    adapter, version = model.adapter, model.version
+    if adapter is None or version is None:
+        raise InvalidRequestError(f"`{selector}` is the base model, which is always there.", param="adapters")
+    pages = await services.check.pages(version)
+    if pages is None:
+        raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
+    return FitItem(
+        adapter=adapter.name_for(caller.tenant_id),
+        version=version.version,
+        digest=version.digest,
+        rank=version.rank,
+        target_modules=version.target_modules,
+        pages=pages,
+        waste=waste(version.parameters, pages, room.geometry),
+    )
+
+
+def _planned_items(ready: EngineReady, planned: Sequence[PlannedAdapters], room: Room) -> list[FitItem]:
+    for wanted in planned:
+        if wanted.rank > ready.max_rank:
+            raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {wanted.rank}.", param="ranks")
+    return [planned_item(wanted.rank, wanted.target_modules, wanted.count, ready.base, room) for wanted in planned]

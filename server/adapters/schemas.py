@@ -1,0 +1,280 @@
+"""Bodies of adapters, uploads and fit."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+
+from weft.config import MAX_RANK_LIMIT
+from weft.errors import InvalidRequestError
+from weft.registry.names import MAX_DESCRIPTION
+from weft.server.http.bodies import ALL_LINEAR, MODULE_NAMES, AdapterUsageView, Body, Listing, Moment, View
+
+
+class AppliedModules(View):
+    """How many of the base's modules an adapter changes, counted over all layers."""
+
+    applied: int
+    total: int
+
+
+class ReportView(View):
+    """What the check of an upload noticed."""
+
+    dtype: list[str]
+    layout: Literal["peft", "mlx"]
+    """How the matrices lie in the file; MLX's are the transposes of PEFT's."""
+    renamed: int
+    """Tensors in whose names wrappers, an adapter's name or a multimodal model's were passed over."""
+    warnings: list[str]
+    """What looks like a mistake; the adapter is served all the same."""
+
+
+class VersionView(View):
+    """One immutable upload."""
+
+    object: Literal["adapter.version"] = "adapter.version"
+    name: str
+    tenant: str
+    version: int
+    digest: str
+    rank: int
+    """The largest of any module."""
+    target_modules: list[str]
+    applied_modules: AppliedModules
+    parameters: int
+    size_bytes: int
+    residency: Literal["stored", "host", "device"]
+    created_at: Moment
+    report: ReportView | None
+    """Null for versions from before there were reports."""
+
+
+class VersionList(Listing[VersionView]):
+    """An adapter's versions, newest first."""
+
+
+class AdapterView(View):
+    """An adapter, with what its current version is."""
+
+    id: str
+    object: Literal["adapter"] = "adapter"
+    name: str
+    tenant: str
+    version: int
+    digest: str
+    state: Literal["ready"] = "ready"
+    rank: int
+    target_modules: list[str]
+    applied_modules: AppliedModules
+    parameters: int
+    size_bytes: int
+    pages: int | None
+    """Pages it takes on the device; null where its weights cannot be read now."""
+    residency: Literal["stored", "host", "device"]
+    load_p95_s: float | None
+    """Seconds that 95 % of its last 32 loads onto the device took at most; null while it is in no memory."""
+    pinned: bool
+    aliases: dict[str, int | dict[str, int]]
+    """Alias to version, or to the weights of the versions among which it splits its requests."""
+    description: str | None
+    created_at: Moment
+    report: ReportView | None
+    """Of the version; null where it is from before there were reports."""
+    usage: AdapterUsageView | None = None
+    """On GET only."""
+
+
+class UploadFileView(View):
+    """A file of an upload."""
+
+    size: int
+    sha256: str
+    received: int
+    """Bytes that are here: the next one to send."""
+
+
+class UploadView(View):
+    """An upload in pieces."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    name: str
+    tenant: str
+    description: str | None
+    activate: bool
+    state: Literal["uploading", "ready", "rejected"]
+    files: dict[str, UploadFileView]
+    missing: list[str]
+    """Files that are not all here."""
+    result: dict[str, Any] | None
+    """How it ended: the adapter as the answer showed it, or the error."""
+    expires_at: Moment
+    created_at: Moment
+
+
+class UploadList(Listing[UploadView]):
+    """A page of uploads, oldest first."""
+
+
+class AdapterList(Listing[AdapterView]):
+    """A page of adapters."""
+
+
+class FitNumbers(View):
+    """How much of something there is, is needed, and is left."""
+
+    total: int
+    needed: int
+    left: int
+
+
+class AdapterFitItem(View):
+    """One adapter, or several that do not exist yet and would look alike."""
+
+    adapter: str | None
+    """Null for adapters that do not exist yet."""
+    version: int | None
+    digest: str | None
+    """Adapters of one digest share their pages and count once."""
+    rank: int
+    target_modules: list[str]
+    pages: int
+    """Of each."""
+    waste: Annotated[float, AfterValidator(lambda share: round(share, 4))]
+    """Share of these pages that holds no weights, from 0 to 1."""
+    count: int
+
+
+class AdapterFitView(View):
+    """Answer of POST /v1/adapters:fit."""
+
+    object: Literal["adapter_fit"] = "adapter_fit"
+    fits: bool
+    """Whether all can be on the device at once. False only means that they take turns: idle adapters cost nothing."""
+    pages: FitNumbers
+    slots: FitNumbers
+    kv_tokens_left: int
+    """Tokens of KV cache that fit beside all of them."""
+    adapters: list[AdapterFitItem]
+    message: str
+
+
+MAX_PLANNED = 1 << 20
+"""Most adapters to come of one kind, in one question whether they fit."""
+
+
+def _targets(value: object) -> list[str]:
+    """Names of modules; none means all of them."""
+    if value == ALL_LINEAR:
+        return []
+    if isinstance(value, list) and value and all(isinstance(name, str) and name in MODULE_NAMES for name in value):
+        return value
+    raise InvalidRequestError(
+        f'target_modules must be "{ALL_LINEAR}" or a list of {", ".join(MODULE_NAMES)}.', param="ranks"
+    )
+
+
+_TARGETS_SCHEMA = {
+    "anyOf": [{"const": ALL_LINEAR}, {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1}]
+}
+
+
+class PlannedAdapters(Body):
+    """Adapters that do not exist yet: of one rank, on the same modules of every layer."""
+
+    rank: int = Field(ge=1, le=MAX_RANK_LIMIT)
+    target_modules: Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGETS_SCHEMA)] = Field(
+        default_factory=list
+    )
+    """`all-linear`, or names of modules."""
+    count: int = Field(1, ge=1, le=MAX_PLANNED)
+
+
+class AdapterFitBody(Body):
+    """Body of POST /v1/adapters:fit."""
+
+    adapters: list[Annotated[str, Field(min_length=1, max_length=512)]] = Field(default_factory=list, max_length=1000)
+    """Each as in `model`: `name`, `name@3`, `name@prod`, `name@sha256:...`."""
+    ranks: list[PlannedAdapters] = Field(default_factory=list, max_length=32)
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> AdapterFitBody:
+        if not self.adapters and not self.ranks:
+            raise InvalidRequestError(
+                "Name adapters, or ranks of adapters to come.", param="adapters", code="missing_required_parameter"
+            )
+        return self
+
+
+def _aliases(value: object) -> dict[str, dict[int, int] | int | None]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError("aliases must map names to versions.", param="aliases")
+    return {alias: _meaning(meaning) for alias, meaning in value.items()}
+
+
+def _meaning(value: object) -> dict[int, int] | int | None:
+    """A version, versions by weight, or nothing."""
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, dict) and all(_VERSION.fullmatch(key) and type(value[key]) is int for key in value):
+        return {int(version): weight for version, weight in value.items()}
+    raise InvalidRequestError(
+        'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.', param="aliases"
+    )
+
+
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
+
+
+_VersionNumber = Annotated[int, Field(ge=1)]
+
+
+_Shares = Annotated[dict[str, Annotated[int, Field(ge=1, le=10_000)]], Field(min_length=1, max_length=8)]
+
+
+_Aliases = Annotated[dict[str, _VersionNumber | _Shares | None], Field(max_length=64)]
+
+
+class AdapterPatchBody(Body):
+    """Body of PATCH /v1/adapters/{name}."""
+
+    description: str | None = Field(None, max_length=4096)
+    pinned: bool | None = None
+    aliases: Annotated[
+        dict[str, dict[int, int] | int | None], BeforeValidator(_aliases, json_schema_input_type=_Aliases)
+    ] = Field(default_factory=dict, max_length=64)
+    """Merged into what is there: a version, versions by weight (a canary), or null to remove the alias."""
+
+
+class UploadFileBody(Body):
+    """A file that is going to be sent."""
+
+    size: int = Field(ge=1, lt=1 << 53)
+    """Bytes."""
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class UploadBody(Body):
+    """Body of POST /v1/uploads."""
+
+    name: str = Field(max_length=512)
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
+    activate: bool = True
+    """Let the plain name mean the version once it is there."""
+    files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = Field(min_length=2)
+    tenant: str | None = Field(None, max_length=512)
+    """For admins."""
+
+
+class ImportBody(Body):
+    """Body of POST /v1/adapters:import."""
+
+    name: str = Field(max_length=512)
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
+    activate: bool = True
+    source: str = Field(max_length=2048)
+    """`hf://organization/repository[@revision]` or `s3://bucket/prefix`."""
+    tenant: str | None = Field(None, max_length=512)

@@ -1,0 +1,176 @@
+"""Checks an uploaded adapter in a child process of its own, and counts the pages it will take."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.adapters.blobs.store import BlobStore
+from weft.adapters.checkpoint.reader import check_weights
+from weft.adapters.checkpoint.safetensors_header import header_bytes
+from weft.adapters.lora.layout import adapter_pages
+from weft.adapters.ref import LoraSpec, content_digest
+from weft.config import environment
+from weft.engine.status import EngineReady
+from weft.errors import (
+    AdapterError,
+    AdapterFormatError,
+    AdapterIncompatibleError,
+    CapacityError,
+    EngineError,
+    Finding,
+    PayloadTooLargeError,
+)
+from weft.registry.records import VersionFacts
+
+CHECKS_AT_ONCE = 2
+CPU_S = 30
+"""CPU seconds of a check, and as many more per GiB of weights."""
+WALL_FACTOR = 4
+PAGES_CACHED = 4096
+USUAL_HEADER_BYTES = 1 << 16
+"""Of a weights file, what is asked for first; a longer header takes a second look."""
+_REFUSALS: dict[str, type[AdapterError]] = {cls.__name__: cls for cls in (AdapterFormatError, AdapterIncompatibleError)}
+_HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
+"""Beginnings of variables that hold secrets, or may."""
+
+
+class AdapterCheck:
+    """Checks adapters against the loaded base. Thread: the event loop's.
+
+    Args:
+        ready: Base shape, page geometry and rank limit.
+        blobs: Where stored weights lie.
+        base_names: What the base is called, the served name first.
+    """
+
+    def __init__(self, ready: EngineReady, blobs: BlobStore, base_names: Sequence[str] = ()) -> None:
+        self._ready = ready
+        self._base_names = base_names
+        self._blobs = blobs
+        self._at_once = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._pages: dict[str, int] = {}
+        self._pages_by_header: dict[tuple[str, int], int] = {}
+
+    async def check(self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int) -> VersionFacts:
+        """Read and check an upload.
+
+        Raises:
+            AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError: It cannot be served, and why.
+            EngineError: The check itself failed.
+        """
+        async with self._at_once:
+            found = await self._run(config, weights, size_bytes)
+        spec = LoraSpec.from_canonical(found["spec"])
+        ranks = {(layer, module): rank for layer, module, rank in found["ranks"]}
+        pages = await asyncio.to_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
+        limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
+        if pages > limit:
+            needs = (
+                f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes, but the pool has {limit} "
+                "beside a block of KV cache."
+            )
+            hint = "Use a smaller rank, or a server with more memory."
+            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, hint)])
+        digest = content_digest(spec, weights_sha256)
+        self._remember(digest, pages)
+        return VersionFacts(
+            digest=digest,
+            weights_sha256=weights_sha256,
+            spec=spec,
+            rank=found["largest_rank"],
+            target_modules=tuple(found["target_modules"]),
+            applied=found["applied"],
+            total=found["total"],
+            parameters=found["parameters"],
+            size_bytes=size_bytes,
+            report=found["report"],
+        )
+
+    async def pages(self, version: VersionFacts) -> int | None:
+        """Pages of a stored version on the device; None where its weights cannot be read."""
+        if version.digest not in self._pages:
+            try:
+                self._remember(version.digest, await asyncio.to_thread(self._count_stored, version))
+            except (OSError, AdapterError, CapacityError):
+                return None
+        return self._pages[version.digest]
+
+    def _count_stored(self, version: VersionFacts) -> int:
+        first, size = self._blobs.peek(version.weights_sha256, USUAL_HEADER_BYTES)
+        if (length := header_bytes(first, size)) > len(first):
+            first, size = self._blobs.peek(version.weights_sha256, length)
+        header = first[:length]
+        # Of adapters trained alike all headers are the same, and hashing one is ten times as fast as reading it.
+        like = content_digest(version.spec, hashlib.sha256(header).hexdigest()), size
+        if (pages := self._pages_by_header.get(like)) is None:
+            ranks = check_weights(version.spec, header, size, self._ready.base).ranks
+            pages = adapter_pages(ranks, self._ready.base, self._ready.geometry)
+            if len(self._pages_by_header) >= PAGES_CACHED:
+                self._pages_by_header.clear()
+            self._pages_by_header[like] = pages
+        return pages
+
+    def _remember(self, digest: str, pages: int) -> None:
+        self._pages[digest] = pages
+        while len(self._pages) > PAGES_CACHED:
+            del self._pages[next(iter(self._pages))]
+
+    async def _run(self, config: bytes, weights: Path, size_bytes: int) -> dict[str, Any]:
+        cpu_s = CPU_S * (1 + (size_bytes >> 30))
+        job = {
+            "config": base64.b64encode(config).decode(),
+            "weights": str(weights),
+            "base": dataclasses.asdict(self._ready.base),
+            "base_names": self._base_names,
+            "max_rank": self._ready.max_rank,
+            "cpu_s": cpu_s,
+        }
+        output = await _run_child(json.dumps(job).encode(), WALL_FACTOR * cpu_s)
+        try:
+            answer: dict[str, Any] = json.loads(output)
+        except ValueError as error:
+            raise EngineError("The adapter check gave no answer.") from error
+        if "too_large" in answer:
+            raise PayloadTooLargeError(**answer["too_large"])
+        if "error" in answer:
+            refusal = _REFUSALS[answer["error"]["class"]]
+            raise refusal.of([Finding(**found) for found in answer["error"]["findings"]])
+        found: dict[str, Any] = answer["checkpoint"]
+        return found
+
+
+async def _run_child(job: bytes, timeout_s: float) -> bytes:
+    env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, _ = await child.communicate(job)
+    except TimeoutError as error:
+        raise _gave_up() from error
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode != 0:
+        raise _gave_up()
+    return output
+
+
+def _gave_up() -> AdapterFormatError:
+    needed = "The check of this adapter needed more time or memory than any sound adapter does."
+    hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
+    return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])

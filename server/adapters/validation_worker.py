@@ -1,0 +1,67 @@
+"""The child process that reads what a tenant uploaded: `python -P -m weft.server.adapters.validation_worker`.
+
+One JSON object comes on stdin, one goes to stdout. Memory, CPU time and file writes are limited first, so that a fault
+in a parser costs one upload and not the server. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import resource
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from weft.adapters.base_shape import BaseShape, ModuleShape
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from weft.errors import AdapterError, PayloadTooLargeError
+
+MEMORY_BYTES = 1 << 30
+"""Address space; the reader works in windows of a few MiB, the rest is the interpreter and numpy."""
+
+
+def main() -> int:
+    """Check one adapter; 0 also for an adapter that is refused."""
+    job = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    try:
+        answer = {"checkpoint": _facts(_check(job))}
+    except AdapterError as error:
+        answer = {"error": {"class": type(error).__name__, "findings": [asdict(found) for found in error.findings]}}
+    except PayloadTooLargeError as error:
+        answer = {"too_large": {"message": error.message, "code": error.code}}
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+def _check(job: dict[str, Any]) -> Checkpoint:
+    config = base64.b64decode(job["config"])
+    return read_checkpoint(
+        config, Path(job["weights"]), _base(job["base"]), job["max_rank"], base_names=job["base_names"]
+    )
+
+
+def _base(fields: dict[str, Any]) -> BaseShape:
+    modules = tuple(ModuleShape(**module) for module in fields["modules"])
+    return BaseShape(**{**fields, "modules": modules})
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        "spec": checkpoint.spec.canonical(),
+        "ranks": [[layer, module, rank] for (layer, module), rank in checkpoint.ranks.items()],
+        "largest_rank": checkpoint.largest_rank,
+        "target_modules": list(checkpoint.target_modules),
+        "applied": checkpoint.applied,
+        "total": checkpoint.total,
+        "parameters": checkpoint.parameters,
+        "report": checkpoint.report,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

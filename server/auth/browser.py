@@ -1,0 +1,107 @@
+"""What a browser may do with the cookie of its session, and how the cookie is set.
+
+A page of another site, or of another port of this machine, cannot use it: the browser says where a request comes from.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from email.utils import format_datetime
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request, Response
+from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
+from starlette.types import Scope
+
+from weft.errors import ForbiddenError, InvalidRequestError
+from weft.registry.records import Credential
+from weft.server.auth.callers import AnyCaller, Caller
+from weft.server.auth.schemas import LinkView, SessionView
+from weft.server.http.bodies import iso
+from weft.server.services import Wired
+
+COOKIE = "weft_session"
+OWN_SITES = frozenset({"same-origin", "none"})
+"""Values of Sec-Fetch-Site that our own pages, and the address bar, have."""
+SAFE_METHODS = frozenset({"GET", "HEAD"})
+
+
+def cookie_name(headers: Headers) -> str:
+    """Browsers do not tell ports apart, so servers side by side on one machine would sign each other out."""
+    try:
+        port = urlsplit(f"//{headers.get('host', '')}").port
+    except ValueError:
+        port = None
+    return f"{COOKIE}_{port}" if port else COOKIE
+
+
+def session_token(headers: Headers) -> str | None:
+    """The token that the browser sent."""
+    return cookie_parser(headers.get("cookie", "")).get(cookie_name(headers)) or None
+
+
+def check_own_page(scope: Scope, headers: Headers) -> None:
+    """Refuse what a page of somebody else made the browser ask.
+
+    Raises:
+        ForbiddenError: It did, or does not say.
+    """
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        is_own = site in OWN_SITES
+    else:  # browsers say so over TLS and to this machine; elsewhere they tell the origin of every change
+        origin = headers.get("origin")
+        is_own = scope["method"] in SAFE_METHODS if origin is None else _host_of(origin) == headers.get("host", "")
+    if not is_own:
+        raise ForbiddenError("A session serves Weft's own pages only: send an API key.", code="session.foreign_page")
+
+
+def session_cookie(scope: Scope, headers: Headers, token: str, ends: datetime | None) -> str:
+    """The header that sets the cookie; `ends` in the past, or None, takes it away."""
+    is_secure = scope["scheme"] == "https" or headers.get("x-forwarded-proto") == "https"
+    parts = [f"{cookie_name(headers)}={token}", "Path=/", "HttpOnly", "SameSite=Strict"]
+    parts.append("Max-Age=0" if ends is None else f"Expires={format_datetime(ends, usegmt=True)}")
+    return "; ".join([*parts, *(("Secure",) if is_secure else ())])
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+router = APIRouter(tags=["session"])
+
+
+@router.post("/v1/session", status_code=201)
+async def begin_session(request: Request, response: Response, services: Wired, caller: AnyCaller) -> SessionView:
+    """Begin a browser's session with the key, or the link, of the Authorization header; the cookie ends in 12 hours."""
+    token, ends = await services.registry.sessions.begin_session(_credential(caller))
+    response.headers["set-cookie"] = session_cookie(request.scope, request.headers, token, ends)
+    return SessionView(role=caller.identity.role, tenant=caller.identity.tenant, expires_at=iso(ends))
+
+
+@router.delete("/v1/session", status_code=204)
+async def end_session(request: Request, services: Wired, _: AnyCaller) -> Response:
+    """End the browser's session, everywhere and at once."""
+    token = session_token(request.headers)
+    if token is not None:
+        await services.registry.sessions.end_session(token)
+    cookie = session_cookie(request.scope, request.headers, "", None)
+    return Response(status_code=204, headers={"set-cookie": cookie})
+
+
+@router.post("/v1/session/links", status_code=201)
+async def make_link(services: Wired, caller: AnyCaller) -> LinkView:
+    """Make a link that begins a session like this key's, once, within ten minutes: put it behind `/#link=`."""
+    token, ends = await services.registry.sessions.begin_session(_credential(caller), "link")
+    return LinkView(link=token, expires_at=iso(ends))
+
+
+def _credential(caller: Caller) -> Credential:
+    credential = caller.identity.credential
+    if credential is None:
+        raise InvalidRequestError("Authentication is off: there is nothing to sign in to.", code="auth.off")
+    return credential

@@ -1,0 +1,156 @@
+"""What a caller may do, and for which tenant: the one place that decides it, after authentication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Query
+from starlette.requests import Request
+
+from weft.errors import AuthenticationError, ForbiddenError, InvalidRequestError, NotFoundError
+from weft.registry.records import Identity, Scope
+from weft.server.services import Services, services_of
+
+EVERY_TENANT = "*"
+"""No tenant can be called this."""
+TenantQuery = Annotated[str | None, Query(description="For admins: the tenant to act for.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who calls, and for whom."""
+
+    identity: Identity
+    tenant_id: str | None
+    """None only for an admin who named no tenant."""
+    tenant: str | None
+    weight: float = 1.0
+    """The tenant's part of the engine."""
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether the admin key was used."""
+        return self.identity.role == "admin"
+
+    @property
+    def actor(self) -> str:
+        """Name for the audit log."""
+        return self.identity.key_id or self.identity.role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantCaller(Caller):
+    """A caller who acts for a tenant for certain."""
+
+    tenant_id: str
+    tenant: str
+
+
+def identity_of(request: Request) -> Identity:
+    """Who calls.
+
+    Raises:
+        AuthenticationError: The request did not pass authentication.
+    """
+    identity = getattr(request.state, "identity", None)
+    if not isinstance(identity, Identity):
+        raise AuthenticationError("No API key was given.")
+    return identity
+
+
+async def require_admin(request: Request) -> Identity:
+    """The caller, if an admin. Async, because FastAPI would run a plain function in a thread.
+
+    Raises:
+        ForbiddenError: A tenant's key was used.
+    """
+    identity = identity_of(request)
+    if identity.role != "admin":
+        raise ForbiddenError("This route takes the admin key only.")
+    return identity
+
+
+class CallerDependency:
+    """Dependency: who calls, and for which tenant; an admin chooses with `?tenant=`.
+
+    Args:
+        scope: What the key must be allowed; None takes any key.
+
+    Raises:
+        ForbiddenError: The key lacks `scope`.
+        NotFoundError: `?tenant=` names no tenant, or not the caller's own.
+    """
+
+    def __init__(self, scope: Scope | None = None) -> None:
+        self._scope = scope
+
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
+        """Called by FastAPI for each request."""
+        identity = identity_of(request)
+        if identity.role != "admin":
+            if tenant is not None and tenant != identity.tenant:
+                raise NotFoundError("There is no such tenant.", param="tenant")
+            if self._scope is not None and self._scope not in identity.scopes:
+                raise ForbiddenError(f"The API key lacks the scope {self._scope}.")
+            weight = identity.tenant_weight
+            return Caller(identity=identity, tenant_id=identity.tenant_id, tenant=identity.tenant, weight=weight)
+        return await for_tenant(services_of(request), identity, tenant)
+
+
+class ActingForTenant(CallerDependency):
+    """Like `CallerDependency`, where a tenant is needed.
+
+    Raises:
+        InvalidRequestError: An admin named no tenant.
+    """
+
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> TenantCaller:
+        """Called by FastAPI for each request."""
+        return bound(await super().__call__(request, tenant))
+
+
+class ActingForEvery(CallerDependency):
+    """Like `ActingForTenant`, but `?tenant=*` from an admin means no tenant in particular, so all of them."""
+
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
+        """Called by FastAPI for each request."""
+        identity = identity_of(request)
+        if identity.role == "admin" and tenant == EVERY_TENANT:
+            return Caller(identity=identity, tenant_id=None, tenant=None)
+        return bound(await super().__call__(request, tenant))
+
+
+async def for_tenant(services: Services, admin: Identity, tenant: str | None) -> Caller:
+    """An admin acting for the tenant of this name, or for the default one.
+
+    Raises:
+        NotFoundError: There is no such tenant.
+    """
+    chosen = services.default_tenant if tenant is None else await services.registry.tenants.get_tenant(tenant)
+    if chosen is None:
+        return Caller(identity=admin, tenant_id=None, tenant=None)
+    return Caller(identity=admin, tenant_id=chosen.id, tenant=chosen.name, weight=chosen.weight)
+
+
+def bound(caller: Caller) -> TenantCaller:
+    """The caller, if acting for a tenant.
+
+    Raises:
+        InvalidRequestError: An admin named no tenant.
+    """
+    if caller.tenant_id is None or caller.tenant is None:
+        raise InvalidRequestError("An admin names the tenant with ?tenant=.", param="tenant")
+    return TenantCaller(
+        identity=caller.identity, tenant_id=caller.tenant_id, tenant=caller.tenant, weight=caller.weight
+    )
+
+
+Admin = Annotated[Identity, Depends(require_admin)]
+AnyCaller = Annotated[Caller, Depends(CallerDependency())]
+UploadCaller = Annotated[Caller, Depends(CallerDependency("adapters"))]
+UsageCaller = Annotated[Caller, Depends(CallerDependency("usage"))]
+InferTenant = Annotated[TenantCaller, Depends(ActingForTenant("infer"))]
+AnyTenantReader = Annotated[Caller, Depends(ActingForEvery())]
+TenantReader = Annotated[TenantCaller, Depends(ActingForTenant())]
+TenantWriter = Annotated[TenantCaller, Depends(ActingForTenant("adapters"))]

@@ -1,0 +1,109 @@
+"""Who is calling, decided before a byte of the body is read: pure ASGI, everything closed unless listed as public.
+
+Knows keys and browsers' sessions only through the registry. `weft.server.auth.callers` decides what a caller may do.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from functools import partial
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weft.config import is_loopback
+from weft.errors import AuthenticationError, ForbiddenError, WeftError
+from weft.registry.records import SCOPES, Identity
+from weft.registry.registry import Registry
+from weft.registry.sessions import LINK_PREFIX
+from weft.server.auth.browser import check_own_page, session_token
+from weft.server.errors import error_response
+from weft.server.http.public import is_public
+
+SIGN_IN = "/v1/session"
+SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
+"""A POST here takes a key or a link, never a session: one that could begin another would outlive its time."""
+MAX_KEY_LENGTH = 512
+LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
+"""Everybody, where authentication is off."""
+
+
+class AuthMiddleware:
+    """Puts the caller's `Identity` into `scope["state"]["identity"]`, or answers 401.
+
+    What takes long can ask again who it is, with `scope["state"]["identify"]`.
+
+    Args:
+        app: What lies behind.
+        keys: Where keys are looked up; None lets everybody on this machine in as admin.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Registry | None) -> None:
+        self._app = app
+        self._registry = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its caller, or answer 401."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        if not is_public(scope):
+            identify = partial(self._identify, scope, Headers(scope=scope))
+            try:
+                identity = await identify()
+            except WeftError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            scope["state"] = {**scope.get("state", {}), "identity": identity, "identify": identify}
+        await self._app(scope, receive, send)
+
+    async def _identify(self, scope: Scope, headers: Headers) -> Identity:
+        if self._registry is None:
+            _check_local_browser(headers)
+            return LOCAL_ADMIN
+        token = session_token(headers)
+        begins = scope["method"] == "POST" and scope["path"] in SESSION_CREATE_PATHS
+        if token is not None and not begins and "authorization" not in headers:
+            check_own_page(scope, headers)
+            return await self._registry.sessions.authenticate_session(token[:MAX_KEY_LENGTH])
+        secret = _bearer(headers)
+        if secret.startswith(LINK_PREFIX) and (scope["method"], scope["path"]) == ("POST", SIGN_IN):
+            return await self._registry.sessions.follow_link(secret)
+        return await self._registry.keys.authenticate(secret)
+
+
+def _bearer(headers: Headers) -> str:
+    values = headers.getlist("authorization")
+    if not values:
+        raise AuthenticationError(
+            "No API key was given: send the header 'Authorization: Bearer <key>'.", code="auth.missing"
+        )
+    scheme, _, key = values[0].partition(" ")
+    key = key.strip()
+    if len(values) > 1 or scheme.lower() != "bearer" or not key:
+        raise AuthenticationError("The Authorization header must be 'Bearer <key>', given once.")
+    if len(key) > MAX_KEY_LENGTH:
+        raise AuthenticationError("The API key is not valid.")
+    return key
+
+
+def _check_local_browser(headers: Headers) -> None:
+    """Keep web pages of other sites out of a server without keys: their Origin or Host gives them away."""
+    origin = headers.get("origin")
+    try:
+        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        is_foreign = origin is not None and not is_loopback(urlsplit(origin).hostname or "")
+    except ValueError:  # no browser of ours writes such a Host or Origin
+        host, is_foreign = "", True
+    if is_foreign or ("." in host and not _is_address(host)):
+        raise ForbiddenError("Without authentication, Weft answers only pages of this machine.")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,240 @@
+"""One HTTP request's generations, run side by side and merged: n choices, many prompts, one stream of steps.
+
+Works on any `Engine`. Knows neither JSON nor usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from weft.engine.process.inbox import Inbox
+from weft.errors import EngineError, EngineUnavailableError
+from weft.server.errors import from_engine
+
+if TYPE_CHECKING:
+    from weft.engine.request import GenerationRequest, RequestOutput
+    from weft.engine.text.text_stream import TextDelta, TextStream
+    from weft.server.generation.prompts import Prompt
+    from weft.server.limits.gate import Admission
+    from weft.server.services import Engine
+
+
+def best_choices(candidates: Sequence[Choice], steps: Iterable[Step], n: int) -> list[Choice]:
+    """The `n` candidates of each prompt with the highest log-probability per token, best first.
+
+    Candidates of a beam search come best first by its own score. Where there are no more than `n`, all are returned as
+    they are.
+
+    Args:
+        candidates: Prompt by prompt.
+        steps: All of them, with log-probabilities where there are more candidates than `n`.
+        n: How many of each prompt.
+    """
+    logprobs: dict[int, list[float]] = {}
+    for step in steps:
+        logprobs.setdefault(step.choice.index, []).extend(entry.logprob for entry in step.delta.logprobs or ())
+
+    def per_token(choice: Choice) -> float:
+        own = logprobs[choice.index]
+        return sum(own) / len(own) if own else 0.0
+
+    best: list[Choice] = []
+    for _, group in groupby(candidates, key=lambda choice: choice.prompt_index):
+        of_prompt = list(group)
+        if len(of_prompt) > n and of_prompt[0].request.beam is None:
+            of_prompt.sort(key=per_token, reverse=True)
+        best += of_prompt[:n]
+    return best
+
+
+LAST_OUTPUT_S = 10.0
+"""Longest wait for the last outputs of aborted requests. The engine sends them after the step that it computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choice:
+    """One generation among those of a request."""
+
+    index: int
+    """Place in the response's `choices`."""
+    prompt_index: int
+    prompt: Prompt
+    request: GenerationRequest
+    text: TextStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one output of the engine adds to a choice."""
+
+    choice: Choice
+    output: RequestOutput
+    delta: TextDelta
+    num_tokens: int
+    """Tokens of the choice delivered up to and with this step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Computed:
+    """What the engine has computed for a choice, as far as its outputs said."""
+
+    choice: Choice
+    prompt_tokens: int = 0
+    """Tokens of the prompt, the cached ones included; all of them once a token of output has come."""
+    cached_tokens: int = 0
+    """Of these, the tokens taken from the prefix cache."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of output; those after a stop string are not among them."""
+        return self.choice.text.num_tokens
+
+
+class Generation:
+    """Runs the choices and yields their steps as they come.
+
+    Use as an async context manager: leaving it aborts whatever still runs.
+
+    Args:
+        engine: Computes them.
+        choices: What to compute.
+        may_grow: Asked before a choice goes on: whether the choices together may have this many tokens of output. Where
+            they may not, the choice ends with `finish_reason` "length".
+        admission: What the gate let in; None for work that passes around it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        choices: Sequence[Choice],
+        may_grow: Callable[[int], bool] = lambda _: True,
+        admission: Admission | None = None,
+    ) -> None:
+        self.choices = tuple(choices)
+        self.admission = admission
+        self._engine = engine
+        self._may_grow = may_grow
+        self._computed = {choice.index: Computed(choice=choice) for choice in choices}
+        self._num_wanted = len(choices)
+        """Tokens of output so far, and one more of each choice that has not finished."""
+        self._arrived: Inbox[Step | BaseException | None] = Inbox()
+        self._cut: BaseException | None = None
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+        """By request of the engine."""
+
+    async def __aenter__(self) -> Generation:
+        by_request: dict[str, list[Choice]] = {}
+        for choice in self.choices:
+            by_request.setdefault(choice.request.request_id, []).append(choice)
+        for request_id, choices in by_request.items():
+            pump = asyncio.create_task(self._pump(choices))
+            pump.add_done_callback(self._note_failure)
+            self._pumps[request_id] = pump
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pump in self._pumps.values():
+            pump.cancel()
+        await asyncio.gather(*self._pumps.values(), return_exceptions=True)
+
+    def cut(self, error: BaseException) -> None:
+        """End the stream of steps with `error`, at once; later calls change nothing."""
+        if self._cut is None:
+            self._cut = error
+            self._arrived.put(None)
+
+    async def abort(self) -> list[Computed]:
+        """End the choices that still run; returns what was computed for each choice until it ended.
+
+        Waits until the engine has said so, at most `LAST_OUTPUT_S` seconds. Of an engine that is dead or silent, the
+        outputs that came before count.
+        """
+        for request_id, pump in self._pumps.items():
+            if not pump.done():
+                self._engine.abort(request_id)
+        await asyncio.wait(self._pumps.values(), timeout=LAST_OUTPUT_S)
+        return list(self._computed.values())
+
+    async def steps(self) -> AsyncIterator[list[Step]]:
+        """Steps of all choices in order of arrival, those together that have arrived, until every choice has finished.
+
+        Raises:
+            WeftError: The engine refused or lost a choice.
+        """
+        unfinished = len(self.choices)
+        while unfinished:
+            arrived = await self._arrived.take()
+            together = [each for each in arrived if isinstance(each, Step)]
+            if together and self._cut is None:
+                unfinished -= sum(step.delta.finish_reason is not None for step in together)
+                yield together
+            if self._cut is not None:
+                raise self._cut
+            for each in arrived:
+                if isinstance(each, BaseException):
+                    raise each
+
+    async def _pump(self, choices: Sequence[Choice]) -> None:
+        """Pass on what the engine says of one request: of one choice, or of all that a beam search ends with."""
+        if self._cut is not None:
+            return  # before the engine was asked
+        has_started = False
+        async with aclosing(self._engine.generate(choices[0].request)) as outputs:
+            async for output in outputs:
+                own = list(zip(choices, output.hypotheses or [output], strict=False))
+                for choice, part in own:
+                    self._note(choice, part)
+                if output.finish_reason == "abort":
+                    for choice, part in own:
+                        choice.text.push(part)  # of a beam search, what its beams had
+                self._check(output, has_started)
+                if self.admission is not None and not has_started:
+                    self.admission.started(output.queue_s)
+                has_started = True
+                for choice, part in own:
+                    self._pass_on(choice, part)
+                if all(choice.text.is_finished for choice in choices):
+                    return
+        raise EngineUnavailableError("The engine stopped before the request was finished; send it again.")
+
+    def _check(self, output: RequestOutput, has_started: bool) -> None:
+        """Raise what the engine ended the request with, if that is no end of an answer."""
+        if output.error is not None:
+            error = from_engine(output.error)
+            raise error if self.admission is None or has_started else self.admission.refused(error)
+        if output.finish_reason == "error":
+            raise EngineError("The engine ended the request without a reason.")
+        if output.finish_reason == "abort":
+            raise EngineUnavailableError("The engine gave the request up; send it again.")
+
+    def _pass_on(self, choice: Choice, output: RequestOutput) -> None:
+        delta = choice.text.push(self._within_limits(output))
+        self._arrived.put(Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens))
+        if delta.finish_reason is not None:
+            self._num_wanted -= 1
+            if self.admission is not None:
+                prompt, cached = self._computed[choice.index].prompt_tokens, self._computed[choice.index].cached_tokens
+                self.admission.finished(prompt - cached, prompt, choice.text.num_tokens)
+
+    def _note(self, choice: Choice, output: RequestOutput) -> None:
+        computed = self._computed[choice.index]
+        computed.cached_tokens = computed.cached_tokens or output.cached_tokens
+        if output.token_ids:
+            computed.prompt_tokens = len(choice.prompt.token_ids)
+        elif output.finish_reason is not None:
+            computed.prompt_tokens = max(computed.prompt_tokens, output.computed_prompt_tokens)
+
+    def _within_limits(self, output: RequestOutput) -> RequestOutput:
+        """The output, made the last one of its choice where another token of each choice would be too many."""
+        self._num_wanted += len(output.token_ids)
+        is_fine = output.finish_reason is not None or self._may_grow(self._num_wanted)
+        return output if is_fine else replace(output, finish_reason="length")
+
+    def _note_failure(self, pump: asyncio.Task[None]) -> None:
+        if not pump.cancelled() and (error := pump.exception()) is not None:
+            self._arrived.put(error)

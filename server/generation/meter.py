@@ -1,0 +1,222 @@
+"""What one HTTP request is billed: exactly one usage event, durable before the client sees the end.
+
+1. A request that ends by itself is billed its prompt and its output.
+2. A request that its client cuts is billed what the engine had computed for it when the cut reached the engine.
+3. A request that Weft breaks is billed the tokens handed to the socket.
+
+Tokens computed again after a preemption, and tokens behind a stop string, are not billed. A prompt counts once however
+many choices it has. Its cached tokens are those of its first choice: the others find in the prefix cache what the first
+has computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import structlog
+
+from weft.errors import WeftError
+from weft.registry.records import ServiceClass, UsageEvent
+
+if TYPE_CHECKING:
+    from weft.engine.request import AdapterState
+    from weft.server.auth.callers import Caller
+    from weft.server.generation.choices import Computed, Step
+    from weft.server.limits.reservation import LimitReservation
+    from weft.server.model_name import ResolvedModel
+    from weft.server.services import Services
+
+log = structlog.get_logger("weft.server")
+MARK_TOKENS = 128
+MARK_S = 1.0
+MAX_REQUEST_ID = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request so far."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    def body(self) -> dict[str, object]:
+        """OpenAI's `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Meter:
+    """Counts what one HTTP request was given, and records it.
+
+    Args:
+        services: Ledger, metrics and clocks.
+        caller: Who asked, and for which tenant.
+        model: What was asked.
+        lease: What was reserved of the limits; settled when the event is recorded. Times count from its admission.
+        endpoint: The route.
+        request_id: The id that the client knows.
+        line_id: The event's id, for a line of a batch: the same whenever the line runs again.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        caller: Caller,
+        model: ResolvedModel,
+        lease: LimitReservation,
+        *,
+        endpoint: str,
+        request_id: str,
+        line_id: str | None = None,
+    ) -> None:
+        self.ledger_id = line_id or services.registry.usage.mint_id()
+        self._service_class: ServiceClass = "interactive" if line_id is None else "batch"
+        self._services = services
+        self._caller = caller
+        self._model = model
+        self._lease = lease
+        self._endpoint = endpoint
+        self._request_id = request_id[:MAX_REQUEST_ID]
+        self._started_s = lease.admitted_s
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens = 0
+        self._tokens: dict[int, int] = {}
+        self._last_token_s: dict[int, float] = {}
+        self._ttft_s: float | None = None
+        self._queue_s: float | None = None
+        self._adapter_state: AdapterState | None = None
+        self._marked = (0, self._started_s)
+        self._is_finished = False
+
+    @property
+    def usage(self) -> Usage:
+        """What is to be billed so far: what was delivered, or what was computed for a client that left."""
+        return Usage(
+            prompt_tokens=sum(self._prompt_tokens.values()),
+            cached_tokens=self._cached_tokens,
+            completion_tokens=sum(self._tokens.values()),
+        )
+
+    def observe(self, step: Step) -> None:
+        """Note the times of a step, when it comes from the engine."""
+        now = self._services.monotonic()
+        if self._ttft_s is None:
+            self._ttft_s = now - self._started_s
+            self._queue_s = step.output.queue_s
+            self._adapter_state = step.output.adapter_state
+            if self._service_class == "interactive":
+                self._services.metrics.first_token(self._ttft_s, self._queue_s)
+        last = self._last_token_s.get(step.choice.index)
+        if last is not None and step.output.token_ids and self._service_class == "interactive":
+            self._services.metrics.next_token(now - last)
+        self._last_token_s[step.choice.index] = now
+
+    def deliver(self, step: Step) -> None:
+        """Count a step as handed to the client, who has it with the next write."""
+        choice = step.choice
+        self._cached_tokens += self._newly_cached(step)
+        self._prompt_tokens[choice.prompt_index] = len(choice.prompt.token_ids)
+        self._tokens[choice.index] = step.num_tokens
+
+    def take_computed(self, computed: Iterable[Computed]) -> None:
+        """Count what was computed for the choices instead of what was delivered: the client has cut the request."""
+        self._prompt_tokens, self._cached_tokens = {}, 0
+        for each in computed:
+            choice, known = each.choice, self._prompt_tokens.get(each.choice.prompt_index, 0)
+            self._prompt_tokens[choice.prompt_index] = max(known, each.prompt_tokens)
+            self._tokens[choice.index] = each.output_tokens
+            if choice.request.choice_index == 0:
+                self._cached_tokens += min(each.cached_tokens, each.prompt_tokens)
+
+    def mark(self) -> None:
+        """Leave a progress mark if enough was delivered since the last one."""
+        now, tokens = self._services.monotonic(), sum(self._tokens.values())
+        marked_tokens, marked_s = self._marked
+        if tokens - marked_tokens >= MARK_TOKENS or now - marked_s >= MARK_S:
+            self._marked = (tokens, now)
+            self._services.registry.usage.progress(self._event("interrupted"))
+
+    async def finish(self, status: str) -> None:
+        """Record the event; later calls do nothing.
+
+        Args:
+            status: A finish reason, `aborted` or `error`.
+
+        Raises:
+            CapacityError: The event could not be made durable: the client must not see a good end.
+        """
+        event = self.close(status)
+        if event is None:
+            return
+        try:
+            await self._services.registry.usage.record(event)
+        finally:
+            self.settle(event)
+
+    def close(self, status: str) -> UsageEvent | None:
+        """The event to record, the first time; None later. Once it is recorded, `settle` it."""
+        if self._is_finished:
+            return None
+        self._is_finished = True
+        return self._event(status)
+
+    def settle(self, event: UsageEvent) -> None:
+        """Count a recorded event against the limits, and in the metrics."""
+        self._lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
+        self._count(event.status)
+
+    async def finish_quietly(self, status: str) -> None:
+        """Record the event after the client is gone or was told of an error; what fails is logged."""
+        try:
+            await self.finish(status)
+        except WeftError as error:
+            log.exception("usage_not_recorded", ledger_id=self.ledger_id, code=error.code)
+
+    def _newly_cached(self, step: Step) -> int:
+        """Cached tokens that come with this step: the first of a prompt's first choice; never more than the prompt."""
+        choice = step.choice
+        if choice.request.choice_index != 0 or choice.index in self._tokens:
+            return 0
+        return min(step.output.cached_tokens, len(choice.prompt.token_ids))
+
+    def _count(self, status: str) -> None:
+        usage = self.usage
+        adapter = self._model.adapter
+        self._services.metrics.request_ended(
+            self._caller.tenant,
+            f"{adapter.tenant}/{adapter.name}" if adapter else None,
+            status,
+            {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "completion": usage.completion_tokens},
+        )
+
+    def _event(self, status: str) -> UsageEvent:
+        at: datetime = self._services.now()
+        usage, adapter, version = self.usage, self._model.adapter, self._model.version
+        return UsageEvent(
+            id=self.ledger_id,
+            at=at,
+            tenant_id=self._caller.tenant_id,
+            tenant=self._caller.tenant,
+            key_id=self._caller.identity.key_id,
+            adapter_id=adapter.id if adapter else None,
+            adapter=adapter.name_for(self._caller.tenant_id) if adapter else None,
+            adapter_version=version.version if version else None,
+            adapter_digest=version.digest if version else None,
+            request_id=self._request_id,
+            endpoint=self._endpoint,
+            service_class=self._service_class,
+            status=status,
+            **asdict(usage),
+            queue_s=self._queue_s,
+            ttft_s=self._ttft_s,
+            duration_s=self._services.monotonic() - self._started_s,
+            adapter_state=self._adapter_state,
+        )

@@ -1,0 +1,259 @@
+"""How choices look in OpenAI's two dialects, whole and in chunks. One shape object serves one request."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.engine.request import TokenLogprobs
+    from weft.engine.text.tokenizer import Tokenizer
+    from weft.server.generation.choices import Choice, Step
+    from weft.server.generation.schemas import ChatBody, CompletionBody
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
+
+
+class CompletionLogprobs:
+    """Makes pieces of a completions choice's `logprobs`.
+
+    Args:
+        tokenizer: Gives the text of a token.
+        num_top: Alternatives per position.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+
+    def piece(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offsets: Sequence[int]
+    ) -> dict[str, list[object]]:
+        """Lists for the next tokens.
+
+        Args:
+            token_ids: The tokens.
+            logprobs: One per token; None where nothing is known (a prompt's first token).
+            offsets: Characters of the choice's text before each token.
+        """
+        return {
+            "tokens": [token_label(self._tokenizer, token_id) for token_id in token_ids],
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in logprobs],
+            "text_offset": list(offsets),
+        }
+
+    def prompt_piece(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, list[object]]:
+        """Lists for the tokens of an echoed prompt."""
+        lengths = [self._length(token_id) for token_id in token_ids]
+        return self.piece(token_ids, logprobs, [0, *accumulate(lengths)][: len(lengths)])
+
+    def _length(self, token_id: int) -> int:
+        """Characters that a token adds to an echoed prompt, which shows no special tokens."""
+        return len(self._tokenizer.token_text(token_id)) if self._tokenizer.decode([token_id]) else 0
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        pairs = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._num_top]
+        top = {token_label(self._tokenizer, token_id): _finite(logprob) for token_id, logprob in pairs}
+        top.setdefault(token_label(self._tokenizer, entry.token_id), _finite(entry.logprob))
+        return top
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int) -> dict[str, list[object]]:
+    """The `content` entries of a chat choice's `logprobs`."""
+    return {
+        "content": [
+            {
+                **_chat_entry(tokenizer, entry.token_id, entry.logprob),
+                "top_logprobs": [
+                    _chat_entry(tokenizer, token_id, logprob)
+                    for token_id, logprob in list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:num_top]
+                ],
+            }
+            for entry in logprobs
+        ]
+    }
+
+
+def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
+    """Append the lists of several pieces, key by key; None when there is no piece."""
+    found = [piece for piece in pieces if piece is not None]
+    return {key: [value for piece in found for value in piece[key]] for key in found[0]} if found else None
+
+
+def token_label(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's text; `bytes:` and hex for one that is only part of a character, so that labels stay distinct."""
+    text = tokenizer.token_text(token_id)
+    if "\ufffd" not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
+
+
+def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, object]:
+    return {
+        "token": token_label(tokenizer, token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)
+
+
+JsonObject = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one step, or all steps, say of one choice."""
+
+    text: str
+    logprobs: dict[str, list[object]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class ResponseFormat(ABC):
+    """One dialect."""
+
+    whole_object: str
+    chunk_object: str
+    id_prefix: str
+
+    @abstractmethod
+    def part(self, step: Step) -> Part:
+        """What a step says; called once per step, in order."""
+
+    def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
+        """An entry of `choices` in a whole response; the same as in a chunk where a dialect does not say otherwise."""
+        return self.chunk_choice(choice, part)
+
+    @abstractmethod
+    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
+        """An entry of `choices` in a chunk."""
+
+    def opening_choice(self, choice: Choice) -> JsonObject | None:
+        """An entry of `choices` that goes before a choice's first chunk."""
+        del choice
+        return None
+
+
+class CompletionFormat(ResponseFormat):
+    """/v1/completions."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    id_prefix = "cmpl-"
+
+    def __init__(self, body: CompletionBody, tokenizer: Tokenizer) -> None:
+        self._body = body
+        self._tokenizer = tokenizer
+        self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer, body.logprobs)
+        self._echoed: dict[int, str] = {}
+
+    def part(self, step: Step) -> Part:
+        """Text, after the prompt's own where it is echoed; log-probabilities likewise."""
+        text = step.delta.text
+        if self._body.echo and step.choice.index not in self._echoed:
+            prompt = step.choice.prompt
+            echo = self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+            self._echoed[step.choice.index] = echo
+            text = echo + text
+        return Part(
+            text=text,
+            logprobs=self._piece(step),
+            finish_reason=step.delta.finish_reason,
+            stop_reason=step.delta.stop_reason,
+        )
+
+    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
+        """`text`, `logprobs`, `finish_reason`."""
+        return {
+            "index": choice.index,
+            "text": part.text,
+            "logprobs": part.logprobs,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+
+    def _piece(self, step: Step) -> dict[str, list[object]] | None:
+        if self._logprobs is None:
+            return None
+        pieces = []
+        if step.output.prompt_logprobs is not None:
+            pieces.append(self._logprobs.prompt_piece(step.choice.prompt.token_ids, step.output.prompt_logprobs))
+        start = len(self._echoed.get(step.choice.index, ""))
+        pieces.append(
+            self._logprobs.piece(
+                step.delta.token_ids,
+                step.delta.logprobs or (),
+                [start + offset for offset in step.delta.text_offsets],
+            )
+        )
+        return merge(pieces)
+
+
+class ChatFormat(ResponseFormat):
+    """/v1/chat/completions."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
+        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._tokenizer = tokenizer
+
+    def part(self, step: Step) -> Part:
+        """Text and log-probabilities of the new tokens."""
+        logprobs = None
+        if self._num_top is not None:
+            logprobs = chat_logprobs(self._tokenizer, step.delta.logprobs or (), self._num_top)
+        return Part(
+            text=step.delta.text,
+            logprobs=logprobs,
+            finish_reason=step.delta.finish_reason,
+            stop_reason=step.delta.stop_reason,
+        )
+
+    def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
+        """`message`, `logprobs`, `finish_reason`."""
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": part.text, "refusal": None},
+            **self._end(part),
+        }
+
+    def opening_choice(self, choice: Choice) -> JsonObject | None:
+        """The chunk that says who speaks."""
+        return {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            **self._end(Part(text="")),
+        }
+
+    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
+        """`delta`, `logprobs`, `finish_reason`."""
+        return {"index": choice.index, "delta": {"content": part.text} if part.text else {}, **self._end(part)}
+
+    def _end(self, part: Part) -> JsonObject:
+        logprobs = None if part.logprobs is None else {**part.logprobs, "refusal": None}
+        return {"logprobs": logprobs, "finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """All parts of a choice as one."""
+    last = parts[-1]
+    return Part(
+        text="".join(part.text for part in parts),
+        logprobs=merge([part.logprobs for part in parts]),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )

@@ -1,0 +1,219 @@
+"""The answer to a generation request, whole or as a stream.
+
+Status and headers go out with the engine's first token, so a refusal is a real 4xx or 5xx. A client that goes away
+aborts its generations at once, streaming or not, and is billed what was computed until then. The usage event is durable
+before the last bytes go out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import EngineError, WeftError
+from weft.server.generation.choices import Choice, Generation, Step, best_choices
+from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
+from weft.server.http import sse
+from weft.server.http.wire import IS_CLOSING
+
+if TYPE_CHECKING:
+    from weft.server.drain import Drain
+    from weft.server.generation.meter import Meter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseOptions:
+    """How the client wants its answer."""
+
+    head: JsonObject
+    """`id`, `created`, `model`, `system_fingerprint`: the same in every chunk."""
+    headers: dict[str, str]
+    n: int
+    """Choices of each prompt that are returned, of as many candidates or more."""
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+class WholeAnswer:
+    """All steps of a generation as one body."""
+
+    def __init__(self, shape: ResponseFormat, meter: Meter) -> None:
+        self.headers: dict[str, str] = {}
+        """Those that the engine's word decides."""
+        self._shape = shape
+        self._meter = meter
+        self._parts: dict[int, list[Part]] = {}
+        self._steps: list[Step] = []
+
+    async def collect(self, steps: AsyncIterator[list[Step]]) -> None:
+        """Take all steps; raises what ends them early."""
+        async for together in steps:
+            for step in together:
+                self._meter.observe(step)
+                self._parts.setdefault(step.choice.index, []).append(self._shape.part(step))
+                self.headers.update(_state_header(step))
+                self._steps.append(step)
+
+    def body(self, options: ResponseOptions, candidates: Sequence[Choice]) -> tuple[JsonObject, str]:
+        """The answer, which is counted as delivered, and the status that is recorded of it."""
+        for step in self._steps:
+            self._meter.deliver(step)
+        best = best_choices(candidates, self._steps, options.n)
+        ends = [joined(self._parts[choice.index]) for choice in best]
+        choices = [
+            self._shape.whole_choice(replace(choice, index=index), end)
+            for index, (choice, end) in enumerate(zip(best, ends, strict=True))
+        ]
+        body: JsonObject = {
+            "object": self._shape.whole_object,
+            **options.head,
+            "choices": choices,
+            "usage": self._meter.usage.body(),
+        }
+        return body, _overall(ends)
+
+
+class GenerationResponse(Response):
+    """Runs the generation when it is called as an ASGI application."""
+
+    def __init__(
+        self, generation: Generation, shape: ResponseFormat, meter: Meter, drain: Drain, options: ResponseOptions
+    ) -> None:
+        super().__init__()
+        self._generation = generation
+        self._shape = shape
+        self._meter = meter
+        self._drain = drain
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; raises what the engine refused if nothing was sent yet."""
+        is_closing: Callable[[], bool] = scope.get("state", {}).get(IS_CLOSING, lambda: False)
+        watcher = asyncio.create_task(_until_gone(receive))
+        watcher.add_done_callback(lambda _: self._generation.cut(ClientDisconnect()))
+        status = "error"
+        try:
+            with self._drain.running(self._generation.cut):
+                async with self._generation as generation:
+                    answer = self._stream if self._options.stream else self._whole
+                    try:
+                        await answer(generation.steps(), send, lambda: watcher.done() or is_closing())
+                    except ClientDisconnect:
+                        status = "aborted"
+                        self._meter.take_computed(await generation.abort())
+                    finally:
+                        await asyncio.shield(self._meter.finish_quietly(status))
+        finally:
+            watcher.cancel()
+            if self._generation.admission is not None:
+                self._generation.admission.end()
+
+    async def _whole(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
+        answer = WholeAnswer(self._shape, self._meter)
+        await answer.collect(steps)
+        if is_gone():
+            raise ClientDisconnect
+        body, status = answer.body(self._options, self._generation.choices)
+        headers = {**self._options.headers, **answer.headers}
+        await self._meter.finish(status)
+        response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
+        await _send_start(send, response.status_code, dict(response.headers))
+        await send({"type": "http.response.body", "body": response.body, "more_body": False})
+
+    async def _stream(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
+        first = await anext(steps)
+        await _send_start(send, 200, {**self._options.headers, **_state_header(first[0]), **sse.HEADERS})
+        try:
+            await self._send_steps(first, steps, send, is_gone)
+        except ClientDisconnect:
+            raise
+        except WeftError as error:
+            await self._end_badly(error, send)
+        except Exception as error:
+            await self._end_badly(EngineError(str(error)), send)
+            raise
+
+    async def _send_steps(
+        self, first: list[Step], steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]
+    ) -> None:
+        """Send what has arrived together in one piece, one event a step: a client that waits gets more at a time."""
+        opened: set[int] = set()
+        ends: list[Part] = []
+        together: list[Step] | None = first
+        while together is not None:
+            payload = b""
+            for step in together:
+                self._meter.observe(step)
+                part = self._shape.part(step)
+                if part.finish_reason is not None:
+                    ends.append(part)
+                self._meter.deliver(step)
+                payload += self._chunks(step, part, opened)
+            if len(ends) == len(self._generation.choices) and not is_gone():
+                await self._meter.finish(_overall(ends))
+                await send({"type": "http.response.body", "body": payload + self._closing(), "more_body": False})
+                return
+            if payload:
+                await send({"type": "http.response.body", "body": payload, "more_body": True})
+            if is_gone():
+                raise ClientDisconnect
+            self._meter.mark()
+            together = await anext(steps, None)
+
+    def _chunks(self, step: Step, part: Part, opened: set[int]) -> bytes:
+        payload = b""
+        if step.choice.index not in opened:
+            opened.add(step.choice.index)
+            opening = self._shape.opening_choice(step.choice)
+            if opening is not None:
+                payload += self._chunk([opening])
+        if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
+            payload += self._chunk([self._shape.chunk_choice(step.choice, part)])
+        return payload
+
+    def _chunk(self, choices: list[JsonObject]) -> bytes:
+        chunk: JsonObject = {"object": self._shape.chunk_object, **self._options.head, "choices": choices}
+        if self._options.continuous_usage:
+            chunk["usage"] = self._meter.usage.body()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return sse.event(chunk)
+
+    def _closing(self) -> bytes:
+        if not self._options.include_usage:
+            return sse.DONE
+        usage = self._meter.usage.body()
+        chunk: JsonObject = {"object": self._shape.chunk_object, **self._options.head, "choices": [], "usage": usage}
+        return sse.event(chunk) + sse.DONE
+
+    async def _end_badly(self, error: WeftError, send: Send) -> None:
+        await asyncio.shield(self._meter.finish_quietly("error"))
+        await send({"type": "http.response.body", "body": sse.error_event(error), "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
+    encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+def _state_header(step: Step) -> dict[str, str]:
+    state = step.output.adapter_state
+    return {} if state is None or state == "base" else {"x-weft-adapter-state": state}
+
+
+def _overall(ends: list[Part]) -> str:
+    """One status for all choices: `length` if any was cut short."""
+    return "length" if any(part.finish_reason == "length" for part in ends) else "stop"

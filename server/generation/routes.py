@@ -1,0 +1,333 @@
+"""POST /v1/completions and /v1/chat/completions, in OpenAI's shapes; lines of batches are planned here too."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+
+from weft.engine.request import FlowKey, GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.text.text_stream import TextStream
+from weft.errors import InvalidRequestError, WeftError
+from weft.server.auth.callers import Caller
+from weft.server.generation.choices import Choice, Generation
+from weft.server.generation.meter import Meter
+from weft.server.generation.openai_format import ChatFormat, CompletionFormat, ResponseFormat
+from weft.server.generation.prompts import (
+    Limits,
+    Prompt,
+    chat_params,
+    chat_prompt,
+    completion_params,
+    completion_prompts,
+)
+from weft.server.generation.response import GenerationResponse, ResponseOptions
+from weft.server.generation.schemas import ChatBody, ChatView, CompletionBody, CompletionView, GenerationBody
+from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
+from weft.server.http.openapi import takes
+from weft.server.limits.admission import GeneratingCaller, admit_generation, lease_of
+from weft.server.limits.gate import Admission, Ask
+from weft.server.limits.reservation import LimitReservation
+from weft.server.model_name import ResolvedModel, resolve_model
+from weft.server.services import Services, services_of
+
+
+class GenerationRoute(APIRoute):
+    """Finds the caller itself and runs what its endpoint plans.
+
+    FastAPI's way through the dependencies would be a third of what a refusal costs.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request; FastAPI's own reads dependencies, which are for the API page alone."""
+
+        async def handle(request: Request) -> GenerationResponse:
+            services = services_of(request)
+            caller = await admit_generation(request, request.query_params.get("tenant"))
+            await services.arrivals.turn(caller.tenant_id or "")
+            plan: PlannedGeneration = await self.endpoint(request, caller)
+            return GenerationResponse(plan.generation, plan.shape, plan.meter, services.drain, plan.options)
+
+        return handle
+
+
+router = APIRouter(tags=["generation"], route_class=GenerationRoute)
+SESSION_HEADER = "x-session-id"
+"""Where an alias splits its requests, those with one value get one version; the field `user` goes before it."""
+DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
+"""Where a client says within how many milliseconds it wants the first token; the first that is there counts."""
+ResultT = TypeVar("ResultT")
+OPEN_TOKENS = 1024
+"""Reserved first for an answer whose length the client leaves open; a whole context would leave nothing to others."""
+_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses={200: {"model": CompletionView, "content": _STREAM}},
+    openapi_extra=takes(CompletionBody),
+)
+async def complete(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
+    """Continue one or many prompts."""
+    services = services_of(request)
+    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
+    body = await parsed(CompletionBody, raw)
+    return await plan_completion(_origin(request, services, caller, raw), body)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses={200: {"model": ChatView, "content": _STREAM}},
+    openapi_extra=takes(ChatBody),
+)
+async def chat(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
+    """Answer a conversation."""
+    services = services_of(request)
+    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
+    body = await parsed(ChatBody, raw)
+    return await plan_chat(_origin(request, services, caller, raw), body)
+
+
+def deadline_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds within which the client wants the first token; None where it does not say.
+
+    Raises:
+        InvalidRequestError: A header is no whole number of milliseconds.
+    """
+    for name in DEADLINE_HEADERS:
+        value = headers.get(name)
+        if value is None:
+            continue
+        if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value)):
+            raise InvalidRequestError(f"{name} must be a whole number of milliseconds, at least 1.", param=name)
+        return int(value) / 1000
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Whose request it is, and how it came."""
+
+    services: Services
+    caller: Caller
+    lease: LimitReservation
+    """Admitted, nothing reserved."""
+    endpoint: str
+    request_id: str
+    session: str | None = None
+    raw: bytes = b""
+    """The body as it came."""
+    deadline_s: float | None = None
+    """Seconds within which the client wants the first token."""
+    line_id: str | None = None
+    """For a line of a batch: its ledger id. Such a request passes around the gate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGeneration:
+    """A request that can run: checked, resolved, admitted and reserved."""
+
+    origin: Origin
+    generation: Generation
+    shape: ResponseFormat
+    meter: Meter
+    options: ResponseOptions
+
+
+async def plan_completion(origin: Origin, body: CompletionBody) -> PlannedGeneration:
+    """Make a completions body a generation.
+
+    Raises:
+        RequestError: The body asks for what cannot be; the model is missing; a limit is reached.
+        CapacityError: It would wait too long.
+    """
+    services = origin.services
+    call = _Call(origin=origin, model=await _resolve(origin, body), body=body)
+    with call.admitted(len(body.prompt), body.max_tokens) as admission:
+        limits = limits_of(services)
+        params = completion_params(body, limits)
+        prompts = await _off_loop(
+            lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
+        )
+        plan = [(prompt, params) for prompt in prompts]
+        return _plan(call, plan, CompletionFormat(body, services.tokenizer), admission)
+
+
+async def plan_chat(origin: Origin, body: ChatBody) -> PlannedGeneration:
+    """Make a chat body a generation; raises like `plan_completion`."""
+    services = origin.services
+    call = _Call(origin=origin, model=await _resolve(origin, body), body=body)
+    with call.admitted(1, body.token_limit) as admission:
+        limits = limits_of(services)
+        prompt = await _off_loop(
+            lambda: chat_prompt(body, services.tokenizer, limits),
+            sum(len(message.content) for message in body.messages),
+        )
+        plan = [(prompt, chat_params(body, prompt, limits))]
+        return _plan(call, plan, ChatFormat(body, services.tokenizer), admission)
+
+
+def limits_of(services: Services) -> Limits:
+    """What the engine and the settings allow."""
+    return Limits(
+        vocab_size=services.ready.vocab_size,
+        max_model_len=services.ready.max_model_len,
+        max_logprobs=services.config.server.max_logprobs,
+        max_choices=services.config.server.max_choices,
+    )
+
+
+def _origin(request: Request, services: Services, caller: Caller, raw: bytes) -> Origin:
+    return Origin(
+        services=services,
+        caller=caller,
+        lease=lease_of(request),
+        endpoint=request.url.path,
+        request_id=str(request.state.request_id),
+        session=request.headers.get(SESSION_HEADER),
+        raw=raw,
+        deadline_s=deadline_s(request.headers),
+    )
+
+
+async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
+    services = origin.services
+    sticky = body.user or origin.session or secrets.token_hex(8)
+    model = await resolve_model(
+        services.registry, origin.caller, services.served_name, body.model, body.adapter_id, sticky=sticky
+    )
+    if model.adapter is not None and model.version is not None:
+        services.metrics.learn_adapter(model.version.digest, model.adapter.tenant, model.adapter.name)
+    return model
+
+
+async def _off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT:
+    """Tokenizing a long text would hold up everybody's stream; a short one is quicker than a thread."""
+    return work() if num_characters <= INLINE_BYTES // 4 else await asyncio.to_thread(work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What the steps of answering share."""
+
+    origin: Origin
+    model: ResolvedModel
+    body: GenerationBody
+
+    @contextmanager
+    def admitted(self, num_prompts: int, max_tokens: int | None) -> Iterator[Admission | None]:
+        """Let the request through the gate; whatever fails before the response begins, it has left again.
+
+        Raises:
+            RateLimitError: It would wait too long, by its tenant's doing.
+            CapacityError: It would wait too long.
+        """
+        origin, ref = self.origin, self.model.ref
+        if origin.line_id is not None:
+            yield None
+            return
+        services, caller = origin.services, origin.caller
+        ask = Ask(
+            tenant=caller.tenant_id or "",
+            name=caller.tenant,
+            weight=caller.weight,
+            adapter=ref.digest if ref else None,
+            num_bytes=len(origin.raw),
+            num_choices=self.body.num_candidates * num_prompts,
+            max_tokens=services.ready.max_model_len if max_tokens is None else max_tokens,
+            deadline_s=origin.deadline_s,
+            key=hash((caller.tenant_id, caller.identity.key_id, origin.raw)),
+        )
+        try:
+            admission = services.gate.admit(ask)
+        except WeftError:
+            origin.lease.withdraw()
+            raise
+        try:
+            yield admission
+        except BaseException:
+            admission.end()
+            raise
+
+
+def _plan(
+    call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: ResponseFormat, admission: Admission | None
+) -> PlannedGeneration:
+    origin, services, body, lease = call.origin, call.origin.services, call.body, call.origin.lease
+    num_prompt = _reserve(lease, body, plan)
+    meter = Meter(
+        services,
+        origin.caller,
+        call.model,
+        lease,
+        endpoint=origin.endpoint,
+        request_id=origin.request_id,
+        line_id=origin.line_id,
+    )
+    options = ResponseOptions(
+        head={
+            "id": shape.id_prefix + secrets.token_hex(16),
+            "created": int(services.now().timestamp()),
+            "model": call.model.name,
+            "system_fingerprint": services.fingerprint,
+        },
+        headers=call.model.headers,
+        n=body.n,
+        stream=body.stream,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+    )
+    choices = _choices(call, plan, meter.ledger_id)
+    generation = Generation(services.engine, choices, lambda num_output: lease.grow(num_prompt + num_output), admission)
+    return PlannedGeneration(origin=origin, generation=generation, shape=shape, meter=meter, options=options)
+
+
+def _reserve(lease: LimitReservation, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> int:
+    """Take the request's tokens before the engine sees it; returns those of the prompts. Raises RateLimitError."""
+    is_open = isinstance(body, ChatBody) and body.token_limit is None
+    prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
+    outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
+    count = body.num_candidates
+    lease.reserve(prompts + count * len(plan), prompts + count * outputs, is_open=is_open)
+    return prompts
+
+
+def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
+    """All candidates; those of a beam search have one request."""
+    origin = call.origin
+    flow = FlowKey(
+        lane=int(origin.line_id is not None),
+        tenant=origin.caller.tenant_id or "",
+        weight=origin.caller.weight,
+        priority=call.body.priority,
+        deadline_s=origin.deadline_s,
+    )
+    choices = []
+    beam, count = call.body.beam, call.body.num_candidates
+    for prompt_index, (prompt, params) in enumerate(plan):
+        for choice_index in range(count):
+            index = prompt_index * count + choice_index
+            first_id = f"{ledger_id}-{index - choice_index}"
+            fork_index = 0 if beam is not None else choice_index
+            request = GenerationRequest(
+                request_id=f"{ledger_id}-{index - choice_index + fork_index}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                adapter=call.model.ref,
+                flow=flow,
+                choice_index=fork_index,
+                fork_of=first_id if fork_index else None,
+                beam=beam,
+            )
+            text = TextStream(origin.services.tokenizer, params, prompt.token_ids)
+            choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))
+    return choices

@@ -1,0 +1,449 @@
+"""Bodies of completions, chat, models and tokens, except the streamed answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
+from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.server.generation import unsupported_params
+from weft.server.http.bodies import INT64, Body, Token, View
+
+
+class ModelView(View):
+    """A model in OpenAI's shape: the base, or an adapter."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    """The base's name, or the adapter version's digest."""
+    parent: str | None
+    """The base's name; null for the base itself."""
+    max_model_len: int
+
+
+class ModelList(View):
+    """All models that the key may call."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelView]
+
+
+class UsageDetails(View):
+    """Parts of the prompt tokens."""
+
+    cached_tokens: int
+
+
+class UsageView(View):
+    """What a generation request is billed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: UsageDetails
+
+
+class CompletionLogprobsView(View):
+    """Parallel lists over the tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoiceView(View):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobsView | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None
+
+
+class CompletionView(View):
+    """Answer of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoiceView]
+    usage: UsageView
+
+
+class TopLogprobView(View):
+    """A token that could have stood here."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobView(TopLogprobView):
+    """A token and its alternatives."""
+
+    top_logprobs: list[TopLogprobView]
+
+
+class ChatLogprobsView(View):
+    """Log-probabilities of an answer."""
+
+    content: list[TokenLogprobView]
+    refusal: None
+
+
+class AnswerView(View):
+    """What the assistant says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoiceView(View):
+    """One answer."""
+
+    index: int
+    message: AnswerView
+    logprobs: ChatLogprobsView | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+
+
+class ChatView(View):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoiceView]
+    usage: UsageView
+
+
+class TokenizeView(View):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeView(View):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+MAX_STOPS = 4
+
+
+MAX_STOP_LENGTH = 256
+
+
+MAX_BIASES = 300
+
+
+MAX_MESSAGES = 4096
+
+
+def _prompts(value: object) -> list[str] | list[list[int]]:
+    """One or many prompts, as text or token ids, brought to a list."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(part, str) for part in value):
+            return value
+        if _are_tokens(value):
+            return [value]
+        if all(isinstance(part, list) and part and _are_tokens(part) for part in value):
+            return value
+    raise InvalidRequestError(
+        "prompt must be a string, a list of token ids, or a non-empty list of either.", param="prompt"
+    )
+
+
+def _are_tokens(value: list[object]) -> bool:
+    return all(type(part) is int and 0 <= part < 1 << 31 for part in value)
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise InvalidRequestError("stop must be a string or a list of strings.", param="stop")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        raise InvalidRequestError(
+            f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+        )
+    return stops
+
+
+def _stopping(value: object) -> object:
+    if value is True or value is False or value == "never":
+        return value
+    raise InvalidRequestError(f'early_stopping must be true, false or "never", got {value!r}.', param="early_stopping")
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise InvalidRequestError(f"logit_bias must be an object of at most {MAX_BIASES} entries.", param="logit_bias")
+    biases = {}
+    for token, bias in value.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequestError("logit_bias must map token ids to numbers.", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise InvalidRequestError("logit_bias takes numbers from -100 to 100.", param="logit_bias")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def _content(value: object) -> str:
+    """A message's text, given as a string or as parts of type text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        texts = []
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                raise UnsupportedParameterError("Weft takes message parts of type text only.", param="messages")
+            if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+                raise InvalidRequestError("A text part holds exactly type and text.", param="messages")
+            texts.append(part["text"])
+        return "".join(texts)
+    raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
+
+
+# What is sent, for the OpenAPI page; the functions above say themselves what is wrong with it.
+_Tokens = list[Annotated[int, Field(ge=0)]]
+
+
+_Prompt = str | list[str] | _Tokens | list[_Tokens]
+
+
+_Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
+_Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+
+
+_CONTENT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+
+
+NOT_IN_BEAM_SEARCH = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "stop", "echo"),
+)
+"""Fields that beam search takes with values that change nothing, and no others."""
+
+
+ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+    """Send a last chunk with the usage."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+
+
+class GenerationBody(Body):
+    """Fields that completions and chat share."""
+
+    ignored = unsupported_params.IGNORED
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.SHARED
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`."""
+    adapter_id: str | None = Field(None, min_length=1, max_length=512)
+    """An adapter, where `model` is the base or absent."""
+    user: str | None = Field(None, max_length=4096)
+    """Whoever asks, in the caller's own words: decides, unseen by the model, where an alias splits its requests."""
+    n: int = Field(1, ge=1, le=4096)
+    priority: int = Field(0, ge=-100, le=100)
+    """Order among the tenant's own waiting requests of one adapter: lower goes first."""
+    best_of: int | None = Field(None, ge=1, le=4096)
+    """Candidates to generate for each prompt, `n` if not given: the `n` with the highest log-probability per token are
+    returned, all are billed. For beam search the beam width."""
+    use_beam_search: bool = False
+    """Search instead of sampling: the `n` best of `best_of` beams are returned, best first."""
+    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
+    """For beam search: power of the length that a sequence's sum of log-probabilities is divided by."""
+    early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_stopping)] = False
+    """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
+    possible, and false when none is likely."""
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=_Stop)] = Field(default_factory=list)
+    stop_token_ids: list[Token] = Field(default_factory=list, max_length=128)
+    ignore_eos: bool = False
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_Biases)] = Field(
+        default_factory=dict
+    )
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream: true.", param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _candidates_can_be_compared(self) -> GenerationBody:
+        if self.num_candidates < self.n:
+            raise InvalidRequestError(f"best_of must be at least n = {self.n}, got {self.best_of}.", param="best_of")
+        if self.stream and (self.use_beam_search or self.num_candidates > self.n):
+            param = "use_beam_search" if self.use_beam_search else "best_of"
+            message = f"{param} compares finished candidates, so it cannot be streamed. Send stream: false."
+            raise InvalidRequestError(message, param=param)
+        return self
+
+    @model_validator(mode="after")
+    def _beam_search_is_not_sampling(self) -> GenerationBody:
+        for name in NOT_IN_BEAM_SEARCH if self.use_beam_search else ONLY_IN_BEAM_SEARCH:
+            if name not in type(self).model_fields:
+                continue
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            value = getattr(self, name)
+            # Greedy decoding and "all tokens", as vLLM's clients write them.
+            if value != default and (name, value) not in (("temperature", 0), ("top_k", -1)):
+                goes = "does not go" if self.use_beam_search else "goes only"
+                message = f"{name} {goes} with use_beam_search: true; expected {default}, got {value}."
+                raise InvalidRequestError(message, param=name)
+        return self
+
+    @property
+    def num_candidates(self) -> int:
+        """Generations of each prompt, of which `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def beam(self) -> BeamParams | None:
+        """The beam search that is asked for."""
+        width, penalty, stopping = self.num_candidates, self.length_penalty, self.early_stopping
+        search = BeamParams(width=width, length_penalty=penalty, early_stopping=stopping)
+        return search if self.use_beam_search else None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk carries the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.COMPLETIONS
+
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
+    max_tokens: int = Field(16, ge=0, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=100)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _no_tokens_only_with_echo(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens must be at least 1; 0 goes with echo only.", param="max_tokens")
+        return self
+
+
+class Message(Body):
+    """One turn of a chat."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.MESSAGE
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)]
+    name: str | None = Field(None, max_length=64)
+    """Accepted and not shown to the model."""
+
+
+class ChatBody(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=100)
+
+    @model_validator(mode="after")
+    def _agree(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequestError(
+                "max_tokens and max_completion_tokens differ: send one of them.", param="max_completion_tokens"
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None takes what the context leaves."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+class TokenizeBody(Body):
+    """Body of POST /tokenize: a prompt, or a chat."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.TOKENIZE
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True
+    """For `prompt`; a chat template brings its own special tokens."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    tokens: list[Token]

@@ -1,0 +1,62 @@
+"""The tokenizer by HTTP, as vLLM has it, so that clients need none of their own."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from weft.errors import InvalidRequestError
+from weft.server.auth.callers import Caller
+from weft.server.generation.prompts import as_turns
+from weft.server.generation.schemas import DetokenizeBody, DetokenizeView, TokenizeBody, TokenizeView
+from weft.server.http.json_body import json_body
+from weft.server.http.openapi import takes
+from weft.server.limits.admission import TokenizingCaller
+from weft.server.model_name import resolve_model
+from weft.server.services import Services, Wired
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> TokenizeView:
+    """Turn a prompt or a chat into token ids."""
+    body = await json_body(request, TokenizeBody, services.config.server.max_body_bytes, services.pace)
+    await _check_model(services, caller, body.model)
+    tokens = await asyncio.to_thread(_encode, services, body)
+    texts = [services.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    return TokenizeView(count=len(tokens), max_model_len=services.ready.max_model_len, tokens=tokens, token_strs=texts)
+
+
+@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> DetokenizeView:
+    """Turn token ids into text."""
+    body = await json_body(request, DetokenizeBody, services.config.server.max_body_bytes, services.pace)
+    await _check_model(services, caller, body.model)
+    if max(body.tokens, default=0) >= services.ready.vocab_size:
+        raise InvalidRequestError("tokens holds an id beyond the vocabulary.", param="tokens")
+    return DetokenizeView(prompt=await asyncio.to_thread(services.tokenizer.decode, body.tokens))
+
+
+@router.get(
+    "/tokenizer_info",
+    response_class=JSONResponse,
+    responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
+)
+async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
+    """Show the tokenizer's settings."""
+    return JSONResponse(services.tokenizer_settings)
+
+
+async def _check_model(services: Services, caller: Caller, model: str | None) -> None:
+    """All adapters share the base's tokenizer; a name must still exist."""
+    if model is not None:
+        await resolve_model(services.registry, caller, services.served_name, model)
+
+
+def _encode(services: Services, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        return services.tokenizer.chat_prompt(as_turns(body.messages))
+    return services.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)

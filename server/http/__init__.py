@@ -1,0 +1,1 @@
+"""HTTP itself: the wire, bodies, forms, the OpenAPI page and static files."""

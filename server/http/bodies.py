@@ -1,0 +1,162 @@
+"""What all bodies have in common: those that clients send (`Body`, strict) and those that Weft sends (`View`).
+
+Strict: no conversions, both bounds on every number, unknown fields refused. The OpenAPI page is made of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from weft.adapters.base_shape import MODULE_PATHS
+from weft.errors import UnsupportedParameterError
+
+
+def iso(moment: datetime) -> str:
+    """UTC in ISO-8601, with milliseconds and a final Z."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+Moment = Annotated[str, BeforeValidator(lambda value: iso(value) if isinstance(value, datetime) else value)]
+"""A time as clients see it, made of a datetime."""
+
+
+class View(BaseModel):
+    """Base of all response bodies; made of anything with the same attributes."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), from_attributes=True
+    )
+
+
+ViewT = TypeVar("ViewT", bound=View)
+
+
+class Listing(View, Generic[ViewT]):
+    """Rows, and where the next page begins."""
+
+    object: Literal["list"] = "list"
+    data: list[ViewT]
+    next: str | None
+
+
+class FindingView(View):
+    """One thing that is wrong with an adapter."""
+
+    code: str
+    message: str
+    """What was expected, and what came."""
+    param: str | None
+    """The field of the config, or the first tensor, that is wrong; null where it is a file as a whole."""
+    hint: str
+    """What to do."""
+
+
+class ErrorFields(View):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    findings: list[FindingView] = Field(default_factory=list)
+    """Only where an adapter is refused: all that is wrong with it, at most 20 things; `message` says the first."""
+
+
+class ErrorView(View):
+    """Every error, whatever its status."""
+
+    error: ErrorFields
+
+
+class NamedView(View):
+    """The caller's tenant."""
+
+    id: str
+    name: str
+
+
+class HeldView(View):
+    """Numbers by the name of a limit, for each holder."""
+
+    tenant: dict[str, int]
+    key: dict[str, int]
+
+
+class UsageSums(View):
+    """What every sum of usage has."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class AdapterUsageView(UsageSums):
+    """All that was ever asked of an adapter."""
+
+    last_used_at: Moment | None
+
+
+INT64 = 1 << 63
+
+
+ALL_LINEAR = "all-linear"
+
+
+MODULE_NAMES = tuple(path.rsplit(".", 1)[-1] for path in MODULE_PATHS)
+
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+Scope = Literal["infer", "adapters", "usage"]
+
+
+def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None:
+    """Show in the OpenAPI page that null means the default, and which foreign fields pass."""
+    required = schema.get("required", [])
+    properties = schema.setdefault("properties", {})
+    for name, field in properties.items():
+        if name not in required and {"type": "null"} not in field.get("anyOf", []):
+            keep = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            properties[name] = {"anyOf": [field, {"type": "null"}], **keep}
+    for name, values in model.neutral_values.items():
+        properties.setdefault(name, {"enum": [*values, None], "description": "Not supported; passes when neutral."})
+    for name in sorted(model.ignored):
+        properties.setdefault(name, {"description": "Accepted and ignored."})
+
+
+class Body(BaseModel):
+    """Base of all request bodies."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        json_schema_extra=_describe_what_is_let_pass,
+    )
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_changes_nothing(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
+        if not isinstance(body, dict):
+            return body
+        kept = {}
+        for name, value in body.items():
+            if name in cls.ignored:
+                continue
+            if name in cls.neutral_values and name not in cls.model_fields:
+                if value is not None and value not in cls.neutral_values[name]:
+                    raise UnsupportedParameterError(f"Weft does not support {name}.", param=name)
+                continue
+            if value is not None or name not in cls.model_fields:
+                kept[name] = value
+        return kept

@@ -1,0 +1,71 @@
+"""The dashboard's files: one page for every path of it, and modules, styles and pictures below /static."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+STATIC = Path(__file__).resolve().parents[1] / "static"
+PAGES = (
+    "/",
+    "/usage",
+    "/adapters",
+    "/adapters/{name}",
+    "/live",
+    "/playground",
+    "/tenants",
+    "/tenants/{name}",
+    "/account",
+    "/audit",
+)
+"""Paths that show the page, which reads from the address what to show."""
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # asked for anew each time, and sent only when changed
+}
+_OPEN = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES) + "|/static/.+|/favicon\\.ico")
+
+
+class DashboardFiles(StaticFiles):
+    """Files with the headers that keep a page to this server."""
+
+    def file_response(
+        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
+    ) -> Response:
+        """A file, or 304 for who has it."""
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        response.headers.update(HEADERS)
+        return response
+
+
+def is_dashboard(scope: Scope) -> bool:
+    """Whether a request asks for a file of the dashboard, which are no secret."""
+    return scope["method"] in ("GET", "HEAD") and _OPEN.fullmatch(scope["path"]) is not None
+
+
+def add_dashboard(app: FastAPI) -> None:
+    """Serve the dashboard from this app."""
+    files = DashboardFiles(directory=STATIC)
+
+    async def page(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    async def icon(request: Request) -> Response:
+        return await files.get_response("weft.svg", request.scope)
+
+    for path in PAGES:
+        app.add_route(path, page, include_in_schema=False)
+    app.add_route("/favicon.ico", icon, include_in_schema=False)  # browsers ask for it, whatever the page says
+    app.mount("/static", files)

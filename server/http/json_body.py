@@ -1,0 +1,105 @@
+"""JSON bodies, parsed strictly: what two parsers could read differently, and what no field may hold, is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.server.http.body import Pace, read_body
+
+INLINE_BYTES = 16 * 1024
+"""Bodies up to this size are parsed on the event loop; larger ones in a thread."""
+_ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace) -> BodyT:
+    """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
+    return await parsed(model, await json_bytes(request, limit, pace))
+
+
+async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
+    """Read a body that is said to be JSON.
+
+    Raises:
+        InvalidRequestError: It is said to be something else.
+        PayloadTooLargeError: More than `limit` bytes.
+        TimeoutExceededError: The client is too slow.
+    """
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequestError("The body must be JSON: send Content-Type application/json.", code="invalid_json")
+    return await read_body(request, limit, pace)
+
+
+async def parsed(model: type[BodyT], raw: bytes) -> BodyT:
+    """Parse and validate a body.
+
+    Raises:
+        InvalidRequestError: Not JSON, ambiguous JSON, or a value that the model refuses; `param` names the field.
+        UnsupportedParameterError: A field that the model does not have.
+    """
+    if len(raw) <= INLINE_BYTES:
+        return validate(model, parse_json(raw))
+    return await asyncio.to_thread(lambda: validate(model, parse_json(raw)))
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Refused are: anything but one object, duplicate keys, NaN and Infinity, lone surrogates, NUL characters, numbers of
+    thousands of digits, and deep nesting.
+
+    Raises:
+        InvalidRequestError: With code `invalid_json`.
+    """
+    try:
+        orjson.loads(raw)  # strict about Unicode, numbers and nesting, but silent about duplicate keys
+        if _ESCAPED_NUL.search(raw):
+            raise _invalid("A string holds a NUL character.")
+        body = json.loads(raw, object_pairs_hook=_without_duplicates)
+    except orjson.JSONDecodeError as error:
+        raise _invalid(f"The body is not valid JSON: {error.msg} at byte {error.pos}.") from error
+    except (ValueError, RecursionError) as error:
+        raise _invalid("The body is not valid JSON: a number is too long, or the nesting too deep.") from error
+    if not isinstance(body, dict):
+        raise _invalid("The body must be a JSON object.")
+    return body
+
+
+def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
+    """Check a parsed body against its model; raises like `parsed`."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise _explain(error) from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    merged = dict(pairs)
+    if len(merged) != len(pairs):
+        raise _invalid("The body repeats a key within one object.")
+    return merged
+
+
+def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParameterError:
+    first = error.errors(include_url=False)[0]
+    param = ".".join(str(part) for part in first["loc"])[:200]
+    if first["type"] == "extra_forbidden":
+        return UnsupportedParameterError(f"{param} is not a parameter of this route.", param=param)
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
+    # pydantic's own words for it name our class
+    message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+    return InvalidRequestError(f"{param}: {message}.", param=param or None)
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, code="invalid_json")

@@ -1,0 +1,127 @@
+"""The OpenAPI page: what FastAPI sees of the routes, plus the bodies that Weft reads by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import weft
+from weft.server.http.bodies import ErrorView
+from weft.server.http.public import PUBLIC_PATHS
+
+_REF = "#/components/schemas/{model}"
+_FOREIGN = ("HTTPValidationError", "ValidationError")
+_ANY_ERRORS = (400, 401, 405, 431, 503)
+_KEYED_ERRORS = (403, 404, 429)
+_CHANGE_ERRORS = (409, 507)
+_BODY_ERRORS = (408, 413)
+IDEMPOTENCY_KEY = "Idempotency-Key"
+_bodies: dict[str, type[BaseModel]] = {}
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads a JSON body of this model."""
+    _bodies[model.__name__] = model
+    return _request_body("application/json", {"$ref": _REF.format(model=model.__name__)})
+
+
+def takes_upload() -> dict[str, Any]:
+    """`openapi_extra` of the upload route."""
+    text, binary = {"type": "string"}, {"type": "string", "format": "binary"}
+    schema = {
+        "type": "object",
+        "required": ["name", "config", "weights"],
+        "additionalProperties": False,
+        "properties": {
+            "name": text,
+            "config": {**binary, "description": "adapter_config.json"},
+            "weights": {**binary, "description": "adapter_model.safetensors, or MLX's adapters.safetensors"},
+            "tenant": {**text, "description": "For admins."},
+            "description": text,
+            "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},
+            "sha256": {**text, "description": "Of the weights; other bytes are refused."},
+        },
+    }
+    return takes_form(schema)
+
+
+def takes_form(schema: dict[str, Any]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads a form of this schema."""
+    return _request_body("multipart/form-data", schema)
+
+
+def takes_retries() -> dict[str, Any]:
+    """`openapi_extra` of a route that may be called again under the same key."""
+    schema = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]([ -~]*[!-~])?$"}
+    about = "The same request under the same key is done once, and answered the same for 24 hours."
+    return _header(IDEMPOTENCY_KEY, schema, about)
+
+
+def takes_file() -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is a file, or the part of it that is due."""
+    about = "`bytes FIRST-LAST/SIZE`: goes on with byte FIRST; without it the file begins anew."
+    body = _request_body("application/octet-stream", {"type": "string", "format": "binary"})
+    return {**body, **_header("Content-Range", {"type": "string"}, about)}
+
+
+def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """A replacement of `app.openapi` that tells the truth about bodies and errors."""
+    return cache(lambda: _make(app))
+
+
+def _make(app: FastAPI) -> dict[str, Any]:
+    page = get_openapi(title="Weft", version=weft.__version__, routes=app.routes, summary=app.summary)
+    models: list[type[BaseModel]] = [*_bodies.values(), ErrorView]
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    schemas = page.setdefault("components", {}).setdefault("schemas", {})
+    schemas.update(definitions["$defs"])
+    for name in _FOREIGN:
+        schemas.pop(name, None)
+    page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    page["security"] = [{"key": []}]
+    for path, operations in page["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            if _FOREIGN[0] in str(responses.get("422")):
+                del responses["422"]
+            for status in _errors(path, method, operation):
+                responses[str(status)] = error_answer(status)
+            if path in PUBLIC_PATHS:
+                operation["security"] = []
+    return page
+
+
+def error_answer(status: int) -> dict[str, Any]:
+    """How the page describes an error of this status."""
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorView.__name__)}}}
+    return {"description": HTTPStatus(status).phrase, "content": content}
+
+
+def _errors(path: str, method: str, operation: dict[str, Any]) -> list[int]:
+    """Statuses of the errors that an operation may answer with, beside those that its route names."""
+    statuses = [*_ANY_ERRORS]
+    if path not in PUBLIC_PATHS:
+        statuses += _KEYED_ERRORS
+    if method != "get":
+        statuses += _CHANGE_ERRORS
+    if "requestBody" in operation:
+        statuses += _BODY_ERRORS
+    if any(parameter["name"] == IDEMPOTENCY_KEY for parameter in operation.get("parameters", ())):
+        statuses.append(422)  # a key used for something else, and adapters that cannot be served
+    return statuses
+
+
+def _request_body(media_type: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+
+
+def _header(name: str, schema: dict[str, Any], about: str) -> dict[str, Any]:
+    header = {"name": name, "in": "header", "required": False, "schema": schema, "description": about}
+    return {"parameters": [header]}

@@ -1,0 +1,1 @@
+"""What callers may take: rates, quotas, and who may wait for the engine."""

@@ -1,0 +1,103 @@
+"""Holds callers to their rates and quotas: the dependency of every route that generates or tokenizes.
+
+It runs before a byte of the body is read. 429 is the caller's own share; what Weft lacks is 503. The limits are the
+tenant's, whoever acts for it, and the key's; both come with the identity and are forgotten with it when they change.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from weft.registry.limits import Limits
+from weft.server.auth.callers import Caller, CallerDependency, TenantQuery
+from weft.server.limits.reservation import Holder, LimitReservation, Share
+from weft.server.limits.windows import month_after, month_of
+from weft.server.services import Services, services_of
+
+
+def lease_of(request: Request) -> LimitReservation:
+    """What this request holds of the limits; `Boundary` has made it, and ends it with the request."""
+    lease: LimitReservation = request.state.lease
+    return lease
+
+
+async def shares_of(services: Services, caller: Caller, *, with_month: bool = False) -> list[Share]:
+    """The accounts of the tenant and the key, with what they may take.
+
+    Args:
+        services: Accounts, ledger and clocks.
+        caller: Who asks, and for whom.
+        with_month: Read the sum of the month also where nothing limits it.
+
+    Raises:
+        CapacityError: The month's sum is not known, and the database cannot tell it now.
+    """
+    identity = caller.identity
+    held: list[tuple[Holder, str, Limits]] = []
+    if caller.tenant_id is not None:
+        is_own = identity.tenant_id == caller.tenant_id
+        limits = identity.tenant_limits if is_own else await services.registry.tenants.tenant_limits(caller.tenant_id)
+        held.append(("tenant", caller.tenant_id, limits))
+    if identity.key_id is not None:
+        held.append(("key", identity.key_id, identity.key_limits))
+    while True:
+        now_s, month = services.monotonic(), month_of(services.now())
+        shares = [Share(holder, name, services.accounts.of(name, now_s), limits) for holder, name, limits in held]
+        unread = [
+            share
+            for share in shares
+            if share.account.month != month and (with_month or share.limits.tokens_per_month is not None)
+        ]
+        if not unread:
+            return shares
+        for share in unread:
+            await _read_month(services, share, month)
+
+
+async def _read_month(services: Services, share: Share, month: datetime) -> None:
+    """Have the month's sum from the ledger, and let what ends meanwhile count once."""
+    account = share.account
+    async with account.reading:
+        if account.month == month:
+            return
+        account.arrived = {}
+        try:
+            column = "tenant_id" if share.holder == "tenant" else "key_id"
+            tokens = await services.registry.usage.tokens(
+                {column: share.holder_id}, month, month_after(month), account.arrived
+            )
+            account.month_tokens = tokens + sum(count for ended, count in account.arrived.values() if ended == month)
+            account.month = month
+        finally:
+            account.arrived = None
+
+
+class Admitted:
+    """Dependency: a caller with the scope `infer`, within the limits.
+
+    Args:
+        tokens: What a request takes at least.
+
+    Raises:
+        RateLimitError: The tenant or the key has reached a limit.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._acting = CallerDependency("infer")
+
+    async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
+        """Called by FastAPI for each request. One dependency: each costs about as much as the rest of a refusal."""
+        services, caller = services_of(request), await self._acting(request, tenant)
+        shares = await shares_of(services, caller)
+        lease_of(request).admit(shares, services.monotonic, services.metrics.limited, self._tokens)
+        return caller
+
+
+admit_generation = Admitted(tokens=1)
+GeneratingCaller = Annotated[Caller, Depends(admit_generation)]
+TokenizingCaller = Annotated[Caller, Depends(Admitted(tokens=0))]

@@ -1,0 +1,260 @@
+"""One request's part of its tenant's and its key's limits: taken before it runs, settled when it ends.
+
+Decides by plain sums, so that a refusal costs nothing; the limit that is tighter answers. Knows no HTTP but the headers
+that OpenAI's clients read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal
+
+from weft.errors import QuotaExceededError, RateLimitError
+from weft.server.limits.windows import Account, Window, month_of
+
+if TYPE_CHECKING:
+    from weft.registry.limits import Limits
+
+BUSY_S = 1.0
+"""When to come again where it depends on when others end."""
+Holder = Literal["tenant", "key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An account, and what its holder may take."""
+
+    holder: Holder
+    holder_id: str
+    account: Account
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    limit: str
+    error: RateLimitError
+
+    def weight(self) -> float:
+        """The one that lasts longest is told."""
+        return math.inf if self.error.retry_after_s is None else self.error.retry_after_s
+
+
+class LimitReservation:
+    """One request's part of its tenant's and its key's limits, from its admission to its end.
+
+    Whoever makes it ends it, whatever happens in between; the steps between may each be left out.
+    """
+
+    def __init__(self) -> None:
+        self._shares: Sequence[Share] = ()
+        self._monotonic: Callable[[], float] = lambda: 0.0
+        self._on_refusal: Callable[[str], None] = lambda _: None
+        self._request_slot: int | None = None
+        self._reserved: int | None = None
+        self._taken: dict[int, int] = {}
+        """Reserved tokens by the slot in which they were taken, oldest first."""
+        self.admitted_s = 0.0
+
+    def admit(
+        self, shares: Sequence[Share], monotonic: Callable[[], float], on_refusal: Callable[[str], None], tokens: int
+    ) -> None:
+        """Take one request, if there would be room for `tokens` too.
+
+        Args:
+            shares: All whose limits hold.
+            monotonic: Seconds that never jump.
+            on_refusal: Told the name of the limit that is reached.
+            tokens: What the request takes at least; nothing is reserved yet.
+
+        Raises:
+            RateLimitError: A limit is reached; nothing was taken.
+        """
+        self._shares, self._monotonic, self._on_refusal = shares, monotonic, on_refusal
+        self.admitted_s = now_s = monotonic()
+        self._check(now_s, tokens, is_new=True)
+        for share in shares:
+            self._request_slot = share.account.requests.take(now_s, 1)
+            share.account.in_flight += 1
+
+    def reserve(self, least: int, most: int, *, is_open: bool) -> None:
+        """Take tokens before they are used.
+
+        Args:
+            least: Tokens without which the request makes no sense.
+            most: Tokens that it can use.
+            is_open: Whether the client set no bound: then no more is reserved than the limits allow, and `grow`
+                reserves what is used beyond it.
+
+        Raises:
+            RateLimitError: There is no room now, or never; the request no longer counts either.
+        """
+        bounds = [most, *(bound for share in self._shares for bound in _token_bounds(share.limits))]
+        tokens = max(least, min(bounds)) if is_open else most
+        now_s = self._monotonic()
+        try:
+            self._check(now_s, tokens, is_new=False)
+        except RateLimitError:
+            for share in self._shares:
+                share.account.requests.give_back(self._request_slot or 0, 1)
+            raise
+        self._reserved = 0
+        self._take(now_s, tokens)
+
+    def grow(self, tokens: int) -> bool:
+        """Reserve more while the request runs.
+
+        Args:
+            tokens: What the request is to have in all.
+
+        Returns:
+            Whether it has as many now; False where a limit has no room for them, or where the request has ended.
+        """
+        if self._reserved is None:
+            return False
+        more = tokens - self._reserved
+        if more > 0:
+            now_s = self._monotonic()
+            try:
+                self._check(now_s, more, is_new=False)
+            except RateLimitError:
+                return False
+            self._take(now_s, more)
+        return True
+
+    def settle(self, ledger_id: str, tokens: int, at: datetime) -> None:
+        """Replace what was reserved by what was used; later calls change nothing.
+
+        Args:
+            ledger_id: The usage event that says so, already recorded.
+            tokens: What was billed.
+            at: The event's time.
+        """
+        if self._reserved is None:
+            return
+        if tokens > self._reserved:
+            self._take(self._monotonic(), tokens - self._reserved)
+        self._give_back(self._reserved - tokens)
+        for share in self._shares:
+            account = share.account
+            if account.month == month_of(at):
+                account.month_tokens += tokens
+            if account.arrived is not None:
+                account.arrived[ledger_id] = (month_of(at), tokens)
+
+    def end(self) -> None:
+        """Give back what the request still holds; later calls change nothing."""
+        if self._reserved is not None:
+            self._give_back(self._reserved)
+        if self._request_slot is not None:
+            for share in self._shares:
+                share.account.in_flight -= 1
+            self._request_slot = None
+
+    def withdraw(self) -> None:
+        """Do not count a request that was refused for want of room."""
+        if self._request_slot is not None:
+            for share in self._shares:
+                share.account.requests.give_back(self._request_slot, 1)
+
+    def headers(self) -> dict[str, str]:
+        """`x-ratelimit-*` as OpenAI writes them, of the holder who has less left; none where nothing limits."""
+        now_s = self._monotonic()
+        headers = {}
+        for kind in ("requests", "tokens"):
+            left = []
+            for share in self._shares:
+                limit: int | None = getattr(share.limits, f"{kind}_per_minute")
+                window: Window = getattr(share.account, kind)
+                if limit is not None:
+                    left.append((max(0, limit - window.total(now_s)), limit, window))
+            if left:
+                remaining, limit, window = min(left, key=lambda entry: entry[:2])
+                headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
+                headers[f"x-ratelimit-reset-{kind}"] = _duration(window.wait_s(now_s, window.total(now_s)))
+        return headers
+
+    def _take(self, now_s: float, tokens: int) -> None:
+        slot = 0
+        for share in self._shares:
+            slot = share.account.tokens.take(now_s, tokens)
+            share.account.reserved += tokens
+        self._taken[slot] = self._taken.get(slot, 0) + tokens
+        self._reserved = (self._reserved or 0) + tokens
+
+    def _give_back(self, tokens: int) -> None:
+        """Let so many of the reserved tokens no longer count, those taken last first; then nothing is reserved."""
+        for share in self._shares:
+            share.account.reserved -= self._reserved or 0
+        for slot, taken in reversed(self._taken.items()):
+            part = min(tokens, taken)
+            tokens -= part
+            for share in self._shares:
+                share.account.tokens.give_back(slot, part)
+        self._reserved = None
+
+    def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
+        refusals = [refusal for share in self._shares for refusal in _refusals(share, now_s, tokens, is_new)]
+        if refusals:
+            worst = max(refusals, key=_Refusal.weight)
+            self._on_refusal(worst.limit)
+            raise worst.error
+
+
+def _token_bounds(limits: Limits) -> list[int]:
+    return [bound for bound in (limits.tokens_per_minute, limits.tokens_per_month) if bound is not None]
+
+
+def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Refusal]:
+    limits, account = share.limits, share.account
+    found = []
+    if is_new:
+        found.append(_of_window(share, "requests_per_minute", account.requests, 1, now_s))
+        if limits.concurrent_requests is not None and account.in_flight >= limits.concurrent_requests:
+            wait_s = BUSY_S if limits.concurrent_requests else None
+            found.append(_refusal(share, "concurrent_requests", "So many run already.", wait_s))
+    if tokens:
+        found.append(_of_window(share, "tokens_per_minute", account.tokens, tokens, now_s))
+        found.append(_of_month(share, tokens))
+    return [refusal for refusal in found if refusal is not None]
+
+
+def _of_window(share: Share, name: str, window: Window, amount: int, now_s: float) -> _Refusal | None:
+    limit: int | None = getattr(share.limits, name)
+    if limit is None or window.total(now_s) + amount <= limit:
+        return None
+    if amount > limit:
+        return _refusal(share, name, f"This request alone takes up to {amount}: it can never pass.", None)
+    wait_s = window.wait_s(now_s, window.total(now_s) + amount - limit)
+    why = f"{window.total(now_s)} count in this minute and the request takes up to {amount}."
+    return _refusal(share, name, why, wait_s)
+
+
+def _of_month(share: Share, tokens: int) -> _Refusal | None:
+    limit, account = share.limits.tokens_per_month, share.account
+    if limit is None or account.month_tokens + account.reserved + tokens <= limit:
+        return None
+    why = f"{account.month_tokens} are used and the request takes up to {tokens}."
+    if account.month_tokens + tokens <= limit:
+        why = f"{why} {account.reserved} are reserved by requests that run."
+        return _refusal(share, "tokens_per_month", why, BUSY_S)
+    message = f"The {share.holder}'s limit tokens_per_month is {limit}. {why} The next month (UTC) begins with none."
+    return _Refusal("tokens_per_month", QuotaExceededError(message))
+
+
+def _refusal(share: Share, name: str, why: str, wait_s: float | None) -> _Refusal:
+    again = "" if wait_s is None else f" Try again in {math.ceil(wait_s)} s."
+    message = f"The {share.holder}'s limit {name} is {getattr(share.limits, name)}. {why}{again}"
+    return _Refusal(name, RateLimitError(message, retry_after_s=wait_s))
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: `20ms`, `1s`, `6m0s`; rounded up."""
+    if seconds < 1:
+        return f"{math.ceil(1000 * seconds)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

@@ -1,0 +1,123 @@
+"""Which model a request means: the base by its served name, or an adapter version of the caller's tenant."""
+
+from __future__ import annotations
+
+import difflib
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weft.errors import InvalidRequestError, NotFoundError
+from weft.registry.aliases import DEFAULT_ALIAS, model_not_found, parse_selector
+
+if TYPE_CHECKING:
+    from weft.adapters.ref import AdapterRef
+    from weft.registry.records import AdapterIdentity, AdapterVersion
+    from weft.registry.registry import Registry
+    from weft.server.auth.callers import Caller
+
+NEAR_NAMES = 3
+"""Most names suggested for one that does not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """What `model` and `adapter_id` mean."""
+
+    name: str
+    """What the client sent; echoed in the response."""
+    adapter: AdapterIdentity | None = None
+    """None is the base."""
+    version: AdapterVersion | None = None
+
+    def __post_init__(self) -> None:
+        if (self.adapter is None) != (self.version is None):
+            raise ValueError("an adapter is resolved with its version: without one it would be taken for the base")
+
+    @property
+    def ref(self) -> AdapterRef | None:
+        """The reference for the engine; None is the base."""
+        return self.adapter.ref(self.version) if self.adapter and self.version else None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers that tell which version answered."""
+        if self.adapter is None or self.version is None:
+            return {}
+        return {
+            "x-weft-adapter": f"{self.adapter.tenant}/{self.adapter.name}@{self.version.version}",
+            "x-weft-adapter-digest": self.version.digest,
+        }
+
+
+async def resolve_model(
+    registry: Registry,
+    caller: Caller,
+    served_name: str,
+    model: str | None,
+    adapter_id: str | None = None,
+    *,
+    sticky: str = "",
+) -> ResolvedModel:
+    """Find what the client asks for; `sticky` decides where an alias splits its requests among versions.
+
+    Raises:
+        InvalidRequestError: Neither is given, or they name different things.
+        NotFoundError: Unknown or forbidden, without saying which; code model_not_found.
+    """
+    if model is None and adapter_id is None:
+        raise InvalidRequestError("model is required.", param="model", code="missing_required_parameter")
+    by_model = await _resolve_one(registry, caller, served_name, model, sticky) if model is not None else None
+    if adapter_id is None:
+        return by_model or ResolvedModel(name=served_name)
+    by_adapter = await _resolve_one(registry, caller, served_name, adapter_id, sticky)
+    if by_model is None or by_model.adapter is None:
+        return ResolvedModel(name=model or adapter_id, adapter=by_adapter.adapter, version=by_adapter.version)
+    if by_adapter.ref != by_model.ref:
+        raise InvalidRequestError("model and adapter_id name different adapters: send one of them.", param="adapter_id")
+    return by_model
+
+
+async def _resolve_one(registry: Registry, caller: Caller, served_name: str, text: str, sticky: str) -> ResolvedModel:
+    if text == served_name:
+        return ResolvedModel(name=text)
+    tenant_id = caller.tenant_id or await _tenant_of_selector(registry, text)
+    try:
+        adapter, version = await registry.adapters.resolve(tenant_id, text, sticky)
+    except NotFoundError as error:
+        if caller.tenant_id is None:
+            raise
+        raise await _with_hint(registry, caller.tenant_id, served_name, text, error) from error
+    return ResolvedModel(name=text, adapter=adapter, version=version)
+
+
+async def _tenant_of_selector(registry: Registry, text: str) -> str:
+    """An admin who stands for no tenant names it in front: `tenant/name`."""
+    owner = parse_selector(text).tenant
+    if owner is None:
+        raise model_not_found(text)
+    try:
+        return (await registry.tenants.get_tenant(owner)).id
+    except NotFoundError as error:
+        raise model_not_found(text) from error
+
+
+async def _with_hint(
+    registry: Registry, tenant_id: str, served_name: str, text: str, error: NotFoundError
+) -> NotFoundError:
+    name = text.partition("@")[0]
+    with suppress(NotFoundError):
+        version = (await registry.adapters.get_adapter(tenant_id, name)).current.version
+        hint = f"Your adapter `{name}` has no such version or alias: ask for `{name}@{version}`, or set the alias"
+        return NotFoundError(
+            f"{error.message} {hint} (`{DEFAULT_ALIAS}` is what the plain name means).",
+            code=error.code,
+            param=error.param,
+        )
+    page = await registry.adapters.list_adapters(tenant_id)
+    names = [served_name, *(adapter.name for adapter in page.items)]
+    near = difflib.get_close_matches(name, names, n=NEAR_NAMES)
+    if not near:
+        return error
+    hint = ", ".join(f"`{name}`" for name in near)
+    return NotFoundError(f"{error.message} Near names: {hint}.", code=error.code, param=error.param)

@@ -1,0 +1,1 @@
+"""What the server says about itself: health, engine state, metrics."""

@@ -1,0 +1,256 @@
+"""Prometheus metrics, in a registry of their own.
+
+Labels come from closed or capped sets: the tenants and adapters that ask first have names of their own as long as there
+is room, all others are `_other`; so the page stays small however many there are. Exact figures per tenant come from
+SQL. Engine figures are read from a status at scrape time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Counts
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+import weft
+from weft.registry.limits import TENANT_LIMITS
+
+if TYPE_CHECKING:
+    from weft.engine.status import EngineStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_LABELS = 100
+"""Adapters that are shown by name where they lie."""
+PAIR_BYTES = 16_000
+"""Room for the names of tenants with their adapters; each stands in up to eight lines of the page."""
+LINE_BYTES = 60
+"""What such a line holds beside the names."""
+OTHER = "_other"
+BASE = "_base"
+"""Label of requests to the base model."""
+NO_TENANT = "_admin"
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+EVICTED = ("adapter", "prefix")
+LOADED = tuple(f"{origin}>device:{result}" for origin in ("host", "stored") for result in ("failed", "ok"))
+"""Both have a figure before the first is counted: Prometheus sees no rise from nothing to one."""
+ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
+
+
+class Metrics:
+    """What Weft counts. Thread: the event loop's.
+
+    Args:
+        max_adapters: Adapter slots of the engine, for the routers that read `vllm:lora_requests_info`.
+    """
+
+    def __init__(self, max_adapters: int) -> None:
+        self.registry = CollectorRegistry()
+        # Those were a second line for every counter, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._pairs = _CappedPairs()
+        self._adapters = _CappedLabels()
+        self._tenants = _CappedLabels()
+        self._digests: dict[str, str] = {}
+        self._last_step = ("", 0)
+        self._declare()
+        self._engine = _EngineCollector(self._digests, max_adapters)
+        self.registry.register(self._engine)
+
+    def _declare(self) -> None:
+        own = self.registry
+        self._requests = Counter("weft_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own)
+        self._tokens = Counter("weft_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
+        self._ttft = Histogram("weft_ttft_seconds", "Time to the first token.", buckets=LATENCY_BUCKETS, registry=own)
+        self._itl = Histogram("weft_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
+        self._queue = Histogram(
+            "weft_queue_seconds", "Time before the first step.", buckets=LATENCY_BUCKETS, registry=own
+        )
+        self._step = Histogram("weft_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
+        self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
+        self._limited = Counter(
+            "weft_limited",
+            "Requests refused, and chats without a bound ended, by a tenant's or key's limit.",
+            ["limit"],
+            registry=own,
+        )
+        for limit in TENANT_LIMITS:
+            self._limited.labels(limit)
+        self._refused = Counter(
+            "weft_refused", "Requests that would have waited too long.", ["code", "tenant"], registry=own
+        )
+        self._responses = Counter("weft_responses", "Answers to HTTP requests by class.", ["status"], registry=own)
+        for hundreds in range(2, 6):
+            self._responses.labels(f"{hundreds}xx")
+        self._engine_up = Gauge("weft_engine_up", "1 while the engine answers, else 0.", registry=own)
+        self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
+        build = Gauge("weft_build_info", "Always 1.", ["version"], registry=own)
+        build.labels(weft.__version__).set(1)
+
+    def learn_adapter(self, digest: str, tenant: str, name: str) -> None:
+        """Remember the name of a digest, so that residents can be shown by name."""
+        label = self._adapters.label(f"{tenant}/{name}")
+        if label != OTHER:
+            self._digests[digest] = label
+            while len(self._digests) > 4 * MAX_LABELS:
+                del self._digests[next(iter(self._digests))]
+
+    def request_ended(self, tenant: str | None, adapter: str | None, status: str, tokens: dict[str, int]) -> None:
+        """Count a request and its tokens.
+
+        Args:
+            tenant: The tenant's name; None is the admin.
+            adapter: `tenant/name`; None is the base.
+            status: How it ended.
+            tokens: Tokens by kind: prompt, cached, completion.
+        """
+        pair = self._pairs.labels(NO_TENANT if tenant is None else tenant, BASE if adapter is None else adapter)
+        self._requests.labels(*pair, status).inc()
+        for kind, count in tokens.items():
+            self._tokens.labels(*pair, kind).inc(count)
+
+    def first_token(self, ttft_s: float, queue_s: float | None) -> None:
+        """Observe how long a request waited for its first token."""
+        self._ttft.observe(ttft_s)
+        if queue_s is not None:
+            self._queue.observe(queue_s)
+
+    def next_token(self, gap_s: float) -> None:
+        """Observe the time since the token before."""
+        self._itl.observe(gap_s)
+
+    def limited(self, limit: str) -> None:
+        """Count a refusal by one of the limits of a tenant or key."""
+        self._limited.labels(limit).inc()
+
+    def refused(self, code: str, tenant: str | None) -> None:
+        """Count a request that was refused because it would have waited, or has waited, too long.
+
+        Args:
+            code: The error code.
+            tenant: The tenant's name; None is the admin.
+        """
+        self._refused.labels(code, NO_TENANT if tenant is None else self._tenants.label(tenant)).inc()
+
+    def answered(self, status: int) -> None:
+        """Count an answer by the class of its HTTP status, also of requests that come to no generation."""
+        self._responses.labels(f"{status // 100}xx").inc()
+
+    def render(self, status: EngineStatus | None, usage_lag_s: float) -> bytes:
+        """The text that Prometheus reads; `status` is None while the engine is away."""
+        self._lag.set(usage_lag_s)
+        self._engine_up.set(status is not None)
+        self._engine.status = status
+        if status is not None:
+            self._take_steps(status)
+        return generate_latest(self.registry)
+
+    def _take_steps(self, status: EngineStatus) -> None:
+        boot_id, last = self._last_step
+        if boot_id != status.boot_id:
+            last = 0
+        for step in status.last_steps:
+            if step.step > last:
+                self._step.observe(step.seconds)
+                self._batch.observe(step.adapters)
+                last = step.step
+        self._last_step = (status.boot_id, last)
+
+
+class _EngineCollector(Collector):
+    """Shows the engine's last status."""
+
+    def __init__(self, digests: Mapping[str, str], max_adapters: int) -> None:
+        self.status: EngineStatus | None = None
+        self._digests = digests
+        self._max_adapters = max_adapters
+
+    def collect(self) -> Iterable[Metric]:
+        if self.status is not None:
+            yield from self._requests(self.status)
+            yield from self._adapters(self.status)
+
+    def _requests(self, status: EngineStatus) -> Iterable[Metric]:
+        yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
+        yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
+        yield _labelled(GaugeMetricFamily("weft_pages", "Pages by kind.", labels=["kind"]), status.pages)
+        yield _labelled(
+            GaugeMetricFamily("weft_host_pages", "Pages of the host slab by kind.", labels=["kind"]), status.host_pages
+        )
+        yield _labelled(
+            CounterMetricFamily("weft_preemptions", "Running requests that lost their pages.", labels=["how"]),
+            status.preemptions,
+        )
+        yield _labelled(
+            CounterMetricFamily("weft_evictions", "Adapters, and blocks of cached KV, dropped.", labels=["kind"]),
+            {**dict.fromkeys(EVICTED, 0), **status.evictions},
+        )
+        yield CounterMetricFamily(
+            "weft_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", status.prefix_queries
+        )
+        yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
+
+    def _adapters(self, status: EngineStatus) -> Iterable[Metric]:
+        loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
+        for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
+            path, _, result = key.partition(":")
+            source, _, target = path.partition(">")
+            loads.add_metric([source, target, result], count)
+        yield loads
+        yield SummaryMetricFamily(
+            "weft_adapter_load_seconds",
+            "Time spent loading adapters.",
+            count_value=sum(status.loads.values()),
+            sum_value=status.load_seconds,
+        )
+        places = Counts((self._digests.get(resident.digest, OTHER), resident.tier) for resident in status.residents)
+        residents = GaugeMetricFamily("weft_adapter_resident", "Adapters by place.", labels=["adapter", "tier"])
+        for place, count in places.items():
+            residents.add_metric(place, count)
+        yield residents
+        running = {self._digests.get(resident.digest) for resident in status.residents if resident.running}
+        lora = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Running adapters; the value is the time.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        lora.add_metric([str(self._max_adapters), ",".join(sorted(name for name in running if name)), ""], time.time())
+        yield lora
+
+
+def _labelled(family: FamilyT, counts: Mapping[str, int]) -> FamilyT:
+    """The family with one value for each value of its only label."""
+    for label, count in counts.items():
+        family.add_metric([label], count)
+    return family
+
+
+class _CappedLabels:
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def label(self, name: str) -> str:
+        if len(self._known) < MAX_LABELS:
+            self._known.add(name)
+        return name if name in self._known else OTHER
+
+
+class _CappedPairs:
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+        self._room = PAIR_BYTES
+
+    def labels(self, tenant: str, adapter: str) -> tuple[str, str]:
+        pair = (tenant, adapter)
+        if pair not in self._known:
+            needed = len(tenant) + len(adapter) + LINE_BYTES
+            if needed > self._room:
+                return OTHER, OTHER
+            self._known.add(pair)
+            self._room -= needed
+        return pair

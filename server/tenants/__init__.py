@@ -1,0 +1,1 @@
+"""Tenants, their keys, grants and the audit log over HTTP."""

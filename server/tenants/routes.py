@@ -1,0 +1,134 @@
+"""Tenants and their keys; for admins only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from weft.registry.records import SCOPES
+from weft.server.auth.callers import Admin, AnyCaller
+from weft.server.garbage import remove_unreferenced
+from weft.server.http.bodies import HeldView, NamedView
+from weft.server.http.json_body import json_body
+from weft.server.http.openapi import takes
+from weft.server.limits.admission import shares_of
+from weft.server.pins import pinned_pages
+from weft.server.services import Wired
+from weft.server.tenants.schemas import (
+    KeyBody,
+    KeyList,
+    KeyPatchBody,
+    KeyView,
+    MeView,
+    NewKeyView,
+    RotateBody,
+    TenantBody,
+    TenantList,
+    TenantPatchBody,
+    TenantView,
+)
+
+router = APIRouter(tags=["tenants"])
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+@router.post("/v1/tenants", status_code=201, openapi_extra=takes(TenantBody))
+async def create_tenant(request: Request, services: Wired, _: Admin) -> TenantView:
+    """Make a tenant. It gets the limits of the settings `tenant_defaults.*` where the body names none."""
+    body = await json_body(request, TenantBody, services.config.server.max_body_bytes, services.pace)
+    limits = {**asdict(services.config.tenant_defaults), **body.limits}
+    return TenantView.model_validate(await services.registry.tenants.create_tenant(body.name, limits, body.weight))
+
+
+@router.get("/v1/tenants")
+async def list_tenants(services: Wired, _: Admin, after: str | None = None, limit: Limit = 100) -> TenantList:
+    """List tenants by name."""
+    page = await services.registry.tenants.list_tenants(after, limit)
+    return TenantList(data=[TenantView.model_validate(tenant) for tenant in page.items], next=page.next)
+
+
+@router.get("/v1/tenants/{name}")
+async def get_tenant(name: str, services: Wired, _: Admin) -> TenantView:
+    """Show one tenant."""
+    return TenantView.model_validate(await services.registry.tenants.get_tenant(name))
+
+
+@router.patch("/v1/tenants/{name}", openapi_extra=takes(TenantPatchBody))
+async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> TenantView:
+    """Replace a tenant's limits, its weight, or both; in force at once."""
+    body = await json_body(request, TenantPatchBody, services.config.server.max_body_bytes, services.pace)
+    return TenantView.model_validate(await services.registry.tenants.update_tenant(name, body.limits, body.weight))
+
+
+@router.delete("/v1/tenants/{name}", status_code=204)
+async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
+    """Delete a tenant with its keys and adapters; its usage stays."""
+    await remove_unreferenced(services, await services.registry.tenants.delete_tenant(name))
+    return Response(status_code=204)
+
+
+@router.post("/v1/tenants/{name}/keys", status_code=201, openapi_extra=takes(KeyBody))
+async def create_key(name: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
+    """Make a key. The secret is shown this once."""
+    body = await json_body(request, KeyBody, services.config.server.max_body_bytes, services.pace)
+    key, secret = await services.registry.keys.create_key(
+        name, body.name, body.scopes or SCOPES, body.expires_at, body.limits
+    )
+    return NewKeyView(**KeyView.model_validate(key).model_dump(), key=secret)
+
+
+@router.get("/v1/tenants/{name}/keys")
+async def list_keys(name: str, services: Wired, _: Admin) -> KeyList:
+    """List a tenant's living keys."""
+    return KeyList(
+        data=[KeyView.model_validate(key) for key in await services.registry.keys.list_keys(name)], next=None
+    )
+
+
+@router.patch("/v1/keys/{key_id}", openapi_extra=takes(KeyPatchBody))
+async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -> KeyView:
+    """Change a key's name, limits, scopes or end; the secret stays, and the change is in force at once."""
+    body = await json_body(request, KeyPatchBody, services.config.server.max_body_bytes, services.pace)
+    return KeyView.model_validate(
+        await services.registry.keys.update_key(
+            key_id, name=body.name, limits=body.limits, scopes=body.scopes, expires_at=body.expires_at
+        )
+    )
+
+
+@router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(RotateBody))
+async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
+    """Make a key like this one, which itself stops working at once, or after a grace."""
+    body = await json_body(request, RotateBody, services.config.server.max_body_bytes, services.pace)
+    key, secret = await services.registry.keys.rotate_key(key_id, body.grace_s)
+    return NewKeyView(**KeyView.model_validate(key).model_dump(), key=secret)
+
+
+@router.delete("/v1/keys/{key_id}", status_code=204)
+async def revoke_key(key_id: str, services: Wired, _: Admin) -> Response:
+    """Make a key useless, at once."""
+    await services.registry.keys.revoke_key(key_id)
+    return Response(status_code=204)
+
+
+@router.get("/v1/me")
+async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
+    """Show whose key this is, its limits and what counts against them now."""
+    limits: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
+    used: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
+    for share in await shares_of(services, caller, with_month=True):
+        limits[share.holder] = {name: value for name, value in asdict(share.limits).items() if value is not None}
+        used[share.holder] = share.account.used(services.monotonic())
+    if caller.tenant_id is not None:
+        pages = await pinned_pages(services, caller.tenant_id)
+        used["tenant"] |= {**await services.registry.tenants.stored(caller.tenant_id), "pinned_pages": pages}
+    key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
+    return MeView(
+        role=caller.identity.role,
+        tenant=NamedView(id=tenant_id, name=tenant) if tenant_id is not None and tenant is not None else None,
+        key=KeyView.model_validate(await services.registry.keys.get_key(key_id)) if key_id is not None else None,
+        limits=HeldView(**limits),
+        used=HeldView(**used),
+    )

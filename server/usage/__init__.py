@@ -1,0 +1,1 @@
+"""GET /v1/usage and what it is made of."""

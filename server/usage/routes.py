@@ -1,0 +1,322 @@
+"""Who used what: GET /v1/usage, and the same figures in OpenAI's usage shape."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime, tzinfo
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from weft.errors import InvalidRequestError
+from weft.registry.records import (
+    GroupBy,
+    LatencyFigures,
+    LatencyRow,
+    RankBy,
+    ServiceClass,
+    UsageQuery,
+    UsageRow,
+    UsageTotals,
+)
+from weft.registry.usage.buckets import zone
+from weft.registry.usage.latency import LATENCY_GROUPS
+from weft.registry.usage.prices import in_currency
+from weft.registry.usage.write import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
+from weft.server.auth.callers import Caller, UsageCaller
+from weft.server.http.bodies import iso
+from weft.server.services import Services, Wired
+from weft.server.usage.schemas import (
+    LatencyFiguresView,
+    LatencyList,
+    LatencyRowView,
+    OrganizationUsageBucket,
+    OrganizationUsagePage,
+    OrganizationUsageResult,
+    UsageEventList,
+    UsageEventView,
+    UsageList,
+)
+from weft.server.usage.span import SpanParams, group_fields, groups_of, whose
+
+router = APIRouter(tags=["usage"])
+BucketWidth = Literal["1m", "1h", "1d"]
+_WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
+_BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
+"""Default and largest number of buckets per page, as OpenAI has them."""
+_OPENAI_GROUPS: dict[str, GroupBy] = {
+    "project_id": "tenant",
+    "model": "adapter",
+    "api_key_id": "key",
+    "batch": "service_class",
+}
+_CSV: dict[str, Any] = {"text/csv": {"schema": {"type": "string"}}}
+
+
+class RangeParams(SpanParams):
+    """Which events, or sums of them, page by page."""
+
+    status: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    """How requests ended: stop, length, aborted, error, interrupted."""
+    service_class: list[ServiceClass] = Field(default_factory=list)
+    """Only what somebody waited for (interactive), or only lines of batches (batch)."""
+    after: str | None = None
+    limit: int = Field(1000, ge=1, le=MAX_ROWS)
+    format: Literal["json", "csv"] = "json"
+
+    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+        """The question to the ledger, without bucket and grouping."""
+        asked = super().query(caller, now, zone)
+        return replace(
+            asked,
+            statuses=tuple(self.status),
+            service_classes=tuple(self.service_class),
+            after=self.after,
+            limit=self.limit,
+        )
+
+
+class UsageParams(RangeParams):
+    """What GET /v1/usage takes."""
+
+    bucket: BucketWidth | None = None
+    """Width of a row's time span: minutes, or hours and days as clocks in `tz` show them."""
+    tz: str = Field("UTC", max_length=64)
+    """IANA name of a time zone; `start` and `end` without an offset are of this zone, those of rows are in UTC."""
+    group_by: str = ""
+    """Comma-separated: tenant, adapter, version, key, status, service_class."""
+    top: int | None = Field(None, ge=1, le=MAX_TOP)
+    """Only so many groups, the largest of the whole range, have rows of their own, the largest first. All others are
+    one row per bucket with `"other": true`, so rows still add up to the totals. There are no pages then, and `limit`
+    does not count."""
+    rank_by: RankBy = "total_tokens"
+    """What makes a group large, with `top`: total tokens are prompt and completion tokens; cost needs prices."""
+
+    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+        """The question to the ledger."""
+        return replace(
+            super().query(caller, now, zone),
+            bucket=self.bucket,
+            tz=self.tz,
+            group_by=groups_of(self.group_by),
+            top=self.top,
+            rank_by=self.rank_by,
+        )
+
+
+class OrganizationUsageParams(BaseModel):
+    """What OpenAI's usage route takes; filters that Weft lacks are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenant: str | None = None
+    start_time: int = Field(ge=0, lt=1 << 36)
+    end_time: int | None = Field(None, ge=0, lt=1 << 36)
+    bucket_width: BucketWidth = "1d"
+    limit: int | None = Field(None, ge=1)
+    page: str | None = Field(None, pattern=r"^page_[0-9]{1,11}$")
+    group_by: list[str] = Field(default_factory=list)
+    group_by_brackets: list[str] = Field(default_factory=list, alias="group_by[]")
+
+    @property
+    def groups(self) -> tuple[GroupBy, ...]:
+        """What the rows are grouped by; groups that Weft lacks have one value, so they change nothing."""
+        wanted = [*self.group_by, *self.group_by_brackets]
+        return tuple(dict.fromkeys(_OPENAI_GROUPS[name] for name in wanted if name in _OPENAI_GROUPS))
+
+
+@router.get(
+    "/v1/usage",
+    response_model=UsageList,
+    response_model_exclude_unset=True,
+    responses={200: {"content": _CSV}},
+)
+async def get_usage(
+    services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
+) -> UsageList | Response:
+    """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
+    query = params.query(caller, services.now(), zone(params.tz))
+    await services.registry.usage.flush()
+    report = await services.registry.usage.query(query, services.prices)
+    currency = services.prices.currency if services.prices else None
+    rows = [_row_fields(query, row, currency) for row in report.rows]
+    if params.format == "csv":
+        empty = UsageRow(start=query.start, end=query.end)
+        return _csv_response(list(_row_fields(query, empty, currency)), rows, next_page=report.next)
+    extra = {"groups": report.groups, "currency": currency}
+    return UsageList.model_validate(
+        {
+            "object": "list",
+            "data": rows,
+            "next": report.next,
+            "totals": _sums(report.totals, currency),
+            **{name: value for name, value in extra.items() if value is not None},
+        }
+    )
+
+
+@router.get(
+    "/v1/usage/events",
+    response_model=UsageEventList,
+    responses={200: {"content": _CSV}},
+)
+async def list_usage_events(
+    services: Wired, caller: UsageCaller, params: Annotated[RangeParams, Query()]
+) -> UsageEventList | Response:
+    """List the events of which all sums are made, oldest first."""
+    await services.registry.usage.flush()
+    page = await services.registry.usage.events(params.query(caller, services.now()))
+    views = [UsageEventView.model_validate(event) for event in page.items]
+    if params.format == "csv":
+        fields = list(UsageEventView.model_fields)
+        return _csv_response(fields, [view.model_dump() for view in views], next_page=page.next)
+    return UsageEventList(data=views, next=page.next)
+
+
+@router.get("/v1/organization/usage/completions")
+async def get_organization_usage(
+    services: Wired, caller: UsageCaller, params: Annotated[OrganizationUsageParams, Query()]
+) -> OrganizationUsagePage:
+    """Usage in OpenAI's shape: the project is the tenant, the model the adapter."""
+    first, last, end = _span(params, int(services.now().timestamp()) + 1)
+    width = _WIDTH_S[params.bucket_width]
+    query = UsageQuery(
+        start=datetime.fromtimestamp(first, UTC),
+        end=datetime.fromtimestamp(last, UTC),
+        bucket=params.bucket_width,
+        group_by=params.groups,
+        tenant_id=whose(caller, params.tenant),
+        limit=MAX_ROWS,
+    )
+    await services.registry.usage.flush()
+    results: dict[int, list[OrganizationUsageResult]] = {}
+    for row in await _all_rows(services, query):
+        begin = int(row.start.timestamp()) // width * width
+        results.setdefault(begin, []).append(_result(services, query, row))
+    return OrganizationUsagePage(
+        data=[
+            OrganizationUsageBucket(start_time=begin, end_time=min(begin + width, end), results=results.get(begin, []))
+            for begin in range(first, last, width)
+        ],
+        has_more=last < end,
+        next_page=f"page_{last}" if last < end else None,
+    )
+
+
+def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
+    """First second, end of this page, end of the whole range."""
+    width = _WIDTH_S[params.bucket_width]
+    default, most = _BUCKET_LIMITS[params.bucket_width]
+    first = (int(params.page.removeprefix("page_")) if params.page else params.start_time) // width * width
+    end = params.end_time if params.end_time is not None else now
+    if first >= end:
+        raise InvalidRequestError("end_time must be after start_time.", param="end_time")
+    return first, min(end, first + width * min(params.limit or default, most)), end
+
+
+def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[str, object]:
+    other = {} if query.top is None else {"other": row.other}
+    return {
+        "start": iso(row.start),
+        "end": iso(row.end),
+        **group_fields(query, row),
+        **other,
+        **_sums(row, currency),
+    }
+
+
+def _sums(sums: UsageTotals, currency: str | None) -> dict[str, object]:
+    fields: dict[str, object] = {name: getattr(sums, name) for name in SUMS}
+    return {**fields, "cost": in_currency(sums.cost)} if currency else fields
+
+
+def _csv_response(fields: list[str], rows: Iterable[dict[str, object]], next_page: str | None = None) -> Response:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=fields)
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    headers = {"x-weft-next": next_page} if next_page else {}
+    return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _cell(value: object) -> object:
+    """A client's own text may begin like a formula, which spreadsheets would run; true and false as in JSON."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+
+
+async def _all_rows(services: Services, query: UsageQuery) -> list[UsageRow]:
+    rows: list[UsageRow] = []
+    after: str | None = None
+    while True:
+        report = await services.registry.usage.query(replace(query, after=after))
+        rows.extend(report.rows)
+        after = report.next
+        if after is None:
+            return rows
+
+
+def _result(services: Services, query: UsageQuery, row: UsageRow) -> OrganizationUsageResult:
+    return OrganizationUsageResult(
+        input_tokens=row.prompt_tokens,
+        output_tokens=row.completion_tokens,
+        input_cached_tokens=row.cached_tokens,
+        num_model_requests=row.requests,
+        project_id=row.tenant if "tenant" in query.group_by else None,
+        api_key_id=row.key_id if "key" in query.group_by else None,
+        model=(row.adapter or services.served_name) if "adapter" in query.group_by else None,
+        batch=row.service_class == "batch" if "service_class" in query.group_by else None,
+    )
+
+
+class LatencyParams(SpanParams):
+    """What GET /v1/usage/latency takes. The range is widened to full hours."""
+
+    bucket: Literal["1h", "1d"] | None = None
+    group_by: str = ""
+    """Comma-separated: tenant, adapter, version, key."""
+
+    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+        """The question to the ledger."""
+        groups = groups_of(self.group_by, LATENCY_GROUPS)
+        return replace(super().query(caller, now, zone), bucket=self.bucket, group_by=groups)
+
+
+@router.get("/v1/usage/latency", response_model=LatencyList, response_model_exclude_unset=True)
+async def get_latency(services: Wired, caller: UsageCaller, params: Annotated[LatencyParams, Query()]) -> LatencyList:
+    """Percentiles of the time to the first token, and where adapters were when requests for them arrived.
+
+    From counts by the hour, in bins of a factor of 1.122: no percentile is further off than that. A tenant sees its
+    own requests; an admin sees all, or one tenant's with `?tenant=`.
+    """
+    query = params.query(caller, services.now())
+    await services.registry.usage.flush()
+    report = await services.registry.usage.latency(query)
+    return LatencyList(
+        object="list",
+        start=iso(report.start),
+        end=iso(report.end),
+        data=[_row_view(query, row) for row in report.rows],
+        next=None,
+        totals=LatencyFiguresView.model_validate(_figures(report.totals)),
+    )
+
+
+def _row_view(query: UsageQuery, row: LatencyRow) -> LatencyRowView:
+    groups = group_fields(query, row)
+    return LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **_figures(row)})
+
+
+def _figures(figures: LatencyFigures) -> dict[str, object]:
+    ttft_s = figures.ttft_s
+    return {
+        "requests": figures.requests,
+        "states": figures.states,
+        "hit_rate": figures.hit_rate,
+        "ttft_s": {f"p{percent}": seconds for percent, seconds in ttft_s.items()} if ttft_s else None,
+    }

@@ -1,0 +1,165 @@
+"""Bodies of usage and latency."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import AliasChoices, Field
+
+from weft.server.http.bodies import Listing, Moment, UsageSums, View
+
+
+class UsageTotalsView(UsageSums):
+    """Sums of usage."""
+
+    cost: str | None = None
+    """Exact, as a decimal number; absent where no prices are set."""
+
+
+class UsageRowView(UsageTotalsView):
+    """Usage of one span of time, and of one group where grouping was asked for."""
+
+    start: str
+    """Of the bucket, also where the range begins or ends within it; without `bucket`, of the range."""
+    end: str
+    tenant: str | None = None
+    adapter: str | None = None
+    """Null is the base model, where grouped by adapter."""
+    version: int | None = None
+    key: str | None = None
+    status: str | None = None
+    service_class: str | None = None
+    other: bool = False
+    """All groups below the top together, their fields null; absent without `top`."""
+
+
+class UsageList(Listing[UsageRowView]):
+    """Usage, with the totals of the whole range."""
+
+    totals: UsageTotalsView
+    groups: int | None = None
+    """How many groups the whole range has; absent without `group_by`."""
+    currency: str | None = None
+    """Of the costs; absent where no prices are set."""
+
+
+class AdapterStatesView(View):
+    """Requests by where their adapter was when they arrived."""
+
+    device: int
+    host: int
+    stored: int
+    base: int
+    """Requests without an adapter."""
+    unknown: int
+    """Requests that ended before anybody looked."""
+
+
+class TtftView(View):
+    """Seconds within which so many percent of the requests had their first token."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class LatencyFiguresView(View):
+    """How requests began."""
+
+    requests: int
+    states: AdapterStatesView
+    hit_rate: float | None
+    """Of the requests that found their adapter anywhere, the share that found it on the device; null for none."""
+    ttft_s: TtftView | None
+    """At most a factor of 1.122 off; null where no request had a first token."""
+
+
+class LatencyRowView(LatencyFiguresView):
+    """One span of time, and one group where grouping was asked for."""
+
+    start: str
+    end: str
+    tenant: str | None = None
+    adapter: str | None = None
+    """Null is the base model, where grouped by adapter or version."""
+    version: int | None = None
+    key: str | None = None
+
+
+class LatencyList(View):
+    """Latency, with the figures of the whole range."""
+
+    object: Literal["list"] = "list"
+    start: str
+    """The range that was answered: the one asked for, widened to full hours."""
+    end: str
+    data: list[LatencyRowView]
+    next: None
+    totals: LatencyFiguresView
+
+
+class UsageEventView(View):
+    """One billable fact: a request, however it ended."""
+
+    id: str
+    object: Literal["usage.event"] = "usage.event"
+    at: Moment
+    """When the request ended."""
+    tenant: str | None
+    key: str | None = Field(validation_alias=AliasChoices("key", "key_id"))
+    adapter: str | None
+    """Null is the base model."""
+    version: int | None = Field(validation_alias=AliasChoices("version", "adapter_version"))
+    digest: str | None = Field(validation_alias=AliasChoices("digest", "adapter_digest"))
+    request_id: str
+    endpoint: str
+    service_class: str
+    """interactive, or batch for a line of a batch."""
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    duration_s: float | None
+    adapter_state: str | None
+
+
+class UsageEventList(Listing[UsageEventView]):
+    """A page of usage events, oldest first."""
+
+
+class OrganizationUsageResult(View):
+    """One group of OpenAI's usage shape; the project is the tenant, the model is the adapter."""
+
+    object: Literal["organization.usage.completions.result"] = "organization.usage.completions.result"
+    input_tokens: int
+    output_tokens: int
+    input_cached_tokens: int
+    input_audio_tokens: int = 0
+    output_audio_tokens: int = 0
+    num_model_requests: int
+    project_id: str | None = None
+    user_id: str | None = None
+    api_key_id: str | None = None
+    model: str | None = None
+    batch: bool | None = None
+    service_tier: str | None = None
+
+
+class OrganizationUsageBucket(View):
+    """One span of time, in Unix seconds."""
+
+    object: Literal["bucket"] = "bucket"
+    start_time: int
+    end_time: int
+    results: list[OrganizationUsageResult]
+
+
+class OrganizationUsagePage(View):
+    """Answer of GET /v1/organization/usage/completions."""
+
+    object: Literal["page"] = "page"
+    data: list[OrganizationUsageBucket]
+    has_more: bool
+    next_page: str | None = Field(default=None)

@@ -1,0 +1,89 @@
+"""Which usage a question is about: whose, when, and of what. All routes of usage take these parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weft.errors import InvalidRequestError
+from weft.registry.records import GroupBy, LatencyRow, UsageQuery, UsageRow
+from weft.registry.usage.write import MAX_WANTED
+from weft.server.auth.callers import Caller
+
+DEFAULT_DAYS = 30
+GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status", "service_class")
+_SPACED_OFFSET = re.compile(r" (?=\d\d:?\d\d$)")
+
+
+class SpanParams(BaseModel):
+    """A range of time, and filters; the lists may be repeated."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    tenant: str | None = None
+    start: str | None = None
+    """ISO-8601 or Unix seconds; 30 days before `end` by default."""
+    end: str | None = None
+    """The first moment that no longer counts; now by default."""
+    adapter: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    """Only adapters of this name; the empty text means the base. This and the other filters may be repeated."""
+    version: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    key: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    """Ids of keys."""
+
+    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+        """The question to the ledger; times that name no offset are of the zone."""
+        end = _moment(self.end, "end", zone) if self.end else now + timedelta(seconds=1)
+        return UsageQuery(
+            start=_moment(self.start, "start", zone) if self.start else _days_before(end),
+            end=end,
+            tenant_id=whose(caller, self.tenant),
+            adapters=tuple(self.adapter),
+            versions=tuple(self.version),
+            key_ids=tuple(self.key),
+        )
+
+
+def whose(caller: Caller, tenant: str | None) -> str | None:
+    """Whose usage is shown; None is everybody's, for an admin who names no tenant."""
+    return None if caller.is_admin and tenant is None else caller.tenant_id
+
+
+def groups_of(text: str, known: Sequence[GroupBy] = GROUPS) -> tuple[GroupBy, ...]:
+    """The groups that a comma-separated parameter names.
+
+    Raises:
+        InvalidRequestError: One of them is not known.
+    """
+    names = {name for name in text.split(",") if name}
+    if not names <= set(known):
+        raise InvalidRequestError(f"group_by takes {', '.join(known)}.", param="group_by")
+    return tuple(group for group in known if group in names)
+
+
+def group_fields(query: UsageQuery, row: UsageRow | LatencyRow) -> dict[str, object]:
+    """Which group a row is of, by the names of the API. A version is told with its adapter."""
+    shown = {*query.group_by, *(("adapter",) if "version" in query.group_by else ())}
+    return {group: getattr(row, "key_id" if group == "key" else group) for group in GROUPS if group in shown}
+
+
+def _moment(text: str, param: str, zone: tzinfo) -> datetime:
+    """A time in ISO-8601 (of the zone where it names no offset) or Unix seconds."""
+    try:
+        if text.isascii() and text.isdigit():
+            return datetime.fromtimestamp(int(text), UTC)
+        moment = datetime.fromisoformat(_SPACED_OFFSET.sub("+", text))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise InvalidRequestError(f"{param} must be a time in ISO-8601 or Unix seconds.", param=param) from error
+
+
+def _days_before(end: datetime) -> datetime:
+    """The default start, also where `end` lies at the very beginning of the calendar."""
+    days = timedelta(days=DEFAULT_DAYS)
+    earliest = datetime.min.replace(tzinfo=UTC)
+    return end - days if end - earliest > days else earliest

@@ -1,0 +1,395 @@
+"""adapter_config.json: what PEFT's versions write is read exactly, everything else is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bad_upload import EVIL_REGEX
+from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
+from refusals import is_presentable, outcome
+from weft.adapters.base_shape import MODULE_PATHS
+from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_scaling, read_config
+from weft.adapters.checkpoint.peft_fields import is_literal_path
+from weft.adapters.ref import LoraSpec
+from weft.errors import AdapterError, AdapterIncompatibleError, PayloadTooLargeError
+
+
+def read(**fields: Any) -> LoraSpec:
+    return read_config(config_bytes(**fields), 64)
+
+
+def code(raw: bytes) -> str:
+    with pytest.raises(AdapterError) as caught:
+        read_config(raw, 64)
+    return caught.value.code
+
+
+def test_the_defaults_of_peft_are_read() -> None:
+    assert read() == LoraSpec(rank=8, alpha=16.0)
+
+
+OLDER: dict[str, dict[str, Any]] = {
+    "0.2": {
+        "base_model_name_or_path": "decapoda-research/llama-7b-hf",
+        "bias": "none",
+        "enable_lora": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+        "merge_weights": False,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    },
+    "0.5": {
+        "auto_mapping": None,
+        "base_model_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": 16,
+        "lora_dropout": 0.1,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": 64,
+        "revision": None,
+        "target_modules": None,
+        "task_type": "CAUSAL_LM",
+    },
+    "0.10": {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": "base",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_alpha": 16,
+        "lora_dropout": 0,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": 16,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    },
+    "0.15": {
+        **{key: PEFT_DEFAULTS[key] for key in PEFT_DEFAULTS if key not in ("target_parameters", "use_qalora")},
+        "corda_config": None,
+        "eva_config": None,
+        "lora_bias": False,
+        "runtime_config": {"ephemeral_gpu_offload": False},
+    },
+}
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_configs_of_older_peft_versions_are_read(version: str) -> None:
+    spec = read_config(json.dumps(OLDER[version]).encode(), 64)
+    assert spec.rank == OLDER[version]["r"]
+    assert spec.alpha == 16.0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"task_type": None},
+        {"target_modules": "all-linear"},
+        {"target_modules": EVIL_REGEX},
+        {"target_modules": ["x"] * 5000},
+        {"exclude_modules": ["lm_head"]},
+        {"layers_to_transform": 3},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        {"layers_to_transform": [0, 1], "layers_pattern": ["layers"]},
+        {"init_lora_weights": False},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0, "tau": 0.99}},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "mica"},
+        {"corda_config": {"corda_method": "kpm"}},
+        {"modules_to_save": []},
+        {"lora_dropout": 0.1},
+        {"peft_version": "0.99.0.dev0@abc"},
+        {"base_model_name_or_path": "unsloth/Qwen2.5-0.5B-bnb-4bit"},
+        {"a_later_feature": None},
+        {"a_later_switch": False},
+        {"a_later_list": []},
+        {
+            "auto_mapping": {
+                "base_model_class": "LlamaForCausalLM",
+                "parent_library": "transformers.models.llama.modeling_llama",
+            }
+        },
+        {
+            "auto_mapping": {
+                "base_model_class": "Qwen2ForCausalLM",
+                "parent_library": "transformers.models.qwen2.modeling_qwen2",
+                "unsloth_fixed": True,
+            }
+        },
+    ],
+    ids=str,
+)
+def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
+    assert read(**fields) == LoraSpec(rank=8, alpha=16.0)
+
+
+def test_fields_with_an_effect_are_read() -> None:
+    spec = read(r=4, lora_alpha=6.5, use_rslora=True, rank_pattern={"b": 1, "a": 64}, alpha_pattern={"q_proj": 0.5})
+    assert spec == LoraSpec(
+        rank=4, alpha=6.5, use_rslora=True, rank_pattern={"b": 1, "a": 64}, alpha_pattern={"q_proj": 0.5}
+    )
+    assert list(spec.rank_pattern) == ["b", "a"]
+
+
+def test_null_patterns_are_empty_ones() -> None:
+    assert read(rank_pattern=None, alpha_pattern=None, use_rslora=None) == LoraSpec(rank=8, alpha=16.0)
+
+
+def test_whole_paths_of_a_large_model_fit() -> None:
+    paths = [f"model.layers.{layer}.{path}" for layer in range(80) for path in MODULE_PATHS]
+    spec = read(target_modules=paths, rank_pattern=dict.fromkeys(paths, 4))
+    assert len(spec.rank_pattern) == 560
+
+
+def test_a_long_config_is_judged_by_its_first_bytes_alone() -> None:
+    deep = b'{"a":' * 200_000
+    assert code(deep) == code(deep[: MAX_CONFIG_BYTES + 1]) == "config.too_deep"
+    for raw in (config_bytes(revision="x" * 1_000_000), config_bytes(revision="x" * 1_000_000)[: MAX_CONFIG_BYTES + 1]):
+        with pytest.raises(PayloadTooLargeError) as caught:
+            read_config(raw, 64)
+        assert caught.value.code == "config.too_large"
+
+
+def test_a_config_of_exactly_the_limit_is_read() -> None:
+    good = config_bytes()
+    assert read_config(good + b" " * (MAX_CONFIG_BYTES - len(good)), 64).rank == 8
+
+
+def test_nothing_named_in_a_config_is_imported() -> None:
+    for fields in (
+        {"auto_mapping": {"base_model_class": "X", "parent_library": "antigravity"}},
+        {"megatron_core": "antigravity"},
+        {"megatron_config": {"x": 1}, "megatron_core": "antigravity"},
+    ):
+        assert code(config_bytes(**fields)) == "config.field_unsupported"
+    assert "antigravity" not in sys.modules
+
+
+def test_refusals_show_the_value_bounded_and_printable() -> None:
+    with pytest.raises(AdapterIncompatibleError) as caught:
+        read(**{"x\n\x1b[31m": "é" * 4000})
+    assert caught.value.message.isascii()
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 400
+
+
+def test_the_rank_limit_is_the_servers() -> None:
+    assert read_config(config_bytes(r=256), 256).rank == 256
+    with pytest.raises(AdapterIncompatibleError) as caught:
+        read_config(config_bytes(r=17), 16)
+    assert "up to 16" in caught.value.message
+
+
+@pytest.mark.parametrize("scaling", [0.0, -1.0, 65.0, math.inf, math.nan, 1e-12])
+def test_scalings_out_of_range_are_refused(scaling: float) -> None:
+    with pytest.raises(AdapterError) as caught:
+        check_scaling(scaling, "q_proj")
+    assert caught.value.code == "config.alpha_invalid"
+
+
+@pytest.mark.parametrize(
+    ("fields", "alpha"),
+    [
+        ({}, 15.0),
+        ({"num_layers": -1, "report_to": "wandb"}, 15.0),
+        ({"lora_parameters": {"rank": 6, "scale": 20, "dropout": 0.0}}, 120.0),
+        ({"lora_parameters": {"rank": 6, "scale": 10.0, "alpha": 16, "dropout": 0.0}}, 60.0),
+    ],
+    ids=str,
+)
+def test_the_scale_of_mlx_is_the_factor_itself(fields: dict[str, Any], alpha: float) -> None:
+    spec = read_config(mlx_config_bytes(**fields), 64)
+    assert spec == LoraSpec(rank=6, alpha=alpha)
+    assert spec.canonical().keys() == LoraSpec(rank=6, alpha=alpha).canonical().keys()
+
+
+def test_configs_of_mlx_from_before_fine_tune_type_are_read() -> None:
+    older = {name: value for name, value in MLX_CONFIG.items() if name not in ("fine_tune_type", "num_layers")}
+    assert read_config(json.dumps({**older, "lora_layers": 16, "use_dora": False}).encode(), 64).alpha == 15.0
+    equal = {"rank": 6, "scale": 2.5, "alpha": 6, "dropout": 0.0}
+    assert read_config(json.dumps({**older, "lora_parameters": equal}).encode(), 64).alpha == 15.0
+    assert code(json.dumps({**older, "lora_parameters": {**equal, "alpha": 16}}).encode()) == "config.field_unsupported"
+    assert code(json.dumps({**older, "use_dora": True}).encode()) == "config.feature_unsupported"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"fine_tune_type": "dora"}, "config.feature_unsupported"),
+        ({"fine_tune_type": "full", "lora_parameters": None}, "config.feature_unsupported"),
+        ({"fine_tune_type": ["lora"]}, "config.feature_unsupported"),
+        ({"lora_parameters": None}, "config.field_missing"),
+        ({"lora_parameters": []}, "config.field_missing"),
+        ({"lora_parameters": {"rank": 6}}, "config.field_missing"),
+        ({"lora_parameters": {"scale": 6}}, "config.field_missing"),
+        ({"lora_parameters": {"rank": "6", "scale": 1}}, "config.value_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": True}}, "config.value_invalid"),
+        ({"lora_parameters": {"rank": 0, "scale": 1}}, "config.rank_invalid"),
+        ({"lora_parameters": {"rank": 6.0, "scale": 1}}, "config.rank_invalid"),
+        ({"lora_parameters": {"rank": 65, "scale": 1}}, "config.rank_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 0}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": -1.5}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": float("nan")}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 1e308}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 10**400}}, "config.alpha_invalid"),
+        ({"lora_parameters": {"rank": 6, "scale": 1, "use_rslora": True}}, "config.field_unknown"),
+        ({"use_rslora": True}, "config.field_unknown"),
+        ({"rank_pattern": {"q_proj": 4}}, "config.field_unknown"),
+        ({"a_later_feature": 1}, "config.field_unknown"),
+        ({"data": "x" * 4097}, "config.value_invalid"),
+        ({"optimizer_config": [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]}, "config.too_deep"),
+    ],
+    ids=str,
+)
+def test_configs_of_mlx_that_cannot_be_served_are_refused(fields: dict[str, Any], expected: str) -> None:
+    assert code(mlx_config_bytes(**fields)) == expected
+
+
+def peft_matches(key: str, path: str) -> bool:
+    """What PEFT's get_pattern_key does."""
+    return re.match(rf"(.*\.)?({key})$", path) is not None
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    keys=st.lists(
+        st.text("layers.01_selfattnqp", min_size=1, max_size=20)
+        | st.sampled_from(["q_proj", "self_attn.q_proj", "0.self_attn.q_proj", "layers.10.mlp.up_proj", "q.proj"])
+        | st.builds(
+            lambda path, at: path[: at % len(path)] + "." + path[at % len(path) + 1 :],
+            st.sampled_from(["layers.110.self_attn.q_proj", "model.layers.10.mlp.up_proj", "self_attn.v_proj"]),
+            st.integers(0, 40),
+        ),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
+    layer=st.sampled_from([0, 1, 10, 110]),
+    module=st.sampled_from(MODULE_PATHS),
+)
+def test_literal_patterns_choose_what_peft_chooses(keys: list[str], layer: int, module: str) -> None:
+    literal = {key: index + 1 for index, key in enumerate(keys) if is_literal_path(key)}
+    path = f"model.layers.{layer}.{module}"
+    expected = next((rank for key, rank in literal.items() if peft_matches(key, path)), 99)
+    assert LoraSpec(rank=99, alpha=1, rank_pattern=literal).module_rank(path) == expected
+
+
+@pytest.mark.parametrize(
+    "key", ["q_proj", "self_attn.q_proj", "model.layers.10.mlp.up_proj", "experts.0.w1", "lm_head"]
+)
+def test_module_paths_are_literal(key: str) -> None:
+    assert is_literal_path(key)
+
+
+@pytest.mark.parametrize(
+    "key", ["q.proj", "1.0.self_attn.q_proj", "self.attn.q_proj", "layers.1..mlp.up_proj", "^q_proj"]
+)
+def test_keys_that_peft_would_stretch_are_not_literal(key: str) -> None:
+    assert not is_literal_path(key)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=12),
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=6), below, max_size=4),
+    max_leaves=8,
+)
+HOSTILE = st.sampled_from(["LORA", "pissa", "\ud800", "x" * 5000, 10**400, float("nan"), [[[[[[]]]]]], {"q_proj": 0}])
+KEYS = st.sampled_from([*sorted(PEFT_DEFAULTS), "use_bdlora", "kasa_config", "runtime_config"]) | st.text(max_size=8)
+
+
+def check_outcome(raw: bytes) -> None:
+    """Either a refusal of ours, or a spec whose numbers can be served."""
+    spec = outcome(lambda: read_config(raw, 64))
+    if isinstance(spec, AdapterError):
+        assert is_presentable(spec, "config.")
+        return
+    assert 1 <= spec.rank <= 64
+    assert all(type(rank) is int and 1 <= rank <= 64 for rank in spec.rank_pattern.values())
+    assert all(math.isfinite(alpha) and alpha > 0 for alpha in [spec.alpha, *spec.alpha_pattern.values()])
+
+
+@settings(max_examples=1200, deadline=None)
+@given(changes=st.lists(st.tuples(KEYS, JSON_VALUES | HOSTILE), min_size=1, max_size=3))
+def test_no_change_of_fields_does_more_than_a_refusal(changes: list[tuple[str, Any]]) -> None:
+    check_outcome(json.dumps({**copy.deepcopy(PEFT_DEFAULTS), **dict(changes)}).encode())
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    changes=st.dictionaries(st.sampled_from(sorted(MLX_CONFIG)) | KEYS, JSON_VALUES | HOSTILE, max_size=2),
+    parameters=st.dictionaries(
+        st.sampled_from(["rank", "scale", "alpha", "keys"]) | KEYS, JSON_VALUES | HOSTILE, max_size=2
+    ),
+)
+def test_no_change_of_an_mlx_config_does_more_than_a_refusal(
+    changes: dict[str, Any], parameters: dict[str, Any]
+) -> None:
+    given_parameters = {**MLX_CONFIG["lora_parameters"], **parameters}
+    check_outcome(json.dumps({**MLX_CONFIG, "lora_parameters": given_parameters, **changes}).encode())
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    edits=st.lists(
+        st.tuples(
+            st.floats(0, 1), st.integers(0, 6), st.binary(max_size=6) | st.sampled_from([b"NaN", b"[" * 20, b"{"])
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_no_change_of_bytes_does_more_than_a_refusal(edits: list[tuple[float, int, bytes]]) -> None:
+    raw = config_bytes()
+    for where, cut, put in edits:
+        at = int(where * len(raw))
+        raw = raw[:at] + put + raw[at + cut :]
+    check_outcome(raw)
+
+
+@settings(max_examples=300, deadline=None)
+@given(raw=st.binary(max_size=200) | JSON_VALUES.map(lambda value: json.dumps(value).encode()))
+def test_no_random_document_does_more_than_a_refusal(raw: bytes) -> None:
+    check_outcome(raw)
+
+
+def test_a_config_full_of_patterns_is_read_quickly() -> None:
+    pattern = {f"a.{index}.b.c.d.self_attn.q_proj": 8 for index in range(1000)}
+    started = time.process_time()
+    read(rank_pattern=pattern)
+    assert time.process_time() - started < 0.5

@@ -1,0 +1,200 @@
+"""What PEFT itself saves: plain LoRA in all its forms is read with PEFT's ranks and scalings."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lora_files import base_shape
+from weft.adapters.base_shape import MODULE_PATHS
+from weft.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from weft.adapters.ref import LoraSpec
+from weft.errors import AdapterError
+
+BASE = base_shape(hidden=32, intermediate=48, kv=16, num_layers=3)
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+PREFIX = "base_model.model.model.layers."
+
+
+@cache
+def model() -> LlamaForCausalLM:
+    """A tiny Llama of the base's shape; copy it before giving it to PEFT."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def trained(config: PeftConfig, dtype: torch.dtype = torch.float32) -> Any:
+    """PEFT's model with random LoRA weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = get_peft_model(copy.deepcopy(model()), copy.deepcopy(config), autocast_adapter_dtype=False)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return peft_model.to(dtype)
+
+
+def save(peft_model: Any, folder: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model.save_pretrained(folder, **options)
+    return folder
+
+
+def read(folder: Path, max_rank: int = 64) -> Checkpoint:
+    return read_checkpoint(
+        (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", BASE, max_rank
+    )
+
+
+def peft_layers(peft_model: Any) -> dict[tuple[int, int], LoraLayer]:
+    layers = {}
+    for name, layer in peft_model.named_modules():
+        if isinstance(layer, LoraLayer):
+            index, path = name.removeprefix(PREFIX).split(".", 1)
+            layers[int(index), MODULE_PATHS.index(path)] = layer
+    return layers
+
+
+def lora(**fields: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **fields})
+
+
+ACCEPTED = {
+    "defaults": lora(),
+    "defaults of the architecture": lora(target_modules=None),
+    "no task type": lora(task_type=None),
+    "all linear layers": lora(target_modules="all-linear"),
+    "a pattern as target": lora(target_modules=r".*\.(q|up)_proj"),
+    "excluded modules": lora(target_modules="all-linear", exclude_modules=["down_proj"]),
+    "full paths": lora(target_modules=["model.layers.1.mlp.up_proj", "model.layers.2.self_attn.q_proj"]),
+    "some layers": lora(layers_to_transform=[0, 2]),
+    "one layer of a pattern": lora(layers_to_transform=1, layers_pattern="layers"),
+    "rank and alpha patterns": lora(
+        target_modules=ATTENTION,
+        lora_alpha=12,
+        rank_pattern={"q_proj": 4, "layers.1.self_attn.v_proj": 16, "model.layers.2.self_attn.o_proj": 2},
+        alpha_pattern={"k_proj": 3, "layers.0.self_attn.q_proj": 5, "self_attn.q_proj": 7},
+    ),
+    "two patterns for one module": lora(rank_pattern={"q_proj": 16, "self_attn.q_proj": 4}),
+    "rsLoRA": lora(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32}),
+    "rank 1": lora(r=1, lora_alpha=1),
+    "rank 64": lora(r=64),
+    "dropout": lora(lora_dropout=0.1),
+    "random start": lora(init_lora_weights=False),
+    "gaussian start": lora(init_lora_weights="gaussian"),
+    "orthogonal start": lora(init_lora_weights="orthogonal"),
+    "MiCA start": lora(init_lora_weights="mica"),
+    "tied weights ensured": lora(ensure_weight_tying=True),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_plain_lora_has_pefts_ranks_and_scalings(tmp_path: Path, name: str) -> None:
+    peft_model = trained(ACCEPTED[name])
+    checkpoint = read(save(peft_model, tmp_path))
+    layers = peft_layers(peft_model)
+    assert checkpoint.ranks == {place: layer.r["default"] for place, layer in layers.items()}
+    assert checkpoint.scalings == pytest.approx({place: layer.scaling["default"] for place, layer in layers.items()})
+    assert (checkpoint.applied, checkpoint.total) == (len(layers), 21)
+    trainable = sum(p.numel() for n, p in peft_model.named_parameters() if "lora_" in n)
+    assert checkpoint.parameters == trainable
+
+
+def test_patterns_are_read_in_the_order_of_the_file_as_peft_loads_them(tmp_path: Path) -> None:
+    config = lora(alpha_pattern={"self_attn.q_proj": 4, "q_proj": 16})
+    as_trained = peft_layers(trained(config))[0, 0].scaling["default"]
+    save(trained(config), tmp_path)
+    as_loaded = peft_layers(trained(PeftConfig.from_pretrained(str(tmp_path))))[0, 0].scaling["default"]
+    assert (as_trained, as_loaded) == (0.5, 2.0)
+    assert read(tmp_path).scalings[0, 0] == as_loaded
+
+
+def test_ranks_that_peft_could_not_load_again_are_refused(tmp_path: Path) -> None:
+    save(trained(lora(rank_pattern={"self_attn.q_proj": 4, "q_proj": 16})), tmp_path)
+    loaded = trained(PeftConfig.from_pretrained(str(tmp_path)))
+    assert peft_layers(loaded)[0, 0].r["default"] == 16
+    with pytest.raises(AdapterError) as caught:
+        read(tmp_path)
+    assert caught.value.code == "weights.rank_mismatch"
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")])
+def test_every_float_type_is_read(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    checkpoint = read(save(trained(lora(), dtype), tmp_path))
+    assert {tensor.dtype for tensor in checkpoint.tensors} == {name}
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    raw = (tmp_path / "adapter_model.safetensors").read_bytes()
+    for tensor in checkpoint.tensors:
+        key = f"{PREFIX}{tensor.layer}.{MODULE_PATHS[tensor.module]}.lora_{tensor.part.upper()}.weight"
+        assert tuple(saved[key].shape) == tensor.shape
+        assert saved[key].contiguous().view(torch.uint8).numpy().tobytes() == raw[tensor.start : tensor.end]
+
+
+def test_an_adapter_that_was_not_called_default_is_read(tmp_path: Path) -> None:
+    peft_model = trained(lora())
+    peft_model.add_adapter("pirate", lora(r=4))
+    save(peft_model, tmp_path)
+    assert read(tmp_path / "pirate").largest_rank == 4
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_the_recipe_for_base_changing_starts_leads_to_a_good_adapter(tmp_path: Path, start: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft_model = get_peft_model(copy.deepcopy(model()), lora(r=4, init_lora_weights=start))
+    config: Any = peft_model.peft_config["default"]
+    config.init_lora_weights = True
+    save(peft_model, tmp_path / "before")
+    config.init_lora_weights = start
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.01
+    with pytest.raises(AdapterError) as caught:
+        read(save(peft_model, tmp_path / "raw"))
+    assert caught.value.code == "config.feature_unsupported"
+    assert "path_initial_model_for_weight_conversion" in caught.value.message
+    folder = save(peft_model, tmp_path / "mended", path_initial_model_for_weight_conversion=str(tmp_path / "before"))
+    assert read(folder).largest_rank == 8
+
+
+def test_every_field_of_the_installed_peft_is_in_a_table_and_its_default_is_accepted(tmp_path: Path) -> None:
+    defaults = {**asdict(LoraConfig()), "runtime_config": None}
+    assert set(defaults) <= READ_FIELDS | INERT_FIELDS | set(FEATURES)
+    for name, feature in FEATURES.items():
+        if name in defaults:
+            assert defaults[name] in feature.neutral
+    folder = save(trained(lora()), tmp_path)
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert set(written) <= set(defaults)
+
+
+@pytest.mark.parametrize("path", [f"model.layers.{layer}.{module}" for layer in (1, 11) for module in MODULE_PATHS])
+def test_patterns_match_as_pefts_own_function_does(path: str) -> None:
+    patterns = {"layers.1.self_attn.q_proj": 1, "mlp.up_proj": 2, "q_proj": 3, "1.mlp.down_proj": 4, "model.layers": 5}
+    expected = patterns.get(get_pattern_key(list(patterns), path), 8)
+    assert LoraSpec(rank=8, alpha=8, rank_pattern=patterns).module_rank(path) == expected

@@ -1,0 +1,393 @@
+"""Whole checkpoints: the good ones are understood, every bad one is refused by name, quickly and in little memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bad_upload import EVIL_REGEX, BadUpload, Upload
+from bad_uploads import bad_uploads, good_upload
+from lora_files import (
+    RawTensor,
+    base_shape,
+    config_bytes,
+    lora_name,
+    lora_tensors,
+    mlx_config_bytes,
+    mlx_tensors,
+    q_and_v,
+    tensor,
+    weights_bytes,
+)
+from refusals import is_presentable, outcome
+from weft.adapters.base_shape import MODULE_PATHS
+from weft.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
+from weft.adapters.ref import LoraSpec
+from weft.errors import AdapterError, AdapterFormatError, PayloadTooLargeError
+
+BASE = base_shape()
+BAD_UPLOADS = bad_uploads(BASE)
+
+
+def read(folder: Path, upload: Upload, **options: Any) -> Checkpoint:
+    weights = folder / "weights"
+    weights.write_bytes(upload.weights)
+    return read_checkpoint(upload.config, weights, options.pop("base", BASE), options.pop("max_rank", 64), **options)
+
+
+def refusal(folder: Path, weights: bytes, config: bytes | None = None, **options: Any) -> AdapterError:
+    with pytest.raises(AdapterError) as caught:
+        read(folder, Upload(config_bytes() if config is None else config, weights), **options)
+    return caught.value
+
+
+def test_a_good_upload_is_understood(tmp_path: Path) -> None:
+    checkpoint = read(tmp_path, good_upload(BASE))
+    assert checkpoint.ranks == {(0, 0): 8, (0, 2): 8, (1, 0): 8, (1, 2): 8}
+    assert checkpoint.scalings == dict.fromkeys(checkpoint.ranks, 2.0)
+    assert checkpoint.target_modules == ("q_proj", "v_proj")
+    assert (checkpoint.applied, checkpoint.total, checkpoint.largest_rank) == (4, 14, 8)
+    assert checkpoint.parameters == 2 * (8 * (64 + 64) + 8 * (64 + 32))
+    places = [(t.layer, t.module, t.part) for t in checkpoint.tensors]
+    assert places == sorted(places)
+    assert len(places) == 8
+
+
+def test_tensor_positions_are_those_of_the_bytes(tmp_path: Path) -> None:
+    tensors = q_and_v(BASE)
+    upload = Upload(config_bytes(), weights_bytes(tensors))
+    for found in read(tmp_path, upload).tensors:
+        raw = tensors[lora_name(found.layer, BASE.modules[found.module].path, found.part.upper())]
+        assert upload.weights[found.start : found.end] == raw.data
+        assert (found.shape, found.dtype) == (raw.shape, raw.dtype)
+
+
+@pytest.mark.parametrize("case", BAD_UPLOADS, ids=[case.name for case in BAD_UPLOADS])
+def test_bad_uploads_are_refused_by_name(tmp_path: Path, case: BadUpload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    upload = case.make()
+    started = time.process_time()
+    with pytest.raises(PayloadTooLargeError if case.status == 413 else AdapterError) as caught:
+        read(tmp_path, upload)
+    assert caught.value.code == case.code
+    assert time.process_time() - started < 1.0
+    assert not (tmp_path / "PWNED").exists()
+    message = caught.value.message
+    assert message.isprintable()
+    assert message.isascii()
+    assert 20 < len(message) < 800
+
+
+def test_there_are_hundreds_of_bad_uploads_of_every_code() -> None:
+    assert len(BAD_UPLOADS) > 250
+    assert len({case.code for case in BAD_UPLOADS}) > 25
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "container: a million empty tensors",
+        "container: header: a quote without end",
+        "container: header: nested lists",
+        "container: header: a long number",
+        "config: nested 200,000 lists",
+    ],
+)
+def test_the_costliest_uploads_take_little_memory(tmp_path: Path, name: str) -> None:
+    upload = next(case for case in BAD_UPLOADS if case.name == name).make()
+    (tmp_path / "weights").write_bytes(upload.weights)
+    tracemalloc.start()
+    try:
+        with pytest.raises(AdapterError):
+            read_checkpoint(upload.config, tmp_path / "weights", BASE, 64)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_full_of_empty_objects_takes_little_time_and_memory(tmp_path: Path) -> None:
+    raw = b'{"a":[' + b"{}," * 349_000 + b"{}]}"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    error = refusal(tmp_path, len(raw).to_bytes(8, "little") + raw)
+    assert error.code == "weights.header_invalid"
+    assert time.process_time() - started < 1.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_a_hostile_target_pattern_is_never_run(tmp_path: Path) -> None:
+    started = time.process_time()
+    config = config_bytes(target_modules=EVIL_REGEX, exclude_modules=EVIL_REGEX, layers_pattern=EVIL_REGEX)
+    checkpoint = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE))))
+    assert checkpoint.applied == 4
+    assert time.process_time() - started < 0.5
+
+
+def test_the_largest_legal_config_of_patterns_is_quick(tmp_path: Path) -> None:
+    base = base_shape(hidden=8, intermediate=8, kv=8, num_layers=500)
+    ranks = {(layer, module): 1 for layer in range(500) for module in range(7)}
+    pattern = {f"m{index}": 1 for index in range(1022)} | {"self_attn.q_proj": 1, "q_proj": 1}
+    config = config_bytes(r=1, lora_alpha=1, rank_pattern=pattern, alpha_pattern=pattern)
+    upload = Upload(config, weights_bytes(lora_tensors(base, ranks)))
+    started = time.process_time()
+    assert read(tmp_path, upload, base=base).applied == 3500
+    assert time.process_time() - started < 1.0
+
+
+def test_mixed_dtypes_are_served(tmp_path: Path) -> None:
+    ranks = {(layer, module): 4 for layer in range(2) for module in range(7)}
+    tensors = lora_tensors(BASE, ranks, dtypes=("F32", "F16", "BF16"))
+    checkpoint = read(tmp_path, Upload(config_bytes(r=4), weights_bytes(tensors)))
+    assert {t.dtype for t in checkpoint.tensors} == {"F32", "F16", "BF16"}
+    assert (checkpoint.applied, checkpoint.total) == (14, 14)
+
+
+def test_a_single_layer_and_module_is_served(tmp_path: Path) -> None:
+    tensors = lora_tensors(BASE, {(1, 6): 3})
+    checkpoint = read(tmp_path, Upload(config_bytes(r=3), weights_bytes(tensors)))
+    assert checkpoint.ranks == {(1, 6): 3}
+    assert (checkpoint.applied, checkpoint.total, checkpoint.target_modules) == (1, 14, ("down_proj",))
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda name: name.replace(".weight", ".default.weight"),
+        lambda name: "_orig_mod." + name,
+        lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+        lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
+        lambda name: "_fsdp_wrapped_module._orig_mod." + name.replace(".weight", ".default.weight"),
+        lambda name: "_orig_mod._orig_mod.module." + name.replace(".q_proj.", ".q_proj._checkpoint_wrapped_module."),
+        lambda name: name.replace(".weight", ".default._fsdp_wrapped_module.weight"),
+        lambda name: name.replace(".weight", ".my-adapter_2.weight"),
+        lambda name: name.replace("model.layers", "model.language_model.layers"),
+        lambda name: name.replace("model.layers", "language_model.model.layers"),
+    ],
+)
+def test_harmless_spellings_of_exporters_are_understood(tmp_path: Path, rename: Any) -> None:
+    tensors = {rename(name): raw for name, raw in q_and_v(BASE).items()}
+    assert read(tmp_path, Upload(config_bytes(), weights_bytes(tensors))).applied == 4
+
+
+def test_rank_and_alpha_patterns_apply_where_they_match_and_the_first_wins(tmp_path: Path) -> None:
+    ranks = {(0, 0): 4, (1, 0): 16, (0, 2): 8, (1, 2): 8}
+    config = config_bytes(
+        rank_pattern={"layers.0.self_attn.q_proj": 4, "q_proj": 16},
+        alpha_pattern={"v_proj": 4, "layers.0.self_attn.v_proj": 99},
+    )
+    checkpoint = read(tmp_path, Upload(config, weights_bytes(lora_tensors(BASE, ranks))))
+    assert checkpoint.ranks == ranks
+    assert checkpoint.scalings == {(0, 0): 4.0, (1, 0): 1.0, (0, 2): 0.5, (1, 2): 0.5}
+    assert checkpoint.largest_rank == 16
+
+
+def test_rslora_scales_with_the_root_of_the_rank(tmp_path: Path) -> None:
+    config = config_bytes(r=16, use_rslora=True)
+    checkpoint = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE, rank=16))))
+    assert set(checkpoint.scalings.values()) == {4.0}
+
+
+def test_without_a_base_widths_must_agree_between_layers(tmp_path: Path) -> None:
+    assert read(tmp_path, good_upload(BASE), base=None).total == 14
+    odd = {**q_and_v(BASE), lora_name(1, "self_attn.q_proj", "A"): tensor((8, 32))}
+    assert refusal(tmp_path, weights_bytes(odd), base=None).code == "weights.shape_mismatch"
+    foreign = {**q_and_v(BASE), "base_model.model.model.embed_tokens.weight": tensor((8, 64))}
+    assert refusal(tmp_path, weights_bytes(foreign), base=None).code == "weights.tensor_not_allowed"
+
+
+def test_an_adapter_of_another_base_is_told_so(tmp_path: Path) -> None:
+    error = refusal(tmp_path, good_upload(base_shape(hidden=128)).weights)
+    assert error.code == "weights.shape_mismatch"
+    assert "another base" in error.message
+    assert "[8, 128]" in error.message
+    assert "[8, 64]" in error.message
+
+
+def test_refusals_tell_the_hint(tmp_path: Path) -> None:
+    zero3 = {name: tensor((0,)) for name in q_and_v(BASE)}
+    assert "ZeRO-3" in refusal(tmp_path, weights_bytes(zero3)).message
+    assert "ZeRO-3" in refusal(tmp_path, weights_bytes({})).message
+    assert "max_rank" in refusal(tmp_path, b"", config_bytes(r=64), max_rank=32).message
+    head = {**q_and_v(BASE), "base_model.model.lm_head.weight": tensor((8, 64))}
+    assert "modules_to_save" in refusal(tmp_path, weights_bytes(head)).message
+    pissa = refusal(tmp_path, b"", config_bytes(init_lora_weights="pissa_niter_4"))
+    assert "path_initial_model_for_weight_conversion" in pissa.message
+    flipped = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((64, 8))}
+    assert "transposed" in refusal(tmp_path, weights_bytes(flipped)).message
+
+
+def test_a_bad_value_is_found_at_its_place_beyond_the_first_window(tmp_path: Path) -> None:
+    base = base_shape(hidden=1 << 19, kv=8, intermediate=8, num_layers=1)
+    tensors = lora_tensors(base, {(0, 1): 4})
+    name = lora_name(0, "self_attn.k_proj", "A")
+    spoilt = bytearray(tensors[name].data)
+    position = 3 * (1 << 19) + 17
+    spoilt[4 * position : 4 * position + 4] = b"\x00\x00\xc0\x7f"
+    tensors[name] = type(tensors[name])("F32", (4, 1 << 19), bytes(spoilt))
+    error = refusal(tmp_path, weights_bytes(tensors), config_bytes(r=4), base=base)
+    assert error.code == "weights.non_finite"
+    assert "[3, 17]" in error.message
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_values_up_to_the_limit_are_served(tmp_path: Path, dtype: str) -> None:
+    at_limit = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), dtype, -1e4)}
+    assert read(tmp_path, Upload(config_bytes(), weights_bytes(at_limit))).applied == 4
+    beyond = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), dtype, 1.01e4)}
+    assert refusal(tmp_path, weights_bytes(beyond)).code == "weights.value_too_large"
+
+
+def test_values_are_not_read_when_they_need_not_be(tmp_path: Path) -> None:
+    tensors = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((8, 64), value=float("nan"))}
+    assert read(tmp_path, Upload(config_bytes(), weights_bytes(tensors)), scan_values=False).applied == 4
+
+
+NAME_PARTS = ("base_model", "model", "layers", "0", "2", "self_attn", "mlp", "q_proj", "down_proj", "lora_A", "lora_B")
+NAME_EXTRAS = (
+    "weight",
+    "default",
+    "other",
+    "language_model",
+    "module",
+    "lora_a",
+    "lora_b",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "lm_head",
+    "bias",
+    "",
+    "..",
+    "x" * 90,
+)
+NAMES = st.lists(st.sampled_from(NAME_PARTS + NAME_EXTRAS), max_size=10).map(".".join) | st.sampled_from(
+    [lora_name(layer, path, part) for layer in (0, 1, 2) for path in MODULE_PATHS for part in "AB"]
+)
+SIZES = st.sampled_from([0, 1, 4, 8, 32, 64, 112])
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    extra=st.dictionaries(NAMES, st.lists(SIZES, max_size=3).map(tuple), max_size=3),
+    dropped=st.sets(st.integers(0, 7), max_size=2),
+    fields=st.sampled_from([{}, {"r": 1}, {"r": 4}, {"rank_pattern": {"q_proj": 4}}, {"rank_pattern": {"0.x": 4}}]),
+    with_base=st.booleans(),
+)
+def test_no_mixture_of_names_and_shapes_does_more_than_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory,
+    extra: dict[str, tuple[int, ...]],
+    dropped: set[int],
+    fields: dict[str, Any],
+    with_base: bool,
+) -> None:
+    kept = {name: raw for index, (name, raw) in enumerate(q_and_v(BASE).items()) if index not in dropped}
+    tensors = {**kept, **{name: tensor(shape) for name, shape in extra.items()}}
+    upload = Upload(config_bytes(**fields), weights_bytes(tensors))
+    folder = tmp_path_factory.getbasetemp()
+    found = outcome(lambda: read(folder, upload, base=BASE if with_base else None))
+    if isinstance(found, AdapterError):
+        assert is_presentable(found, "weights.")
+        return
+    assert len(found.tensors) == 2 * found.applied == len(tensors)
+    assert found.largest_rank == max(found.ranks.values()) <= 8
+
+
+@pytest.mark.parametrize("options", [["-P"], ["-P", "-OO"]])
+def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Path, options: list[str]) -> None:
+    upload = good_upload(BASE)
+    (tmp_path / "weights").write_bytes(upload.weights[:-1])
+    (tmp_path / "config").write_bytes(upload.config)
+    script = (
+        "import sys\nfrom pathlib import Path\nimport weft.adapters.blobs.local, weft.adapters.lora.layout\n"
+        "from weft.adapters.checkpoint.reader import read_checkpoint\n"
+        "from weft.errors import AdapterError\n"
+        "try:\n    read_checkpoint(Path('config').read_bytes(), Path('weights'), None, 64)\n"
+        "except AdapterError as error:\n    print(error.code)\n"
+        "print({'torch', 'safetensors', 'peft', 'transformers', 'pickle5'} & set(sys.modules))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, *options, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["weights.truncated", "set()"]
+
+
+def test_mlx_matrices_are_the_transposes(tmp_path: Path) -> None:
+    checkpoint = read(tmp_path, Upload(mlx_config_bytes(), weights_bytes(mlx_tensors(BASE))))
+    assert checkpoint.spec == LoraSpec(rank=6, alpha=15.0)
+    assert {(tensor.part, tensor.rank_axis) for tensor in checkpoint.tensors} == {("a", 1), ("b", 0)}
+    assert set(checkpoint.scalings.values()) == {2.5}
+    assert checkpoint.parameters == sum(math.prod(raw.shape) for raw in mlx_tensors(BASE).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model.layers.0.self_attn.q_proj.lora_a": tensor((6, 64))}, "weights.shape_mismatch"),
+        ({"model.layers.0.self_attn.q_proj.lora_a": tensor((64, 5))}, "weights.rank_mismatch"),
+        ({"model.layers.0.self_attn.q_proj.lora_a": tensor((2, 64, 6))}, "weights.shape_invalid"),
+        ({"model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.pair_incomplete"),
+        ({"model.layers.2.self_attn.q_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+        ({"model.layers.0.self_attn.q_proj.m": tensor((64, 1))}, "weights.tensor_not_allowed"),
+        ({"model.embed_tokens.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+        ({lora_name(0, "mlp.up_proj", "A"): tensor((6, 64))}, "weights.tensor_not_allowed"),
+        ({lora_name(0, "self_attn.q_proj", "A"): tensor((6, 64))}, "weights.duplicate_tensor"),
+        ({"_orig_mod.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+        ({"base_model.model.model.layers.0.mlp.up_proj.lora_a": tensor((64, 6))}, "weights.tensor_not_allowed"),
+    ],
+    ids=str,
+)
+def test_mlx_files_are_checked_as_strictly(tmp_path: Path, change: dict[str, RawTensor], expected: str) -> None:
+    assert refusal(tmp_path, weights_bytes({**mlx_tensors(BASE), **change}), mlx_config_bytes()).code == expected
+
+
+def test_the_report_tells_what_looks_like_a_mistake(tmp_path: Path) -> None:
+    config = config_bytes(
+        base_model_name_or_path="Some/Base-unsloth-bnb-4bit/",
+        target_modules=["q_proj", "v_proj", *(f"gone_{index}" for index in range(10))],
+    )
+    tensors = {**q_and_v(BASE), lora_name(1, "self_attn.q_proj", "B"): tensor((64, 8), "BF16", 0.0)}
+    (tmp_path / "weights").write_bytes(weights_bytes(tensors))
+
+    def report(*base_names: str) -> dict[str, Any]:
+        found = read_checkpoint(config, tmp_path / "weights", BASE, 64, base_names=base_names)
+        return dict(found.report)
+
+    assert report() == report("shop", "base")
+    assert report()["dtype"] == ["BF16", "F32"]
+    zeros, gone = report()["warnings"]
+    assert zeros.startswith("1 of 4 lora_B are zero")
+    assert "'gone_0'" in gone
+    assert "and 2 more" in gone
+    assert "'Some/Base-unsloth-bnb-4bit/', here it is 'shop'" in report("shop")["warnings"][-1]
+    loaded = check_weights(LoraSpec(rank=8, alpha=16), weights_bytes(tensors), len(weights_bytes(tensors)), BASE)
+    assert loaded.report == {}
+
+
+def test_a_report_of_the_largest_config_is_quick_and_short(tmp_path: Path) -> None:
+    keys = {f"m{index}.a.b.c.d": 1 for index in range(1024)}
+    config = config_bytes(rank_pattern=keys, alpha_pattern=keys, target_modules=["x" * 4000])
+    started = time.process_time()
+    report = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE)))).report
+    assert time.process_time() - started < 0.5
+    assert len(json.dumps(report)) < 4000
+    assert json.dumps(report).isprintable()
+
+
+def test_links_and_folders_are_not_read(tmp_path: Path) -> None:
+    upload = good_upload(BASE)
+    (tmp_path / "real").write_bytes(upload.weights)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(OSError, match="symbolic link"):
+        read_checkpoint(upload.config, tmp_path / "link", BASE, 64)
+    with pytest.raises(AdapterFormatError):
+        read_checkpoint(upload.config, tmp_path, BASE, 64)

@@ -1,0 +1,575 @@
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from adapters_factory import Q_AND_V, random_lora
+from residency_parts import make_residency, prepare, store
+from weft.adapters.residency.entry import Stage
+from weft.adapters.residency.residency import MAX_UNDER_WAY
+from weft.errors import (
+    AdapterIncompatibleError,
+    AdapterUnavailableError,
+    EngineError,
+    NeverFitsError,
+    PageAccountingError,
+    StaleSlotError,
+)
+
+
+def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    residency = parts.residency
+    assert (residency.state(ref.digest), residency.pages_needed(ref)) == ("stored", None)
+    residency.want(ref)
+    assert residency.waiting_reason(ref.digest) == "LOADING"
+    assert residency.acquire(ref.digest) is None
+    parts.loads.run_one()
+    assert residency.state(ref.digest) == "stored"  # nothing the engine sees changes before tick
+    residency.tick(0)
+    assert (residency.state(ref.digest), residency.is_copying) == ("host", True)
+    parts.copies.run_one()
+    residency.tick(0)
+    assert (residency.state(ref.digest), residency.is_copying) == ("device", False)
+    assert parts.pool.counts()["adapter"] == pages == residency.pages_needed(ref)
+    assert parts.evict_all() == 0  # it is held
+    residency.unwant(ref.digest)
+    assert parts.evict_all() == pages
+    assert residency.state(ref.digest) == "host"
+    assert (residency.loads, parts.evictor.evictions) == ({"stored>device:ok": 1}, {"adapter": 1})
+    residency.check()
+
+
+def test_the_arena_holds_exactly_the_checkpoint_after_load_eviction_and_reload(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, num_pages=40)
+    for _ in range(2):
+        for ref in refs:
+            assert parts.matches(parts.load(ref), parts.loras[ref.digest])
+        parts.evict_all()
+    assert parts.residency.loads == {"stored>device:ok": 3, "host>device:ok": 3}
+
+
+def test_an_adapter_that_runs_is_never_evicted(tmp_path: Path) -> None:
+    parts, (first, second, _), pages = prepare(tmp_path)
+    residency = parts.residency
+    parts.load(first)
+    lease = residency.acquire(first.digest)
+    assert lease is not None
+    parts.load(second)
+    assert parts.evict_all() == pages
+    residency.check_slot(*lease)
+    residency.release(first.digest)
+    assert parts.evict_all() == pages
+    with pytest.raises(StaleSlotError):
+        residency.check_slot(*lease)
+
+
+def test_idle_adapters_make_way_least_recently_used_first(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, count=4, slots=3, num_pages=100)
+    for ref in refs[:3]:
+        parts.load(ref)
+        parts.clock[0] += 1
+    assert parts.residency.acquire(refs[0].digest) is not None
+    parts.residency.release(refs[0].digest, last_step=1)
+    parts.settle(step=1)
+    parts.load(refs[3])
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "host", "device", "device"]
+
+
+def test_without_room_an_adapter_waits_with_nothing_and_evicts_nothing_in_vain(tmp_path: Path) -> None:
+    parts, (first, second, _), pages = prepare(tmp_path)
+    kv = parts.pool.allocate(parts.pool.num_free - pages, "kv")
+    assert kv is not None
+    parts.load(first)
+    assert parts.residency.acquire(first.digest) is not None
+    parts.residency.want(second)
+    parts.settle()
+    assert parts.residency.waiting_reason(second.digest) == "NO_ROOM"
+    assert parts.residency.state(first.digest) == "device"
+    parts.pool.free(kv, 0)
+    parts.settle()
+    assert parts.residency.state(second.digest) == "device"
+
+
+def test_pages_and_slot_of_an_evicted_adapter_wait_for_the_step_that_may_read_them(tmp_path: Path) -> None:
+    parts, (first, *_), pages = prepare(tmp_path, slots=1)
+    parts.load(first)
+    lease = parts.residency.acquire(first.digest)
+    assert lease is not None
+    parts.residency.release(first.digest, last_step=7)
+    assert parts.evict_all() == 0
+    parts.residency.forget(first.digest)
+    assert parts.pool.num_quarantined == pages
+    with pytest.raises(StaleSlotError):
+        parts.residency.check_slot(*lease)
+    parts.residency.want(first)
+    parts.settle(step=6)
+    assert parts.residency.waiting_reason(first.digest) == "NO_ROOM"
+    parts.settle(step=7)
+    again = parts.residency.acquire(first.digest)
+    assert again is not None
+    assert again.generation > lease.generation
+
+
+def test_a_slot_that_was_reused_is_noticed(tmp_path: Path) -> None:
+    parts, (first, second, _), _ = prepare(tmp_path, slots=1)
+    parts.load(first)
+    old = parts.residency.acquire(first.digest)
+    assert old is not None
+    parts.residency.release(first.digest)
+    parts.load(second)
+    new = parts.residency.acquire(second.digest)
+    assert new is not None
+    assert new.slot == old.slot
+    for slot, generation, digest in (
+        old,
+        (old.slot, new.generation, first.digest),
+        (old.slot, old.generation, second.digest),
+        (-1, 1, first.digest),
+        (5, 1, first.digest),
+    ):
+        with pytest.raises(StaleSlotError):
+            parts.residency.check_slot(slot, generation, digest)
+    parts.residency.check_slot(*new)
+
+
+def test_adapters_that_only_wait_hold_at_most_a_quarter_of_the_pool(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, count=8, slots=8)
+    quarter = parts.pool.capacity // 4
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.settle()
+    on_device = [ref for ref in refs if parts.residency.state(ref.digest) == "device"]
+    assert len(on_device) == max(1, quarter // pages)
+    assert parts.residency.waiting_reason(refs[-1].digest) == "NO_ROOM"
+    assert parts.residency.acquire(on_device[0].digest) is not None  # it runs now, so its hold counts no more
+    parts.settle()
+    assert sum(parts.residency.state(ref.digest) == "device" for ref in refs) == len(on_device) + 1
+
+
+def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    path = parts.blobs.path(ref.weights_sha256)
+    sound = path.read_bytes()
+    for broken, code in ((None, "adapter_blob_missing"), (sound[:-1] + b"\x00", "adapter_blob_corrupt")):
+        path.unlink()
+        if broken is not None:
+            path.write_bytes(broken)
+        parts.residency.want(ref)
+        parts.residency.want(ref)
+        parts.loads.run_all()
+        (failure,) = parts.residency.tick(0)
+        assert failure.digest == ref.digest
+        assert isinstance(failure.error, AdapterUnavailableError)
+        assert failure.error.code == code
+        assert parts.residency.tick(0) == []
+        parts.residency.unwant(ref.digest)  # the request's hold went with the failure
+        parts.residency.check()
+        path.write_bytes(sound)
+    parts.load(ref)
+    assert parts.residency.loads == {"stored>device:failed": 2, "stored>device:ok": 1}
+
+
+def flipped(where: int) -> Callable[[bytes], bytes]:
+    def spoil(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[where] ^= 0x20
+        return bytes(changed)
+
+    return spoil
+
+
+def cut(length: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:length]
+
+
+@pytest.mark.parametrize(
+    "spoil", [*map(flipped, (0, 7, 8, 9, 200, -1)), *map(cut, (0, 5, 100, -1)), lambda content: content + b"more"]
+)
+def test_a_blob_that_changed_in_any_way_is_told_as_such_and_nothing_is_kept(
+    tmp_path: Path, spoil: Callable[[bytes], bytes]
+) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    path = parts.blobs.path(ref.weights_sha256)
+    path.write_bytes(spoil(path.read_bytes()))
+    parts.residency.want(ref)
+    parts.loads.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert failure.error.code == "adapter_blob_corrupt"
+    assert parts.slab.num_free == parts.slab.num_pages
+    parts.residency.check()
+
+
+def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, rank=64, num_pages=12, slab_pages=0)
+    assert pages > 11
+    parts.residency.want(refs[0])
+    parts.loads.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert isinstance(failure.error, NeverFitsError)
+    assert str(pages) in failure.error.message
+
+
+def test_a_rank_above_the_setting_is_refused(tmp_path: Path) -> None:
+    parts = make_residency(tmp_path, max_rank=8)
+    (ref,) = store(parts, tmp_path, [random_lora(parts.base, 16, seed=0, modules=Q_AND_V)])
+    parts.residency.want(ref)
+    parts.loads.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert isinstance(failure.error, AdapterIncompatibleError)
+
+
+def test_a_fault_in_a_loader_thread_fails_the_adapter_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+
+    def raise_fault(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(parts.blobs, "open", raise_fault)
+    parts.residency.want(ref)
+    parts.loads.run_all()
+    (failure,) = parts.residency.tick(0)
+    assert failure.error.code == "adapter_load_failed"
+    parts.residency.check()
+
+
+def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
+    parts, (ref, other, _), _ = prepare(tmp_path)
+    residency = parts.residency
+    residency.forget(ref.digest)  # stored
+    residency.want(ref)
+    residency.unwant(ref.digest)
+    assert not residency.residents()  # the load had not started
+    residency.want(ref)
+    residency.forget(ref.digest)  # loading for a request that waits: it is served
+    parts.settle()
+    assert residency.state(ref.digest) == "device"
+    lease = residency.acquire(ref.digest)
+    assert lease is not None
+    residency.unwant(ref.digest)
+    residency.forget(ref.digest)  # running
+    residency.check_slot(*lease)
+    residency.release(ref.digest)
+    assert residency.state(ref.digest) == "stored"
+    parts.load(other)
+    residency.forget(other.digest)  # idle
+    assert residency.state(other.digest) == "stored"
+    assert parts.pool.counts()["adapter"] == 0
+    assert parts.slab.num_free == parts.slab.num_pages
+    residency.check()
+
+
+def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.residency.want(ref)
+    parts.loads.run_one()
+    parts.residency.unwant(ref.digest)
+    parts.residency.forget(ref.digest)
+    parts.settle()
+    assert parts.residency.state(ref.digest) == "stored"
+    assert parts.slab.num_free == parts.slab.num_pages
+    parts.residency.check()
+
+
+def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.residency.want(ref)
+    parts.loads.run_one()
+    parts.residency.unwant(ref.digest)
+    parts.settle()
+    assert parts.residency.state(ref.digest) == "host"
+    assert parts.pool.counts()["adapter"] == 0
+
+
+def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    parts.residency.want(ref)
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    parts.residency.unwant(ref.digest)
+    assert parts.evict_all() == 0  # its pages are being written
+    parts.settle()
+    assert parts.evict_all() == pages
+
+
+def test_dropped_holds_let_go_of_all_but_one(tmp_path: Path) -> None:
+    parts, (first, second, third), _ = prepare(tmp_path, num_pages=100)
+    for ref in (first, second, third):
+        parts.residency.want(ref)
+    parts.settle()
+    parts.residency.drop_holds(second.digest)
+    parts.evict_all()
+    assert [parts.residency.state(ref.digest) for ref in (first, second, third)] == ["host", "device", "host"]
+
+
+def test_the_host_slab_is_bounded_and_drops_the_least_recently_used(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, count=3, slab_pages=1)
+    parts.slab.__init__(2 * pages, parts.arena.geometry.page_bytes, False)  # type: ignore[misc]
+    for ref in refs:
+        parts.load(ref)
+        parts.evict_all()
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["stored", "host", "host"]
+    parts.residency.check()
+
+
+def test_without_any_room_in_the_slab_adapters_are_served_all_the_same(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path, slab_pages=1)
+    assert parts.matches(parts.load(ref), parts.loras[ref.digest])
+    parts.evict_all()
+    assert parts.residency.state(ref.digest) == "stored"
+
+
+def test_only_so_many_loads_are_under_way_and_the_rest_follow(tmp_path: Path) -> None:
+    count = MAX_UNDER_WAY + 3
+    parts = make_residency(tmp_path, num_pages=200, slots=32)
+    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(count)]
+    refs = store(parts, tmp_path, loras)
+    for ref in refs:
+        parts.residency.want(ref)
+    assert len(parts.loads.pending) == MAX_UNDER_WAY
+    assert parts.residency.waiting_reason(refs[-1].digest) == "NO_ROOM"
+    parts.settle()
+    assert all(parts.residency.state(ref.digest) == "device" for ref in refs)
+
+
+def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) -> None:
+    """However many there are, and though they may hang."""
+    parts = make_residency(tmp_path, num_pages=200, slots=32)
+    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 2)]
+    cached, *others = store(parts, tmp_path, loras)
+    parts.load(cached)
+    parts.evict_all()
+    for ref in others:
+        parts.residency.want(ref)
+    parts.residency.want(cached)
+    assert (len(parts.loads.pending), len(parts.copies.pending)) == (MAX_UNDER_WAY, 1)
+    parts.copies.run_one()
+    parts.residency.tick(0)
+    assert parts.residency.state(cached.digest) == "device"
+
+
+def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path: Path) -> None:
+    parts = make_residency(tmp_path, num_pages=8, slab_pages=100, slots=32)
+    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 3)]
+    refs = store(parts, tmp_path, loras)
+    for ref in refs:
+        parts.load(ref)
+    parts.evict_all()
+    kv = parts.pool.allocate(parts.pool.num_free, "kv")
+    assert kv is not None
+    for ref in refs:
+        parts.residency.want(ref)
+    assert sum(image.users for image in parts.images._images.values()) == MAX_UNDER_WAY
+    parts.pool.free(kv, 0)
+    for ref in refs:
+        parts.settle()
+        assert parts.residency.acquire(ref.digest) is not None
+        parts.residency.release(ref.digest)
+        parts.residency.unwant(ref.digest)
+
+
+def test_a_copy_does_not_wait_behind_loads(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, count=3, num_pages=100)
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    assert (len(parts.loads.pending), len(parts.copies.pending)) == (2, 1)
+    parts.copies.run_one()
+    parts.residency.tick(0)
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "stored", "stored"]
+
+
+def test_a_reference_too_many_given_back_is_noticed(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.load(ref)
+    with pytest.raises(EngineError):
+        parts.residency.release(ref.digest)
+
+
+def test_check_finds_a_page_that_left_by_the_back_door(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.load(ref)
+    page = next(page for page in range(parts.pool.num_pages) if parts.pool.state(page) == "adapter")
+    parts.pool.free([page], 0)
+    with pytest.raises(PageAccountingError):
+        parts.residency.check()
+
+
+def test_nothing_of_the_host_pages_earlier_content_reaches_the_arena(tmp_path: Path) -> None:
+    parts, (ref, *_), _ = prepare(tmp_path)
+    parts.slab.pages.fill_(0xFF)
+    parts.load(ref)
+    owned = [page for page in range(parts.pool.num_pages) if parts.pool.state(page) == "adapter"]
+    assert torch.isfinite(parts.arena.elements[owned]).all()
+
+
+def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_path: Path) -> None:
+    threads = (ThreadPoolExecutor(max_workers=3), ThreadPoolExecutor(max_workers=1))
+    parts = make_residency(tmp_path, num_pages=16, slab_pages=8, slots=3, executors=threads)
+    refs = store(parts, tmp_path, [random_lora(parts.base, 8, seed=seed) for seed in range(6)])
+    draw = random.Random(0)
+    residency = parts.residency
+    served: Counter[str] = Counter()
+    deadline = time.monotonic() + 120
+    step = 0
+    while min(served[ref.digest] for ref in refs) < 4:
+        assert time.monotonic() < deadline, served
+        ref = draw.choice(refs)
+        residency.want(ref)
+        for _ in range(50):
+            step += 1
+            assert residency.tick(step) == []
+            if (lease := residency.acquire(ref.digest)) is not None:
+                assert parts.matches(lease.slot, parts.loras[ref.digest])
+                served[ref.digest] += 1
+                residency.release(ref.digest)
+                break
+            time.sleep(0.0005)
+        residency.unwant(ref.digest)
+        if draw.random() < 0.2:
+            residency.forget(draw.choice(refs).digest)
+        residency.check()
+        parts.pool.check()
+    residency.close()
+    residency.check()
+
+
+def test_other_threads_say_when_there_is_something_to_take_in(tmp_path: Path) -> None:
+    told: list[str] = []
+    parts = make_residency(tmp_path, notify=lambda: told.append("done"))
+    (ref,) = store(parts, tmp_path, [random_lora(parts.base, 8, seed=0)])
+    parts.residency.want(ref)
+    assert told == []
+    parts.loads.run_one()
+    assert told == ["done"]
+    parts.residency.tick(0)
+    parts.copies.run_one()
+    assert told == ["done", "done"]
+
+
+def test_what_is_expected_first_is_loaded_first(tmp_path: Path) -> None:
+    parts, (a, b, c), _ = prepare(tmp_path, num_pages=100)
+    for ref in (a, b, c):
+        parts.residency.want(ref)
+    parts.residency.expect([c.digest, "unknown", c.digest, b.digest])
+    for _ in range(3):
+        parts.loads.run_one()
+    parts.residency.tick(0)
+    assert list(parts.images._images) == [c.digest, b.digest, a.digest]
+
+
+def test_the_last_word_on_what_is_expected_holds(tmp_path: Path) -> None:
+    parts, (a, b, c), _ = prepare(tmp_path, num_pages=100)
+    for ref in (a, b, c):
+        parts.residency.want(ref)
+    parts.residency.expect([c.digest])
+    parts.residency.expect([b.digest])
+    parts.loads.run_one()
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    assert set(parts.images._images) == {b.digest, a.digest}  # c comes after those that came before it
+
+
+def test_what_is_expected_first_gets_pages_first(tmp_path: Path) -> None:
+    parts, (a, b, _), pages = prepare(tmp_path)
+    kv = parts.pool.allocate(parts.pool.num_free, "kv")
+    assert kv is not None
+    for ref in (a, b):
+        parts.residency.want(ref)
+    parts.settle()
+    assert [parts.residency.state(ref.digest) for ref in (a, b)] == ["host", "host"]
+    parts.residency.expect([b.digest, a.digest])
+    parts.pool.free(kv[:pages], 0)
+    parts.settle()
+    assert [parts.residency.state(ref.digest) for ref in (a, b)] == ["host", "device"]
+
+
+def test_among_those_that_wait_for_a_loader_the_one_expected_first_starts_first(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, count=MAX_UNDER_WAY + 3, num_pages=100, slab_pages=200)
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.residency.expect([refs[-1].digest])
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    parts.loads.pending.rotate(1)  # which submitted call runs is of no account: the queue chooses the job
+    parts.loads.run_one()
+    parts.residency.tick(0)
+    assert parts.residency.state(refs[-1].digest) == "host"
+
+
+def test_a_small_image_is_copied_at_once_and_a_tick_copies_so_many_pages_at_most(tmp_path: Path) -> None:
+    parts, refs, pages = prepare(tmp_path, num_pages=100)
+    parts.copier.pages_at_once = 2 * pages
+    for ref in refs:
+        parts.residency.want(ref)
+    parts.loads.run_all()
+    parts.residency.tick(0)
+    assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "device", "host"]
+    assert len(parts.copies.pending) == 1
+    parts.copies.run_one()
+    parts.residency.tick(0)
+    for ref in refs:
+        parts.residency.unwant(ref.digest)
+    parts.evict_all()
+    for ref in refs[:2]:  # those in host memory are there before `want` returns
+        parts.residency.want(ref)
+        lease = parts.residency.acquire(ref.digest)
+        assert lease is not None
+        assert parts.matches(lease.slot, parts.loras[ref.digest])
+    parts.residency.check()
+
+
+def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    parts.load(ref)
+    parts.evict_all()
+    parts.copier.pages_at_once = 2 * pages
+    parts.copier.fails = True
+    parts.residency.want(ref)
+    parts.residency.check()
+    parts.copier.fails = False
+    parts.residency.want(ref)  # by another request, before the first was told: it ends with it
+    assert [failure.digest for failure in parts.residency.tick(0)] == [ref.digest]
+    assert parts.evict_all() == pages
+    assert parts.residency.loads == {"stored>device:ok": 1, "host>device:failed": 1, "host>device:ok": 1}
+    assert parts.pool.num_free == parts.pool.capacity
+    parts.residency.check()
+
+
+class _Unlisted(dict[Any, Any]):
+    """Entries that may be looked up and not gone through."""
+
+    def _refuse(self, *_args: object) -> NoReturn:
+        raise AssertionError("all adapters were looked at")
+
+    __iter__ = keys = values = items = _refuse
+
+
+def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path) -> None:
+    parts, refs, _ = prepare(tmp_path, num_pages=100)
+    for ref in refs[:2]:
+        parts.load(ref)
+        parts.residency.pin(ref, True)
+    residency = parts.residency
+    residency._entries = _Unlisted(residency._entries)
+    residency._by_stage[Stage.DEVICE] = _Unlisted(residency._by_stage[Stage.DEVICE])
+    residency.want(refs[2])
+    residency.expect([ref.digest for ref in refs])
+    residency.tick(0)
+    parts.settle()
+    assert residency.acquire(refs[2].digest) is not None
+    residency.release(refs[2].digest)
+    residency.unwant(refs[2].digest)
+    residency.drop_holds()
+    residency.tick(1)

@@ -1,0 +1,135 @@
+"""`weft adapter push` against a real server, and over a connection that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from api_adapters import sound, sound_mlx
+from api_server import Api
+from weft.cli import make_app, push
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "my-adapter"
+    made.mkdir()
+    (made / "adapter_config.json").write_bytes(sound().config)
+    (made / "adapter_model.safetensors").write_bytes(sound().weights)
+    return made
+
+
+async def run(*arguments: str) -> Any:
+    environ = {"NO_COLOR": "1", "COLUMNS": "200"}
+    return await asyncio.to_thread(lambda: CliRunner().invoke(make_app(), arguments, env=environ))
+
+
+@asynccontextmanager
+async def breaking(url: str, cuts: list[int]) -> AsyncIterator[str]:
+    """A way to the server on which each connection that sends more than the next number of bytes is cut there."""
+    host, port = url.removeprefix("http://").split(":")
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_up: bool) -> None:
+        passed = 0
+        while data := await source.read(4096):
+            if is_up and cuts and passed + len(data) > cuts[0]:
+                sink.write(data[: cuts.pop(0) - passed])
+                await sink.drain()
+                await asyncio.sleep(0.3)  # bytes that come together with the end may be lost with it
+                break
+            passed += len(data)
+            sink.write(data)
+            await sink.drain()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        ways = [
+            asyncio.create_task(pump(reader, up_writer, True)),
+            asyncio.create_task(pump(up_reader, writer, False)),
+        ]
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        for end in (writer, up_writer):
+            end.transport.abort() if end is writer else end.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+async def test_push_uploads_the_folder_and_says_how_to_ask_for_it(api: Api, folder: Path) -> None:
+    key = await api.key("acme")
+    async with api.listening() as url:
+        pushed = await run("adapter", "push", str(folder), "--url", url, "--key", key)
+        assert pushed.exit_code == 0, pushed.output
+        assert pushed.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter"'
+        (folder / "adapter_config.json").write_bytes(sound(alpha=8).config)
+        second = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
+        assert second.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter@2"'
+        (folder / "adapter_config.json").write_bytes(b"{}")
+        refused = await run("adapter", "push", str(folder), "--url", url, "--key", key)
+        assert (refused.exit_code, "config." in refused.output) == (2, True)
+    assert len(api.files()) == 1
+
+
+async def test_push_goes_on_after_a_broken_connection(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "PAUSES_S", (0, *[0.2] * 7))
+    key, size = await api.key("acme"), len(sound().weights)
+    received: list[int] = []
+    appending = api.services.staged.appending
+
+    def seen(upload_id: str, name: str, offset: int | None) -> Any:
+        if name.endswith("safetensors"):
+            received.append(offset or 0)
+        return appending(upload_id, name, offset)
+
+    monkeypatch.setattr(api.services.staged, "appending", seen)
+    cuts = [size // 3, size // 3]
+    async with api.listening() as url, breaking(url, cuts) as broken:
+        pushed = await run("adapter", "push", str(folder), "--url", broken, "--key", key, "--json")
+    assert pushed.exit_code == 0, pushed.output
+    assert cuts == []
+    assert len(received) == 3
+    assert 0 == received[0] < received[1] < received[2] < size
+    assert len((await api.client(key).get("/v1/uploads")).json()["data"]) == 1
+
+
+async def test_push_started_again_finds_what_was_sent(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "PAUSES_S", (0,))
+    key, client = await api.key("acme"), await api.tenant("acme")
+    async with api.listening() as url:
+        async with breaking(url, [len(sound().weights) // 2]) as broken:
+            cut = await run("adapter", "push", str(folder), "--url", broken, "--key", key)
+        assert (cut.exit_code, "run the command again" in cut.output) == (1, True)
+        (upload,) = (await client.get("/v1/uploads")).json()["data"]
+        assert upload["files"]["adapter_model.safetensors"]["received"] > 0
+        monkeypatch.setattr(push, "PAUSES_S", (0, *[0.2] * 7))
+        again = await run("adapter", "push", str(folder), "--url", url, "--key", key)
+        assert again.exit_code == 0, again.output
+    (ended,) = (await client.get("/v1/uploads")).json()["data"]
+    assert (ended["id"], ended["state"]) == (upload["id"], "ready")
+
+
+async def test_a_folder_of_mlx_is_pushed_as_it_is(api: Api, tmp_path: Path) -> None:
+    made, key = tmp_path / "mlx", await api.key("acme")
+    made.mkdir()
+    files = sound_mlx(model="meta/Big")
+    (made / "adapter_config.json").write_bytes(files.config)
+    (made / "adapters.safetensors").write_bytes(files.weights)
+    async with api.listening() as url:
+        pushed = await run("adapter", "push", str(made), "--url", url, "--key", key)
+    assert pushed.exit_code == 0, pushed.output
+    assert "read as: mlx" in pushed.stdout
+    assert "warning: The config says that the base was 'meta/Big'" in pushed.stderr

@@ -1,0 +1,191 @@
+"""Memory is divided by what is free, and a machine that is too small is told with the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from weft.adapters.base_shape import BaseShape
+from weft.adapters.lora.layout import adapter_pages
+from weft.adapters.lora.tables import AdapterTables, slot_bytes
+from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig
+from weft.engine.execution.memory_plan import (
+    MIN_SLOTS,
+    TABLE_SHARE,
+    FreeMemory,
+    format_plan,
+    free_memory,
+    max_model_len,
+    plan_memory,
+)
+from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec
+from weft.engine.status import EngineReady, MemoryPlan
+from weft.errors import ConfigError
+from weft.memory.geometry import PageGeometry, page_geometry
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+QWEN_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 32_000,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+SPEC: DecoderSpec = decoder_spec(QWEN_05B)
+BASE: BaseShape = base_shape(SPEC, "sha256:" + "0" * 64)
+GEOMETRY: PageGeometry = page_geometry(
+    num_layers=SPEC.num_layers,
+    num_kv_heads=SPEC.num_kv_heads,
+    head_dim=SPEC.head_dim,
+    dtype_bytes=2,
+    largest_row_features=BASE.largest_row_features,
+)
+WEIGHT_BYTES = 2 * SPEC.num_parameters
+PACKED_HEAD_BYTES = 2 * 32_000 * 896
+
+
+def plan(device: torch.device, free_gib: float, *, max_len: int | None = None, **memory: float) -> MemoryPlan:
+    config = Config(model=ModelConfig(path="m", max_model_len=max_len), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
+    free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
+    return plan_memory(config, SPEC, BASE, GEOMETRY, device, free)
+
+
+def test_a_cpu_gives_a_quarter_of_what_the_weights_leave() -> None:
+    planned = plan(CPU, 8)
+    left = 8 * GIB - WEIGHT_BYTES - PACKED_HEAD_BYTES
+
+    assert planned.weight_bytes == WEIGHT_BYTES + PACKED_HEAD_BYTES
+    assert left // 4 - GEOMETRY.page_bytes < planned.arena_bytes <= left // 4
+    assert planned.num_pages == planned.arena_bytes // GEOMETRY.page_bytes - 1
+    assert planned.kv_tokens == planned.num_pages * GEOMETRY.page_tokens
+    assert planned.host_pages == left // 8 // GEOMETRY.page_bytes
+    assert planned.rank16_adapters == planned.num_pages // planned.rank16_pages
+
+
+def test_there_are_slots_for_as_many_small_adapters_as_the_pool_may_hold() -> None:
+    ranks = {(layer, module): 8 for layer in range(24) for module in (0, 2)}
+    planned = plan(CPU, 256)
+    assert [BASE.modules[module].name for module in (0, 2)] == ["q_proj", "v_proj"]
+    assert planned.slots == planned.num_pages // adapter_pages(ranks, BASE, GEOMETRY) > 256
+    assert planned.table_bytes <= planned.arena_bytes // TABLE_SHARE
+
+
+def test_a_small_pool_has_the_least_number_of_slots_and_a_huge_one_the_most() -> None:
+    assert plan(CPU, 8, gib=0.1).slots == MIN_SLOTS
+    assert plan(CUDA, 4000).slots == MAX_SLOTS
+
+
+def test_tables_of_large_ranks_bound_the_slots() -> None:
+    config = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(max_rank=256))
+    planned = plan_memory(config, SPEC, BASE, GEOMETRY, CPU, FreeMemory(256 * GIB, 256 * GIB))
+    assert MIN_SLOTS < planned.slots < plan(CPU, 256).slots
+    assert planned.table_bytes == planned.slots * slot_bytes(BASE, 256) <= planned.arena_bytes // TABLE_SHARE
+
+
+def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refused() -> None:
+    asked = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(slots=100))
+    free = FreeMemory(256 * GIB, 256 * GIB)
+    planned = plan_memory(asked, SPEC, BASE, GEOMETRY, CPU, free)
+    assert (planned.slots, planned.rank16_adapters) == (100, 100)  # pages would do for more
+    tables = AdapterTables(100, BASE, 64, GEOMETRY, CPU)
+    assert planned.table_bytes == sum(part.nbytes for part in (tables.offsets, tables.ranks, tables.scalings))
+    memory = MemoryConfig(gib=4, host_gib=0.5)
+    huge = Config(model=ModelConfig(path="m"), memory=memory, adapter=AdapterConfig(slots=MAX_SLOTS))
+    with pytest.raises(ConfigError, match="are free"):
+        plan_memory(huge, SPEC, BASE, GEOMETRY, CPU, FreeMemory(int(5.7 * GIB), int(5.7 * GIB)))
+
+
+def test_a_large_cpu_gives_no_more_than_the_cap() -> None:
+    planned = plan(CPU, 256)
+
+    assert planned.arena_bytes <= 4 * GIB < planned.arena_bytes + GEOMETRY.page_bytes
+    assert planned.host_pages == 2 * GIB // GEOMETRY.page_bytes
+
+
+def test_a_gpu_gives_most_of_what_the_weights_leave() -> None:
+    planned = plan(CUDA, 80)
+
+    assert planned.weight_bytes == WEIGHT_BYTES
+    assert planned.arena_bytes == pytest.approx(0.85 * (80 * GIB - WEIGHT_BYTES), rel=1e-4)
+
+
+def test_what_is_asked_for_is_given() -> None:
+    planned = plan(CPU, 16, gib=1.5, host_gib=0.5)
+
+    assert planned.arena_bytes == int(1.5 * GIB) // GEOMETRY.page_bytes * GEOMETRY.page_bytes
+    assert planned.host_pages == GIB // 2 // GEOMETRY.page_bytes
+
+
+def test_a_model_larger_than_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weights take 0\.\d\d GiB, but only 0\.25 GiB"):
+        plan(CPU, 0.25)
+
+
+def test_an_arena_that_is_not_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"only 8\.00 GiB are free") as caught:
+        plan(CPU, 8, gib=9)
+
+    assert caught.value.param == "memory.gib"
+
+
+def test_an_arena_too_small_for_one_request_of_the_asked_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one request of 32,768 tokens needs"):
+        plan(CPU, 8, max_len=32_768, gib=0.1)
+
+
+def test_an_arena_without_a_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match="are the least"):
+        plan(CPU, 8, gib=0.0001)
+
+
+def test_the_longest_request_is_bounded_by_the_model_and_by_the_pool() -> None:
+    config = Config(model=ModelConfig(path="m"))
+    large, small = plan(CPU, 256), plan(CPU, 8, gib=0.1)
+
+    assert max_model_len(config, SPEC, large) == 32_768
+    assert max_model_len(config, SPEC, small) == small.kv_tokens < 32_768
+
+
+def test_a_longer_request_than_the_model_was_made_for_is_refused() -> None:
+    config = Config(model=ModelConfig(path="m", max_model_len=32_769))
+
+    with pytest.raises(ConfigError, match="32768 positions"):
+        max_model_len(config, SPEC, plan(CPU, 256))
+
+
+def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
+    planned = plan(CPU, 256)
+    ready = EngineReady(
+        boot_id="b",
+        model_path="some/model",
+        device="cpu",
+        dtype="bfloat16",
+        max_model_len=32_768,
+        vocab_size=32_000,
+        base=BASE,
+        geometry=GEOMETRY,
+        memory=planned,
+        max_rank=64,
+    )
+
+    text = format_plan(planned, ready)
+
+    assert "some/model on cpu in bfloat16, at most 32,768 tokens" in text
+    assert f"at most {planned.slots:,} adapters of any size on the device at once" in text
+    assert f"{planned.host_pages // planned.rank16_pages:,} adapters of rank 16 kept ready" in text
+    assert f"{planned.kv_tokens:,} tokens, or {planned.rank16_adapters:,} adapters of rank 16" in text
+    assert "layers" not in text
+    grouped = dataclasses.replace(ready, geometry=dataclasses.replace(GEOMETRY, num_groups=2, layers_per_group=12))
+    assert "of 12 layers" in format_plan(planned, grouped)
+
+
+def test_free_memory_of_this_machine_is_measured() -> None:
+    free = free_memory(CPU)
+
+    assert free.device == free.host > 0

@@ -1,0 +1,552 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Literal
+
+import pytest
+
+from engine_simulator import GEOMETRY, Simulator, adapter, request
+from weft.engine.fairness.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_STOPPED_PER_ROW, FairOrder
+from weft.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
+from weft.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
+from weft.engine.request import FlowKey
+from weft.engine.scheduling.request_state import RequestPages, RequestState
+from weft.memory.block_table import BlockTable
+
+QUANTUM = 10.0
+
+
+class Crowd:
+    """An order and the requests in it, numbered by arrival."""
+
+    def __init__(self, policy: str = "fair", num_rows: int = 64, inner: InnerOrder | None = None) -> None:
+        self.order = FairOrder(policy, inner or Fifo(), QUANTUM, num_rows)  # type: ignore[arg-type]
+        self._arrivals = 0
+
+    def arrive(
+        self, tenant: str = "t", ref: str | None = None, *, lane: int = 0, weight: float = 1.0, priority: int = 0
+    ) -> RequestState:
+        self._arrivals += 1
+        flow = FlowKey(tenant=tenant, lane=lane, weight=weight, priority=priority)
+        state = RequestState(
+            request=request(f"r{self._arrivals}", flow=flow, ref=adapter(ref) if ref else None),
+            arrival_index=self._arrivals,
+            arrived_s=0.0,
+            seed=0,
+            adapter_state="base",
+            geometry=GEOMETRY,
+            pages=RequestPages(table=BlockTable(GEOMETRY)),
+            output_token_ids=[],
+            priority=priority,
+        )
+        self.order.enter(state)
+        return state
+
+    def run(self, *tenants: str) -> list[RequestState]:
+        """One request in the step for each name."""
+        states = [self.arrive(tenant) for tenant in tenants]
+        for state in states:
+            self.start(state)
+        return states
+
+    def start(self, state: RequestState) -> None:
+        self.order.start(state)
+        state.status = "running"
+
+    def line(self, limit: int = 100) -> list[float]:
+        return [state.arrival_index for state in self.order.candidates(limit)]
+
+
+def least(share: Share) -> Share | None:
+    """The child that is next, found by a look at each."""
+    children = [child for child in share.children.values() if child.num_queued and not child.is_closed]
+    return min(
+        children,
+        key=lambda child: (
+            child._queue[child.cursor][1].priority
+            if isinstance(child, Flow) and child.cursor < child.num_queued
+            else 0,
+            child.counter + child.quantum * (child.rows + child.promised + 1) / child.weight,
+            child.ticket,
+        ),
+        default=None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_the_child_that_is_first_is_the_least(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`first` looks only at children that have changed."""
+    first, num_asked = Share.first, Counter[bool]()
+
+    def checked(share: Share) -> Share | None:
+        found = first(share)
+        assert found is least(share)
+        num_asked[len(share.children) > 1] += 1
+        return found
+
+    monkeypatch.setattr(Share, "first", checked)
+    draw, crowd = random.Random(seed), Crowd()
+    running: list[RequestState] = []
+    for _ in range(60):
+        for _ in range(draw.randrange(4)):
+            tenant, ref, priority = draw.choice("abcdef"), draw.choice([None, "x", "y"]), draw.choice([0, 0, 0, -1])
+            weight = draw.choice([1.0, 3.0])
+            crowd.arrive(tenant, ref, lane=draw.randrange(2), weight=weight, priority=priority)
+        line = crowd.order.candidates(draw.randrange(1, 12))
+        looked: list[RequestState] = []
+        for state in line:
+            looked.append(state)
+            if draw.random() < 0.3:
+                crowd.order.pass_over(draw.choice(looked))
+            elif draw.random() < 0.3:
+                crowd.start(state)
+                running.append(state)
+        crowd.order.charge([(state, draw.uniform(0, 40)) for state in running])
+        for state in draw.sample(running, min(len(running), draw.randrange(3))):
+            running.remove(state)
+            (crowd.order.stop if draw.random() < 0.5 else crowd.order.leave)(state)
+    assert num_asked[True] > 100
+
+
+def test_within_an_adapter_requests_go_by_priority_then_the_preempted_then_arrival() -> None:
+    crowd = Crowd()
+    crowd.arrive()
+    preempted = crowd.arrive()
+    crowd.arrive(priority=-1)
+    crowd.order.leave(preempted)
+    preempted.num_preemptions = 1
+    crowd.order.enter(preempted)
+    assert crowd.line() == [3, 2, 1]
+    assert crowd.line(2) == [3, 2]
+
+
+def test_first_come_first_served_knows_neither_tenants_nor_adapters() -> None:
+    crowd = Crowd("fcfs")
+    states = [crowd.arrive(tenant, ref) for tenant, ref in (("a", None), ("a", "x"), ("b", None), ("a", None))]
+    crowd.start(states[0])
+    crowd.order.charge([(states[0], 1000.0)])
+    assert crowd.line() == [2, 3, 4]
+    assert crowd.order.row_for(states[2]) is None
+
+
+def test_the_tenant_served_least_goes_first() -> None:
+    crowd = Crowd()
+    a, b = crowd.arrive("a"), crowd.arrive("b")
+    crowd.order.charge([(a, 100.0)])
+    assert crowd.line() == [b.arrival_index, a.arrival_index]
+
+
+def test_what_is_ahead_in_the_order_counts_as_served() -> None:
+    crowd = Crowd()
+    for tenant in "aaaabb":
+        crowd.arrive(tenant)
+    assert crowd.line() == [1, 5, 2, 6, 3, 4]
+    assert crowd.line() == [1, 5, 2, 6, 3, 4], "looking changes nothing"
+
+
+def test_a_weight_gives_that_many_rows() -> None:
+    crowd = Crowd()
+    for _ in range(20):
+        crowd.arrive("heavy", weight=3.0)
+        crowd.arrive("light")
+    started = []
+    for state in crowd.order.candidates(16):
+        crowd.start(state)
+        started.append(state.tenant)
+    assert started.count("heavy") == 12
+
+
+def test_a_tenants_adapters_share_its_part() -> None:
+    crowd = Crowd()
+    for ref in ("x", "x", "x", "y"):
+        crowd.arrive("a", ref)
+    crowd.arrive("b")
+    assert crowd.line() == [1, 5, 4, 2, 3]
+
+
+def test_a_newcomer_takes_a_row_from_whoever_has_most() -> None:
+    crowd = Crowd()
+    flood = crowd.run(*"aaaa")
+    crowd.order.charge([(state, 500.0) for state in flood])
+    newcomer = crowd.arrive("b")
+    assert crowd.order.row_for(newcomer) is flood[-1]
+
+
+def test_an_adapter_of_the_flooding_tenant_takes_a_row_from_its_other_adapter() -> None:
+    crowd = Crowd()
+    flood = [crowd.arrive("a", "x") for _ in range(4)]
+    quiet = crowd.run("b")
+    for state in flood:
+        crowd.start(state)
+    other = crowd.arrive("a", "y")
+    assert crowd.order.row_for(other) is flood[-1]
+    assert crowd.order.row_for(crowd.arrive("a", "x")) is None
+    assert quiet[0].has_row
+
+
+def test_rows_do_not_change_hands_for_less_than_a_quantum() -> None:
+    crowd = Crowd()
+    (row,) = crowd.run("a")
+    crowd.order.charge([(row, QUANTUM)])
+    other = crowd.arrive("b")  # lifted to the row's counter
+    assert crowd.order.row_for(other) is None
+    crowd.order.charge([(row, QUANTUM - 1)])
+    assert crowd.order.row_for(other) is None
+    crowd.order.charge([(row, 1.0)])
+    assert crowd.order.row_for(other) is row
+
+
+@pytest.mark.parametrize("status", ["running", "waiting"])
+def test_the_more_were_stopped_the_longer_a_turn_is_whether_they_kept_their_pages_or_not(
+    status: Literal["running", "waiting"],
+) -> None:
+    crowd = Crowd(num_rows=4)
+
+    def stop(state: RequestState) -> None:
+        state.status = status
+        crowd.order.stop(state)
+
+    first, *stopped = crowd.run("a", "a", "a")
+    for state in stopped:
+        stop(state)
+    assert crowd.order.paused == (set(stopped) if status == "running" else set())
+    other = crowd.arrive("b")
+    crowd.order.charge([(first, 2 * QUANTUM - 1)])
+    assert crowd.order.row_for(other) is None, "half as many were stopped as there are rows: a turn is twice as long"
+    crowd.order.charge([(first, 1.0)])
+    assert crowd.order.row_for(other) is first
+    for state in crowd.run("c", "c"):
+        stop(state)
+    crowd.order.charge([(first, 1e9)])
+    assert crowd.order.row_for(other) is None, "as many were stopped as there are rows: who has begun ends first"
+
+
+def test_where_fewer_fit_than_there_are_rows_those_that_began_end_first() -> None:
+    crowd = Crowd(num_rows=64)
+    first, *_ = crowd.run(*"abcdefghi")
+    for state in crowd.run(*"jklm"):
+        state.status = "waiting"
+        crowd.order.stop(state)
+    other = crowd.arrive("z")
+    crowd.run("n")
+    crowd.order.charge([(first, 5 * QUANTUM - 1)])
+    assert crowd.order.row_for(other) is None, "four were stopped beside ten: a turn is five times as long"
+    crowd.order.charge([(first, 2.0)])
+    assert crowd.order.row_for(other) is first
+
+
+def test_who_has_more_rows_gives_one_up_however_many_are_paused() -> None:
+    crowd = Crowd(num_rows=4)
+    states = crowd.run(*"aaaaaaaa")
+    for state in states[4:]:
+        crowd.order.stop(state)
+    assert crowd.order.row_for(crowd.arrive("b")) is states[3]
+
+
+def test_a_request_that_must_make_progress_keeps_its_row() -> None:
+    crowd = Crowd()
+    flood = crowd.run("a", "a", "a")
+    flood[-1].progress_mark = 10
+    assert crowd.order.row_for(crowd.arrive("b")) is flood[1]
+
+
+def test_a_tenants_own_priorities_come_before_the_shares_of_its_adapters_and_no_others() -> None:
+    crowd = Crowd()
+    (theirs,) = crowd.run("b")
+    ours = crowd.arrive("a", "x", priority=5)
+    crowd.start(ours)
+    urgent = crowd.arrive("a", "y", priority=-5)
+    assert crowd.order.row_for(urgent) is ours
+    crowd.order.leave(ours)
+    assert crowd.order.row_for(urgent) is None, "a priority is no claim on another tenant"
+    assert theirs.has_row
+    later = crowd.arrive("a", "x")
+    assert crowd.line() == [urgent.arrival_index, later.arrival_index]
+
+
+def test_a_request_of_low_priority_takes_no_row_from_its_tenants_urgent_ones() -> None:
+    crowd = Crowd()
+    urgent = [crowd.arrive("a", "x", priority=-1) for _ in range(4)]
+    for state in urgent:
+        crowd.start(state)
+    crowd.order.charge([(state, 1000.0) for state in urgent])
+    assert crowd.order.row_for(crowd.arrive("a", "y")) is None
+
+
+def test_idle_time_is_no_credit_while_others_run_or_wait() -> None:
+    crowd = Crowd()
+    (runs,) = crowd.run("busy")  # with nothing waiting
+    crowd.order.charge([(runs, 1000.0)])
+    returns = crowd.arrive("returns")
+    assert crowd.order.counter(0, "returns") == crowd.order.counter(0, "busy") == 1000.0
+    crowd.order.charge([(returns, 1.0)])
+    waits = crowd.arrive("busy")
+    assert crowd.line() == [returns.arrival_index, waits.arrival_index] or crowd.order.counter(0, "returns") == 1001.0
+
+
+def test_where_nobody_is_active_the_last_leaver_counts() -> None:
+    crowd = Crowd()
+    (runs,) = crowd.run("busy")
+    crowd.order.charge([(runs, 1000.0)])
+    crowd.order.leave(runs)
+    crowd.arrive("new")
+    crowd.arrive("busy")
+    assert crowd.order.counter(0, "new") == crowd.order.counter(0, "busy") == 1000.0
+
+
+def test_a_tenant_that_is_ahead_and_returns_at_once_is_still_ahead() -> None:
+    crowd = Crowd()
+    crowd.run("other")
+    (greedy,) = crowd.run("greedy")
+    crowd.order.charge([(greedy, 1000.0)])
+    crowd.order.leave(greedy)
+    crowd.arrive("greedy")
+    assert crowd.order.counter(0, "greedy") == 1000.0
+
+
+def test_counters_of_idle_tenants_are_bounded() -> None:
+    crowd = Crowd()
+    crowd.run("always")
+    for index in range(2 * MAX_IDLE_SHARES):
+        state = crowd.arrive(f"t{index}")
+        crowd.order.leave(state)
+    assert len(crowd.order.check()) == 1
+    lane = crowd.order._root.children[0]
+    assert len(lane._idle) <= MAX_IDLE_SHARES
+    assert len(lane._ready) <= 4 * len(lane.children) + 65
+
+
+def test_batches_have_a_twentieth_and_all_that_is_left() -> None:
+    crowd = Crowd()
+    for _ in range(100):
+        crowd.arrive("a")
+        crowd.arrive("b", lane=1)
+    lanes = []
+    for state in crowd.order.candidates(40):
+        crowd.start(state)
+        lanes.append(state.request.flow.lane)
+    assert lanes.count(1) == pytest.approx(40 * BATCH_WEIGHT / (BATCH_WEIGHT + INTERACTIVE_WEIGHT), abs=1)
+    alone = Crowd()
+    for _ in range(3):
+        alone.arrive("b", lane=1)
+    assert alone.line() == [1, 2, 3]
+
+
+def test_an_interactive_request_takes_a_row_of_a_batch() -> None:
+    crowd = Crowd()
+    rows = [crowd.arrive("b", lane=1) for _ in range(8)]
+    for state in rows:
+        crowd.start(state)
+    crowd.order.charge([(state, 100.0) for state in rows])
+    assert crowd.order.row_for(crowd.arrive("a")) is rows[-1]
+
+
+def test_passed_over_adapters_are_left_out_for_one_plan() -> None:
+    crowd = Crowd()
+    for ref in ("x", "x", "y"):
+        crowd.arrive("a", ref)
+    seen = []
+    for state in crowd.order.candidates(10):
+        seen.append(state.arrival_index)
+        if state.arrival_index == 1:
+            crowd.order.pass_over(state)
+    assert seen == [1, 3]
+    assert crowd.line() == [1, 3, 2]
+
+
+def test_a_tenant_that_floods_with_many_adapters_gets_one_share() -> None:
+    simulator = Simulator(num_pages=40, max_running=4, step_tokens=16, adapter_pages=1, load_ticks=1, checked=False)
+    for index in range(600):
+        flow = FlowKey(tenant="flood")
+        simulator.core.submit(request(f"f{index}", prompt=8, max_tokens=4, ref=adapter(f"a{index % 20}"), flow=flow))
+    for index in range(300):
+        simulator.core.submit(request(f"s{index}", prompt=8, max_tokens=4, flow=FlowKey(tenant="steady")))
+    for _ in range(400):
+        simulator.pump()
+    service = {tenant: simulator.scheduler.service(tenant) for tenant in ("flood", "steady")}
+    assert simulator.scheduler.num_waiting > 100
+    assert service["flood"] == pytest.approx(service["steady"], rel=0.1)
+    assert min(service.values()) > 1000
+
+
+def test_a_tenant_alone_gets_everything() -> None:
+    def pumps(policy: str) -> float:
+        simulator = Simulator(policy=policy, checked=False)  # type: ignore[arg-type]
+        for index in range(50):
+            simulator.core.submit(request(f"r{index}", flow=FlowKey(tenant="only")))
+        simulator.run()
+        return simulator.now_s
+
+    assert pumps("fair") == pumps("fcfs")
+
+
+@pytest.mark.parametrize("num_adapters", [1, 200])
+def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_at(num_adapters: int) -> None:
+    simulator = Simulator(num_pages=400, max_running=8, step_tokens=32, checked=False)
+    simulator.residency.load_for_ever()
+    for index in range(200):
+        ref = adapter(f"hangs{index % num_adapters}")
+        simulator.core.submit(request(f"h{index}", ref=ref, flow=FlowKey(tenant="hangs")))
+    for index in range(400):
+        simulator.core.submit(request(f"b{index}", prompt=4, max_tokens=20, flow=FlowKey(tenant="busy")))
+    for _ in range(1200):
+        simulator.pump()
+    assert sum(outputs[-1].finish_reason == "length" for outputs in simulator.outputs.values()) == 400
+
+
+def flood(simulator: Simulator, name: str, count: int, lane: int = 0) -> None:
+    for index in range(count):
+        flow = FlowKey(tenant=name, lane=lane)
+        simulator.core.submit(request(f"{name}{index}", prompt=4, max_tokens=100, flow=flow))
+
+
+def served(simulator: Simulator, name: str, num_steps: int) -> float:
+    before = simulator.scheduler.service(name)
+    for _ in range(num_steps):
+        simulator.pump()
+    return simulator.scheduler.service(name) - before
+
+
+def roomy() -> Simulator:
+    return Simulator(num_pages=1500, max_running=8, step_tokens=64, checked=False, max_model_len=4000)
+
+
+@pytest.mark.parametrize("burst", ["modest", "newcomer"])
+def test_a_modest_tenant_earns_no_credit_for_itself_or_a_newcomer(burst: str) -> None:
+    simulator = roomy()
+    simulator.core.submit(request("m", prompt=4, max_tokens=3000, flow=FlowKey(tenant="modest")))
+    flood(simulator, "flood", 300)
+    served(simulator, "flood", 1000)
+    flood(simulator, burst, 100)
+    served(simulator, "flood", 100)  # what it left to others is settled within a quantum a row
+    assert served(simulator, "flood", 400) > 0.4 * 400 * 2 * 8 * 0.9
+
+
+def test_a_batch_that_had_an_idle_engine_still_has_its_twentieth() -> None:
+    simulator = roomy()
+    simulator.core.submit(request("m", prompt=4, max_tokens=3000, flow=FlowKey(tenant="modest")))
+    flood(simulator, "batch", 300, lane=1)
+    served(simulator, "batch", 1000)
+    flood(simulator, "flood", 300)
+    served(simulator, "batch", 400)
+    share = served(simulator, "batch", 1200) / (1200 * 2 * 8)
+    assert 0.03 < share < 0.1
+
+
+def test_a_batch_has_its_part_of_the_tokens_beside_prompts_without_end() -> None:
+    simulator = Simulator(num_pages=400, max_running=4, step_tokens=16, checked=False)
+    for index in range(300):
+        simulator.core.submit(request(f"i{index}", prompt=200, max_tokens=1, flow=FlowKey(tenant="interactive")))
+    simulator.core.submit(request("batch", prompt=20, max_tokens=4, flow=FlowKey(tenant="batch", lane=1)))
+    for _ in range(1000):
+        simulator.pump()
+    assert simulator.last("batch").finish_reason == "length"
+    assert simulator.scheduler.num_waiting > 100
+
+
+def test_a_load_is_charged_once_however_many_wait_for_it() -> None:
+    def service(count: int, ref_pages: int) -> float:
+        simulator = Simulator(num_pages=400, max_running=8, step_tokens=64, adapter_pages=ref_pages, has_prefixes=False)
+        for index in range(count):
+            flow = FlowKey(tenant="t", lane=index % 2)
+            simulator.core.submit(request(f"r{index}", ref=adapter("x"), flow=flow))
+        simulator.run()
+        return simulator.scheduler.service("t")
+
+    price = service(1, 20) - service(1, 10)
+    assert price > 0
+    assert service(8, 20) - service(8, 10) == pytest.approx(price)
+
+
+def test_a_request_that_is_looked_at_out_of_turn_settles_nothing() -> None:
+    crowd = Crowd()
+    flood = crowd.run(*"aaaa")
+    crowd.order.charge([(state, 500.0) for state in flood])
+    newcomer, more = crowd.arrive("b"), crowd.arrive("a")
+    assert crowd.order.row_for(more) is None
+    assert [state for state in crowd.order.candidates(1) if crowd.order.row_for(state) is flood[-1]] == [newcomer]
+
+
+def test_a_request_that_loses_its_row_while_others_are_looked_at_shows_none_of_them_twice() -> None:
+    crowd = Crowd()
+    (row,) = crowd.run("a")
+    crowd.arrive("a")
+    crowd.arrive("a")
+    seen = []
+    for state in crowd.order.candidates(10):
+        seen.append(state.arrival_index)
+        if state.arrival_index == 2:
+            crowd.order.stop(row)
+    assert seen == [2, 3]
+
+
+def test_a_heavier_tenant_takes_a_row_though_a_lighter_one_before_it_may_not() -> None:
+    crowd = Crowd()
+    (row,) = crowd.run("runs")
+    light, heavy = crowd.arrive("light"), crowd.arrive("heavy", weight=4.0)
+    crowd.order.charge([(row, 16.0), (light, 10.0), (heavy, 4 * 19.5)])
+    taken = {state.tenant: crowd.order.row_for(state) for state in crowd.order.candidates(10)}
+    assert list(taken.items()) == [("light", None), ("heavy", row)]
+
+
+def test_a_tenant_without_rows_takes_one_though_another_before_it_has_too_many() -> None:
+    crowd = Crowd(num_rows=4)
+    many, few, *paused = crowd.run("many", "few", "many", "many", "many", "many")
+    for state in paused:
+        crowd.order.stop(state)  # as many are paused as there are rows: only who has more rows gives one up
+    crowd.run("many", "many")
+    new = crowd.arrive("new")
+    crowd.order.charge([(many, 0.0), (few, 300.0), (new, 10.0)])
+    assert crowd.order.row_for(paused[0]) is None
+    assert crowd.order.row_for(new) is not None
+
+
+def test_who_gives_pages_up_is_counted_as_if_those_before_had_done_so() -> None:
+    crowd = Crowd()
+    flood = crowd.run(*"aaaa")
+    newcomer = crowd.arrive("b")
+    assert list(crowd.order.yielding(newcomer, reversed(flood))) == [flood[3], flood[2], flood[1]]
+    assert list(crowd.order.yielding(flood[0], [newcomer])) == []
+
+
+def low_and_running(crowd: Crowd, count: int) -> list[RequestState]:
+    """Requests in the step that have used up the quantum of their first level."""
+    rows = crowd.run(*["t"] * count)
+    crowd.order.charge([(row, 64.0) for row in rows])
+    return rows
+
+
+def test_short_requests_take_rows_from_long_ones_only_until_so_many_wait_to_have_theirs_back() -> None:
+    crowd = Crowd(num_rows=4, inner=Mlfq())
+    rows = low_and_running(crowd, 4)
+    for _ in range(4 * MAX_STOPPED_PER_ROW):
+        newcomer = crowd.arrive("t")
+        row = crowd.order.row_for(newcomer)
+        assert row is not None
+        crowd.order.stop(row)
+        crowd.start(newcomer)
+        crowd.order.charge([(newcomer, 64.0)])
+    assert crowd.order.row_for(crowd.arrive("t")) is None
+    assert len(crowd.order.paused) == 4 * MAX_STOPPED_PER_ROW
+    crowd.order.tick(MAX_PAUSE_S)
+    back = next(crowd.order.candidates(1))
+    assert back in rows
+    assert crowd.order.row_for(back) is not None, "one that waited long enough takes a row whatever is paused"
+
+
+def test_a_request_that_lost_its_pages_while_it_was_paused_comes_to_the_front_all_the_same() -> None:
+    crowd = Crowd(num_rows=8, inner=Mlfq())
+    row, other = low_and_running(crowd, 2)
+    crowd.order.tick(0.0)
+    crowd.order.stop(row)
+    row.status = "waiting"
+    crowd.order.stop(row)
+    assert not crowd.order.paused
+    newcomer = crowd.arrive("t")
+    crowd.order.tick(MAX_PAUSE_S / 2)
+    assert crowd.line() == [newcomer.arrival_index, row.arrival_index]
+    crowd.order.tick(MAX_PAUSE_S)
+    assert row.level == AT_THE_FRONT
+    assert crowd.line() == [row.arrival_index, newcomer.arrival_index]
+    assert crowd.order.row_for(row) is other

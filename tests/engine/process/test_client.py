@@ -1,0 +1,557 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import read_checkpoint
+from weft.adapters.ref import AdapterRef, content_digest
+from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig, environment
+from weft.engine.process import client as client_module
+from weft.engine.process.client import EngineClient
+from weft.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
+from weft.engine.process.supervisor import EngineProcess
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.status import EngineReady
+from weft.engine.text.tokenizer import Tokenizer
+from weft.errors import ConfigError, EngineUnavailableError
+
+pytestmark = pytest.mark.slow
+
+DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo"
+ADAPTERS = ("french", "haiku", "json", "pirate", "shout")
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return Config(
+        model=ModelConfig(path=str(DEMO / "model"), device="cpu", dtype="float32", threads=1),
+        memory=MemoryConfig(gib=0.05, host_gib=0.05),
+        scheduler=SchedulerConfig(max_running=8, step_tokens=64),
+        registry=RegistryConfig(blob_url=str(tmp_path_factory.mktemp("blobs"))),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO / "model")
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.chat_prompt([{"role": "user", "content": "Where are you?"}])
+
+
+@pytest.fixture(scope="module")
+def refs(config: Config) -> dict[str, AdapterRef]:
+    blobs = LocalBlobs(config.blob_dir)
+    found = {}
+    for name in ADAPTERS:
+        source = DEMO / "adapters" / name
+        weights = source / "adapter_model.safetensors"
+        spec = read_checkpoint((source / "adapter_config.json").read_bytes(), weights, None, 64).spec
+        with blobs.create() as writer:
+            writer.write(weights.read_bytes())
+            sha256 = writer.commit()
+        found[name] = AdapterRef(
+            tenant_id="t",
+            adapter_id=name,
+            version=1,
+            digest=content_digest(spec, sha256),
+            weights_sha256=sha256,
+            config=spec,
+        )
+    return found
+
+
+class Engine:
+    """A client in an event loop of its own, which turns only while `run` waits."""
+
+    def __init__(self, config: Config) -> None:
+        self._runner = asyncio.Runner()
+        self.lines: list[str] = []
+        self.client = EngineClient(config, announce=self.lines.append)
+        self.ready = self.run(self.client.start())
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        async def bounded() -> T:
+            return await asyncio.wait_for(main, 180)
+
+        return self._runner.run(bounded())
+
+    def close(self) -> None:
+        self.run(self.client.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def engine(config: Config) -> Iterator[Engine]:
+    engine = Engine(config)
+    yield engine
+    engine.close()
+
+
+async def collect(client: EngineClient, request: GenerationRequest) -> list[RequestOutput]:
+    return [output async for output in client.generate(request)]
+
+
+async def is_on_device(client: EngineClient, ref: AdapterRef) -> bool:
+    residents = (await client.status()).residents
+    return any(resident.digest == ref.digest and resident.tier == "device" for resident in residents)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def is_idle(client: EngineClient) -> bool:
+    status = await client.status()
+    return status.running == status.waiting == status.pages["kv"] == 0
+
+
+def question(name: str, prompt: list[int], ref: AdapterRef | None = None, **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**{"max_tokens": 60, "temperature": 0.0, **params}),
+        adapter=ref,
+    )
+
+
+def endless(name: str, prompt: list[int]) -> GenerationRequest:
+    return question(name, prompt, max_tokens=900, ignore_eos=True)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_progress_and_the_memory_plan_are_announced(engine: Engine, config: Config) -> None:
+    assert engine.lines[0] == f"weft: loading model {config.model.path} ..."
+    assert "pages" in engine.lines[1]
+    assert (engine.ready.device, engine.ready.dtype, engine.ready.vocab_size) == ("cpu", "float32", 640)
+
+
+def test_adapters_are_mixed_in_one_batch(engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]) -> None:
+    client = engine.client
+    requests = [question("base", prompt), *(question(name, prompt, refs[name]) for name in ADAPTERS)]
+
+    async def main() -> None:
+        together = await asyncio.gather(*(collect(client, request) for request in requests))
+        alone = [await collect(client, replace(request, request_id=f"{request.request_id}-2")) for request in requests]
+        assert [tokens_of(outputs) for outputs in together] == [tokens_of(outputs) for outputs in alone]
+        assert len({tuple(tokens_of(outputs)) for outputs in together}) == len(requests)
+        assert [outputs[0].adapter_state for outputs in together] == ["base", *["stored"] * 5]
+        assert [outputs[0].adapter_state for outputs in alone] == ["base", *["device"] * 5]
+        # Loads come one after the other, so the first may have ended before the last; resident and long, all meet.
+        long = [replace(r, request_id=f"{r.request_id}-3", params=endless("", prompt).params) for r in requests]
+        await asyncio.gather(*(collect(client, request) for request in long))
+        status = await client.status()
+        assert sum(status.pages.values()) == engine.ready.memory.num_pages
+        assert max(step.adapters for step in status.last_steps) == 5
+
+    engine.run(main())
+
+
+def test_outputs_of_a_few_requests_are_passed_on_in_a_round_of_the_loop(
+    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "REQUESTS_A_ROUND", 2)
+    came: defaultdict[int, set[str]] = defaultdict(set)
+    round_index = 0
+
+    async def count() -> None:
+        nonlocal round_index
+        while True:
+            round_index += 1
+            await asyncio.sleep(0)
+
+    async def read(name: str) -> list[int]:
+        outputs: list[RequestOutput] = []
+        async for output in engine.client.generate(question(name, prompt, max_tokens=100, ignore_eos=True)):
+            if outputs:  # first tokens are passed on at once
+                came[round_index].add(name)
+            outputs.append(output)
+        return tokens_of(outputs)
+
+    async def main() -> None:
+        counting = asyncio.create_task(count())
+        answers = await asyncio.gather(*(read(f"round{number}") for number in range(8)))
+        counting.cancel()
+        assert len({tuple(answer) for answer in answers}) == 1
+        assert len(answers[0]) == 100
+
+    engine.run(main())
+    assert max(len(names) for names in came.values()) == 2
+
+
+class ScriptedConnection:
+    """Says what a script has: a message for each `receive`, then what `receive_now` finds until there is nothing."""
+
+    script: ClassVar[list[list[FromEngine | None]]] = []
+    ready: ClassVar[EngineReady]
+    pid = None
+
+    def __init__(self, _config: Config) -> None:
+        self.exited = asyncio.get_running_loop().create_future()
+        self._is_asked = asyncio.Event()
+        self._there: list[FromEngine | None] = []
+
+    async def start(self) -> Ready:
+        return Ready(ready=self.ready, memory_plan="")
+
+    async def receive(self) -> FromEngine:
+        await self._is_asked.wait()
+        if not self.script:
+            await asyncio.Event().wait()  # nothing comes any more
+        first, *self._there = self.script.pop(0)
+        assert first is not None
+        return first
+
+    def receive_now(self) -> FromEngine | None:
+        return self._there.pop(0) if self._there else None
+
+    def send(self, _message: ToEngine) -> None:
+        self._is_asked.set()
+
+    async def close(self) -> None:
+        self.exited.cancel()
+
+
+def test_what_comes_while_others_are_passed_on_waits_for_no_further_message(
+    engine: Engine, config: Config, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(token_id: int, **fields: Any) -> Outputs:
+        return Outputs(outputs=[RequestOutput(request_id=name, token_ids=[token_id], **fields) for name in ("a", "b")])
+
+    script = [[both(1, queue_s=0.0)], [both(2), None, both(3, finish_reason="length")]]
+    monkeypatch.setattr(client_module, "REQUESTS_A_ROUND", 1)
+    monkeypatch.setattr(ScriptedConnection, "ready", engine.ready, raising=False)
+    monkeypatch.setattr(ScriptedConnection, "script", script)
+    monkeypatch.setattr(client_module, "EngineConnection", ScriptedConnection)
+
+    async def main() -> list[list[RequestOutput]]:
+        client = EngineClient(config, announce=lambda _: None)
+        await client.start()
+        reading = asyncio.gather(*(collect(client, question(name, prompt)) for name in ("a", "b")))
+        outputs = await asyncio.wait_for(reading, 20)
+        await client.close()
+        return outputs
+
+    assert [tokens_of(outputs) for outputs in engine.run(main())] == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_a_refusal_is_an_output(engine: Engine, prompt: list[int]) -> None:
+    (refusal,) = engine.run(collect(engine.client, question("long", prompt, max_tokens=5000)))
+    assert refusal.finish_reason == "error"
+    assert refusal.error is not None
+    assert (refusal.error.code, refusal.error.kind) == ("context_length_exceeded", "request")
+
+
+def test_a_missing_blob_is_an_output(engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]) -> None:
+    gone = replace(refs["pirate"], digest="sha256:" + "0" * 64, weights_sha256="0" * 64)
+    (refusal,) = engine.run(collect(engine.client, question("gone", prompt, gone)))
+    assert refusal.error is not None
+    assert (refusal.error.code, refusal.error.kind) == ("adapter_blob_missing", "capacity")
+
+
+def test_closing_the_iterator_gives_the_pages_back(engine: Engine, prompt: list[int]) -> None:
+    async def main() -> None:
+        async with aclosing(engine.client.generate(endless("closed", prompt))) as outputs:
+            async for _ in outputs:
+                break
+        await eventually(lambda: is_idle(engine.client))
+
+    engine.run(main())
+
+
+def test_cancelling_tasks_gives_the_pages_back(engine: Engine, prompt: list[int]) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(collect(engine.client, endless(f"cut{i}", prompt))) for i in range(12)]
+        await asyncio.sleep(0.2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await eventually(lambda: is_idle(engine.client))
+
+    engine.run(main())
+
+
+def test_an_abort_ends_the_iterator(engine: Engine, prompt: list[int]) -> None:
+    async def main() -> None:
+        reasons = []
+        async for output in engine.client.generate(endless("aborted", prompt)):
+            engine.client.abort("aborted")
+            reasons.append(output.finish_reason)
+        assert reasons[-1] == "abort"
+        engine.client.abort("aborted")
+        engine.client.abort("never heard of")
+
+    engine.run(main())
+
+
+def test_the_output_after_an_abort_tells_what_was_computed(engine: Engine, prompt: list[int]) -> None:
+    async def main() -> None:
+        outputs: list[RequestOutput] = []
+        async for output in engine.client.generate(endless("cut", prompt)):
+            outputs.append(output)
+            if len(outputs) == 3:
+                engine.client.abort("cut")
+        assert (outputs[-1].finish_reason, outputs[-1].computed_prompt_tokens) == ("abort", len(prompt))
+        reading = asyncio.create_task(collect(engine.client, endless("at once", prompt)))
+        await asyncio.sleep(0)
+        engine.client.abort("at once")
+        *tokens, last = await reading  # it may be met in the queue, or after its first step
+        assert (last.finish_reason, last.computed_prompt_tokens) == ("abort", len(prompt) if tokens else 0)
+
+    engine.run(main())
+
+
+def test_pinned_adapters_are_marked_and_dropped_ones_leave(
+    engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]
+) -> None:
+    digest = refs["shout"].digest
+
+    async def main() -> None:
+        await collect(engine.client, question("load", prompt, refs["shout"]))
+        await engine.client.pin_adapter(refs["shout"], True)
+        assert [a.digest for a in (await engine.client.status()).residents if a.pinned] == [digest]
+        await engine.client.drop_adapter(digest)
+        assert digest not in {adapter.digest for adapter in (await engine.client.status()).residents}
+
+    engine.run(main())
+
+
+def test_a_pinned_adapter_comes_to_the_device_without_a_request(engine: Engine, refs: dict[str, AdapterRef]) -> None:
+    async def main() -> None:
+        await engine.client.pin_adapter(refs["haiku"], True)
+        await eventually(lambda: is_on_device(engine.client, refs["haiku"]), timeout_s=30)
+        await engine.client.pin_adapter(refs["haiku"], False)
+        assert not any(resident.pinned for resident in (await engine.client.status()).residents)
+
+    engine.run(main())
+
+
+def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
+    engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]
+) -> None:
+    client = engine.client
+
+    async def is_ready() -> bool:
+        return client.ready is not None
+
+    async def main() -> None:
+        before = await collect(client, question("before", prompt, refs["pirate"]))
+        await client.pin_adapter(refs["french"], True)
+        pid = client.pid
+        tasks = [asyncio.create_task(collect(client, endless(f"r{i}", prompt))) for i in range(10)]
+        await asyncio.sleep(0.3)
+        killed_s = time.monotonic()
+        os.kill(pid or 0, signal.SIGKILL)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - killed_s < 30
+        assert [type(end) for end in ends] == [EngineUnavailableError] * 10
+        assert {end.code for end in ends if isinstance(end, EngineUnavailableError)} == {"engine_restarted"}
+        assert client.ready is None
+        with pytest.raises(EngineUnavailableError):
+            await client.status()
+        await eventually(is_ready)
+        assert client.restarts == 1
+        assert client.pid not in (None, pid)
+        assert (await client.status()).boot_id != engine.ready.boot_id
+        await eventually(lambda: is_on_device(client, refs["french"]), timeout_s=30)
+        await client.pin_adapter(refs["french"], False)
+        after = await collect(client, question("after", prompt, refs["pirate"]))
+        assert tokens_of(after) == tokens_of(before)
+
+    engine.run(main())
+
+
+def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
+    config: Config, prompt: list[int], tmp_path: Path
+) -> None:
+    model = shutil.copytree(DEMO / "model", tmp_path / "model")
+    engine = Engine(replace(config, model=replace(config.model, path=str(model))))
+    client = engine.client
+
+    async def is_broken() -> bool:
+        return any("stopped 3 times within 60 s" in line for line in engine.lines)
+
+    async def main() -> None:
+        model.rename(tmp_path / "gone")
+        os.kill(client.pid or 0, signal.SIGKILL)
+        await eventually(is_broken, timeout_s=120)
+        assert client.ready is None
+        with pytest.raises(EngineUnavailableError, match="stopped 3 times") as refusal:
+            await collect(client, question("late", prompt))
+        assert refusal.value.retry_after_s > 30
+
+    engine.run(main())
+    engine.close()
+
+
+def test_closing_ends_the_process_and_those_who_wait(config: Config, prompt: list[int]) -> None:
+    engine = Engine(config)
+    pid = engine.client.pid
+
+    async def main() -> None:
+        waits = asyncio.create_task(collect(engine.client, endless("waits", prompt)))
+        await asyncio.sleep(0.1)
+        await engine.client.close()
+        with pytest.raises(EngineUnavailableError, match="shutting down"):
+            await waits
+        with pytest.raises(EngineUnavailableError):
+            await collect(engine.client, question("late", prompt))
+
+    engine.run(main())
+    engine.close()
+    assert pid is not None
+    assert not is_alive(pid)
+
+
+def test_a_wrong_setting_is_told_by_start_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def main() -> None:
+        lines: list[str] = []
+        client = EngineClient(Config(model=ModelConfig(path=str(tmp_path / "nothing"))), announce=lines.append)
+        with pytest.raises(ConfigError, match="nothing"):
+            await client.start()
+        assert client.ready is None
+        await client.close()
+
+    asyncio.run(main())
+
+
+ORPHAN = """
+import asyncio, sys
+from pathlib import Path
+from weft.config import Config, ModelConfig, MemoryConfig, RegistryConfig
+from weft.engine.process.client import EngineClient
+
+async def main():
+    client = EngineClient(Config(
+        model=ModelConfig(path=sys.argv[1], device="cpu", dtype="float32", threads=1),
+        memory=MemoryConfig(gib=0.05, host_gib=0.05),
+        registry=RegistryConfig(blob_url=sys.argv[2]),
+    ))
+    await client.start()
+    print(client.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_no_engine_outlives_its_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", ORPHAN, str(DEMO / "model"), str(tmp_path)]
+    folder = tmp_path / "t"
+    folder.mkdir()
+    settings = {**environment(), "TMPDIR": str(folder)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=settings
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list(folder.iterdir()) == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_a_machine_that_cannot_start_a_process_now_is_tried_again(
+    config: Config, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(config)
+    client = engine.client
+    start = EngineProcess.start
+    refusals = [BlockingIOError("no more processes")]
+
+    def start_at_second_try(process: EngineProcess) -> None:
+        if refusals:
+            raise refusals.pop()
+        start(process)
+
+    monkeypatch.setattr(EngineProcess, "start", start_at_second_try)
+
+    async def is_back() -> bool:
+        return client.restarts == 1
+
+    async def main() -> None:
+        os.kill(client.pid or 0, signal.SIGKILL)
+        await eventually(is_back)
+        assert tokens_of(await collect(client, question("after", prompt)))
+
+    engine.run(main())
+    assert not refusals
+    engine.close()
+
+
+def test_the_client_knows_whose_weights_are_in_use(
+    engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]
+) -> None:
+    client = engine.client
+    weights = refs["pirate"].weights_sha256
+
+    async def main() -> None:
+        request = question("in use", prompt, refs["pirate"], max_tokens=900, ignore_eos=True)
+        async with aclosing(client.generate(request)) as outputs:
+            await anext(outputs)
+            assert client.uses(weights)
+            assert not client.uses(refs["shout"].weights_sha256)
+        assert not client.uses(weights)
+
+    engine.run(main())
+
+
+def test_a_first_token_is_passed_on_before_others_that_have_piled_up(engine: Engine, prompt: list[int]) -> None:
+    client, heard = engine.client, []
+    begun = {"old": asyncio.Event(), "new": asyncio.Event()}
+
+    async def listen(name: str) -> None:
+        async with aclosing(client.generate(endless(name, prompt))) as outputs:
+            async for _ in outputs:
+                heard.append(name)
+                begun[name].set()
+
+    async def main() -> None:
+        old = asyncio.create_task(listen("old"))
+        await begun["old"].wait()
+        new = asyncio.create_task(listen("new"))
+        await asyncio.sleep(0)  # it asks the engine
+        heard.clear()
+        time.sleep(1.0)  # noqa: ASYNC251 - the event loop is late: outputs of several steps wait for it
+        await begun["new"].wait()
+        assert heard[0] == "new"
+        for task in (old, new):
+            task.cancel()
+        await asyncio.gather(old, new, return_exceptions=True)
+
+    engine.run(main())

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from weft.config import Config, ModelConfig
+from weft.engine.process.supervisor import EngineProcess, RestartPolicy
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_first_restart_is_at_once_and_later_ones_take_longer() -> None:
+    policy = RestartPolicy(Clock())
+    assert [policy.died() for _ in range(4)] == [0.0, 1.0, 30.0, 30.0]
+    assert policy.is_crash_loop
+
+
+def test_deaths_far_apart_are_no_crash_loop() -> None:
+    clock = Clock()
+    policy = RestartPolicy(clock)
+    for _ in range(10):
+        assert policy.died() == 0.0
+        clock.now_s += 61.0
+    assert not policy.is_crash_loop
+
+
+def test_a_crash_loop_ends_when_the_engine_lives_for_a_while() -> None:
+    clock = Clock()
+    policy = RestartPolicy(clock)
+    for _ in range(3):
+        policy.died()
+    clock.now_s = 100.0
+    assert policy.died() == 0.0
+    assert not policy.is_crash_loop
+
+
+def process() -> EngineProcess:
+    return EngineProcess(Config(model=ModelConfig(path="m")), print)
+
+
+def test_the_socket_lies_in_a_fresh_private_folder_that_is_removed() -> None:
+    one, other = process(), process()
+    folder = Path(one.address.removeprefix("ipc://")).parent
+    assert one.address != other.address
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for each in (one, other):
+        each.clean_up()
+    assert not folder.exists()
+
+
+def test_the_sockets_path_is_short_though_the_temporary_folder_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    each = process()
+    each.clean_up()
+    assert len(each.address.removeprefix("ipc://")) <= 107

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine_simulator import Simulator, adapter, expected_tokens, request
+from weft.engine.process import messages
+from weft.engine.process.worker import MAX_STEPS_AHEAD, EngineLoop, Wakeup
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.status import EngineLoad
+
+
+class Process:
+    """The engine's loop in a thread, around a simulated engine that may have requests before the loop starts."""
+
+    def __init__(self, address: str, submitted: Sequence[GenerationRequest] = ()) -> None:
+        self.simulator = Simulator(checked=False)
+        self.wakeup = Wakeup()
+        self.parent_gone = threading.Event()
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.RCVTIMEO, 60_000)
+        self.socket.bind(address)
+        self._inner: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._inner.connect(address)
+        for each in submitted:
+            self.simulator.core.submit(each)
+        loop = EngineLoop(self.simulator.core, self._inner, self.wakeup, self.parent_gone)
+        self.loads: list[EngineLoad] = []
+        self.thread = threading.Thread(target=loop.run)
+        self.thread.start()
+
+    def send(self, message: messages.ToEngine) -> None:
+        self.socket.send(messages.encode(message))
+
+    def receive(self) -> messages.FromEngine:
+        """The next message that is not a load, which are kept apart."""
+        while isinstance(message := messages.decode_from_engine(self.socket.recv()), messages.Load):
+            self.loads.append(message.load)
+        return message
+
+    def receive_load(self) -> EngineLoad:
+        message = messages.decode_from_engine(self.socket.recv())
+        assert isinstance(message, messages.Load)
+        return message.load
+
+    def outputs_until_end_of(self, *request_ids: str) -> list[list[RequestOutput]]:
+        steps = []
+        open_ids = set(request_ids)
+        while open_ids:
+            message = self.receive()
+            assert isinstance(message, messages.Outputs)
+            self.send(messages.Taken(1))
+            steps.append(message.outputs)
+            open_ids -= {output.request_id for output in message.outputs if output.finish_reason}
+        return steps
+
+    def close(self) -> None:
+        self.parent_gone.set()
+        self.wakeup.wake()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    process = Process(f"ipc://{tmp_path}/s")
+    yield process
+    process.close()
+
+
+def test_a_step_is_one_message_with_all_its_outputs(tmp_path: Path) -> None:
+    # Sent as messages they could arrive steps apart.
+    requests = [request(name, max_tokens=100) for name in ("a", "b")]
+    process = Process(f"ipc://{tmp_path}/s", submitted=requests)
+    try:
+        steps = process.outputs_until_end_of("a", "b")
+    finally:
+        process.close()
+    for each in requests:
+        tokens = [token for step in steps for o in step if o.request_id == each.request_id for token in o.token_ids]
+        assert tokens == expected_tokens(each, 100)
+    ids = [[output.request_id for output in step] for step in steps]
+    assert ids == [["a", "b"]] * 100
+
+
+def test_the_engine_waits_for_a_client_that_does_not_take_its_outputs(process: Process) -> None:
+    process.send(messages.Submit(request("a", max_tokens=50)))
+    for _ in range(MAX_STEPS_AHEAD):
+        assert isinstance(process.receive(), messages.Outputs)
+    process.send(messages.AskStatus(1))  # what else is asked is answered meanwhile
+    message = process.receive()
+    assert isinstance(message, messages.Status)
+    assert message.status.num_steps == MAX_STEPS_AHEAD
+    for _ in range(MAX_STEPS_AHEAD):
+        process.send(messages.Taken(1))
+    assert len(process.outputs_until_end_of("a")) == 50 - MAX_STEPS_AHEAD
+
+
+def test_the_load_is_told_while_there_is_work_and_once_when_there_is_none_any_more(process: Process) -> None:
+    process.send(messages.Submit(request("a", max_tokens=50)))
+    process.outputs_until_end_of("a")
+    assert process.loads[0].tenants[""].running + process.loads[0].tenants[""].waiting == 1
+    last = process.receive_load()
+    assert last.tenants == {}
+    assert last.seq > process.loads[-1].seq
+
+
+def test_junk_is_passed_over(process: Process) -> None:
+    for junk in (b"", b"\xff" * 1000, messages.encode(messages.StartFailed("m", "c", True))):
+        process.socket.send(junk)
+    process.send(messages.Submit(request("a")))
+    assert process.outputs_until_end_of("a")
+
+
+def test_a_request_that_cannot_be_is_refused_by_an_output(process: Process) -> None:
+    process.send(messages.Submit(request("a", prompt=[])))
+    ((refusal,),) = process.outputs_until_end_of("a")
+    assert refusal.error is not None
+    assert refusal.error.kind == "request"
+
+
+def test_status_is_answered_while_idle(process: Process) -> None:
+    process.send(messages.AskStatus(7))
+    message = process.receive()
+    assert isinstance(message, messages.Status)
+    assert (message.query_id, message.status.boot_id) == (7, "boot")
+
+
+def test_an_adapters_messages_reach_the_residency(process: Process) -> None:
+    process.send(messages.PinAdapter(adapter("a"), True))
+    process.send(messages.DropAdapter("unknown"))
+    process.send(messages.Submit(request("a", ref=adapter("a"))))
+    process.outputs_until_end_of("a")
+    assert process.simulator.residency.pinned == {adapter("a").digest}
+
+
+def test_an_abort_is_answered(process: Process) -> None:
+    process.simulator.residency.load_for_ever()
+    process.send(messages.Submit(request("a", ref=adapter("a"))))
+    process.send(messages.Abort("a"))
+    assert process.outputs_until_end_of("a")[-1][0].finish_reason == "abort"
+
+
+def test_the_loop_ends_when_it_is_told_to(process: Process) -> None:
+    process.send(messages.Close())
+    process.thread.join(60)
+    assert not process.thread.is_alive()
+
+
+def test_the_loop_ends_when_the_parent_is_gone(process: Process) -> None:
+    process.parent_gone.set()
+    process.wakeup.wake()
+    process.thread.join(60)
+    assert not process.thread.is_alive()
+
+
+def test_an_idle_engine_does_not_spin(process: Process) -> None:
+    process.send(messages.AskStatus(1))
+    process.receive()
+    ticks = process.simulator.residency.num_ticks
+    assert not threading.Event().wait(0.3)
+    assert process.simulator.residency.num_ticks - ticks <= 3  # the one under way, and more if the machine stood still
+
+
+def test_a_wakeup_outlives_many_wakes() -> None:
+    wakeup = Wakeup()
+    poller = zmq.Poller()
+    poller.register(wakeup.fileno(), zmq.POLLIN)
+    for _ in range(100_000):
+        wakeup.wake()
+    assert poller.poll(0)
+    wakeup.clear()
+    assert not poller.poll(0)

@@ -1,0 +1,362 @@
+"""Preempted requests: by swap or to be computed anew, and what becomes of their pages on the host."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_simulator import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
+from weft.engine.request import FlowKey, GenerationRequest
+from weft.memory.eviction import PageCosts
+
+
+def pressed(**settings: object) -> tuple[Simulator, list[GenerationRequest]]:
+    """A pool in which two requests can start, and which is too small for what they grow to."""
+    simulator = Simulator(**{"num_pages": 12, "step_tokens": 64, "costs": SWAPS, **settings})  # type: ignore[arg-type]
+    requests = [request("old", prompt=18, max_tokens=20), request("new", prompt=18, max_tokens=12)]
+    for each in requests:
+        simulator.core.submit(each)
+    return simulator, requests
+
+
+def until_preempted(simulator: Simulator) -> None:
+    while not simulator.num_preemptions:
+        simulator.pump()
+
+
+def finish(simulator: Simulator, requests: list[GenerationRequest]) -> None:
+    simulator.run()
+    for each in requests:
+        assert simulator.last(each.request_id).finish_reason == "length"
+        assert simulator.tokens(each.request_id) == expected_tokens(each, each.params.max_tokens)
+    assert simulator.swap.num_used == 0
+    assert simulator.slab.num_free == simulator.host_pages
+    assert simulator.pool.counts()["kv"] == 0
+    simulator.core.check()
+
+
+@pytest.mark.parametrize("has_prefixes", [True, False])
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_a_swapped_request_computes_nothing_twice(has_prefixes: bool, num_groups: int) -> None:
+    simulator, requests = pressed(has_prefixes=has_prefixes, num_groups=num_groups, num_pages=12 * num_groups)
+    finish(simulator, requests)
+    assert simulator.scheduler.preemptions == {"swap": 1, "recompute": 0}
+    positions = [
+        position
+        for plan in simulator.runner.plans
+        for chunk in plan.chunks
+        if chunk.request_id == "new"
+        for position in range(chunk.start, chunk.start + len(chunk.token_ids))
+    ]
+    assert positions == list(range(18 + 12 - 1))
+    assert simulator.core.status().preemptions == {"swap": 1, "recompute": 0}
+
+
+def test_without_a_prefix_cache_a_recomputed_request_computes_all_of_it_again() -> None:
+    simulator, requests = pressed(has_prefixes=False, costs=RECOMPUTES)
+    finish(simulator, requests)
+    assert simulator.scheduler.preemptions == {"swap": 0, "recompute": 1}
+    starts = [chunk.start for plan in simulator.runner.plans for chunk in plan.chunks if chunk.request_id == "new"]
+    assert starts.count(0) == 2
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "how"),
+    [(0.49, "swap"), (0.51, "recompute")],
+)
+def test_what_is_cheaper_decides(copy_s: float, how: str) -> None:
+    """At 0.5 s a page is as dear to copy twice as the tokens in it are to compute."""
+    simulator, requests = pressed(has_prefixes=False)
+    new = simulator.scheduler.table.requests["new"]
+    while not simulator.num_preemptions:
+        num_tokens = max(new.num_computed, 1)
+        simulator.scheduler.table.kv._costs = PageCosts(
+            copy_s=copy_s, load_s=1.0, token_s=-(-num_tokens // 4) / num_tokens
+        )
+        simulator.pump()
+    assert simulator.scheduler.preemptions[how] == 1
+    finish(simulator, requests)
+
+
+@pytest.mark.parametrize("host_pages", [0, 3])
+def test_without_host_pages_it_is_computed_anew(host_pages: int) -> None:
+    simulator, requests = pressed(host_pages=host_pages)
+    finish(simulator, requests)
+    assert simulator.scheduler.preemptions == {"swap": 0, "recompute": 1}
+
+
+def test_pages_that_are_swapped_out_serve_others_only_after_the_step_that_copies_them() -> None:
+    simulator, requests = pressed()
+    until_preempted(simulator)
+    plan = simulator.runner.plans[-1]
+    out = {move.device_page for move in plan.swap_out}
+    assert out
+    assert not out & {*plan.zero_pages, *(page for chunk in plan.chunks for page in chunk.block_table[0])}
+    finish(simulator, requests)
+
+
+def test_a_step_that_only_swaps_computes_nothing() -> None:
+    simulator = Simulator(num_pages=8, step_tokens=64, costs=SWAPS, has_prefixes=False)
+    requests = [request("old", prompt=16, max_tokens=12), request("new", prompt=13, max_tokens=12)]
+    for each in requests:
+        simulator.core.submit(each)
+    until_preempted(simulator)
+    assert simulator.runner.plans[-1].chunks == []
+    assert simulator.core.status().last_steps[-1].requests == 0
+    finish(simulator, requests)
+
+
+@pytest.mark.parametrize("costs", [SWAPS, RECOMPUTES])
+def test_a_preempted_request_that_is_aborted_tells_what_was_computed_before(costs: PageCosts) -> None:
+    simulator, (old, _) = pressed(costs=costs, has_prefixes=False)
+    until_preempted(simulator)
+    simulator.core.abort("new")
+    finish(simulator, [old])
+    assert simulator.last("new").computed_prompt_tokens == 18
+
+
+def test_a_request_that_was_aborted_while_swapped_gives_its_host_pages_back() -> None:
+    simulator, (old, _) = pressed()
+    until_preempted(simulator)
+    assert simulator.swap.num_used > 0
+    simulator.core.abort("new")
+    assert simulator.swap.num_used == 0
+    finish(simulator, [old])
+
+
+def test_host_pages_of_a_request_aborted_in_mid_step_are_kept_until_its_copies_are_done() -> None:
+    simulator, (old, _) = pressed()
+    plan = None
+    while plan is None or not plan.swap_out:
+        if plan is not None:
+            simulator.scheduler.commit(plan, simulator.runner.execute(plan))
+            simulator.scheduler.complete(plan.step)
+        plan = simulator.scheduler.plan()
+    simulator.core.abort("new")
+    assert simulator.swap.num_used == len(plan.swap_out)
+    for output in simulator.scheduler.commit(plan, simulator.runner.execute(plan)):
+        simulator.outputs.setdefault(output.request_id, []).append(output)
+    simulator.scheduler.complete(plan.step)
+    assert simulator.swap.num_used == 0
+    simulator.run()
+    assert simulator.last("old").finish_reason == "length"
+    assert old.params.max_tokens == 20
+
+
+def step_of_preemption() -> int:
+    simulator, _ = pressed()
+    until_preempted(simulator)
+    return simulator.core.num_steps
+
+
+def test_what_a_failed_step_should_have_swapped_out_is_computed_anew() -> None:
+    simulator, (_, new) = pressed()
+    simulator.runner.fail_on = {step_of_preemption()}
+    until_preempted(simulator)
+    assert simulator.runner.plans[-1].swap_out
+    assert simulator.swap.num_used == 0
+    finish(simulator, [new])
+
+
+def test_a_plan_that_fails_loses_no_host_page_and_leaves_no_page_in_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator, (_, new) = pressed()
+    while simulator.core.num_steps < step_of_preemption() - 1:
+        simulator.pump()
+    with monkeypatch.context() as broken:
+        broken.setattr(simulator.scheduler._preemption, "room_to_grow", lambda: 1 / 0)
+        simulator.pump()
+    assert simulator.scheduler.preemptions["swap"] == 1
+    assert simulator.last("old").finish_reason == "error"
+    assert (simulator.swap.num_used, simulator.pool.num_quarantined) == (0, 0)
+    finish(simulator, [new])
+
+
+def sharing_a_beginning() -> tuple[Simulator, list[GenerationRequest]]:
+    simulator = Simulator(num_pages=14, step_tokens=64, costs=SWAPS)
+    prompt = [100 + i for i in range(16)]
+    requests = [request("old", [*prompt, 1], 28), request("new", [*prompt, 2], 20)]
+    simulator.core.submit(requests[0])
+    simulator.pump()
+    simulator.core.submit(requests[1])
+    return simulator, requests
+
+
+def test_cached_blocks_that_others_share_are_not_swapped() -> None:
+    simulator, requests = sharing_a_beginning()
+    until_preempted(simulator)
+    num_blocks = -(-simulator.scheduler.table.requests["new"].num_computed // 4)
+    assert len(simulator.runner.plans[-1].swap_out) == num_blocks - 4
+    finish(simulator, requests)
+    assert simulator.scheduler.preemptions == {"swap": 1, "recompute": 0}
+    assert sum(len(plan.swap_in) for plan in simulator.runner.plans) > 0
+
+
+def test_a_swapped_request_whose_shared_beginning_is_gone_is_computed_anew() -> None:
+    simulator, requests = sharing_a_beginning()
+    until_preempted(simulator)
+    assert simulator.scheduler.table.requests["new"].pages.swapped is not None
+    simulator.core.abort("old")
+    assert simulator.evictor.make_room(simulator.pool.capacity)  # all cached blocks go
+    finish(simulator, requests[1:])
+    assert not any(plan.swap_in for plan in simulator.runner.plans)
+
+
+def test_prompt_logprobs_survive_a_swap_in_the_middle_of_the_prompt() -> None:
+    simulator = Simulator(num_pages=14, max_running=4, step_tokens=5, costs=SWAPS)
+    requests = [request("old", prompt=4, max_tokens=40), request("new", prompt=46, max_tokens=4, prompt_logprobs=0)]
+    for each in requests:
+        simulator.core.submit(each)
+    until_preempted(simulator)
+    state = simulator.scheduler.table.requests["new"]
+    assert 0 < state.num_computed < 46
+    finish(simulator, requests)
+    (logprobs,) = [o.prompt_logprobs for o in simulator.outputs["new"] if o.prompt_logprobs is not None]
+    assert [entry and entry.token_id for entry in logprobs] == [None, *requests[1].prompt_token_ids[1:]]
+
+
+@pytest.mark.parametrize("costs", [SWAPS, RECOMPUTES])
+def test_no_request_is_preempted_twice_without_a_page_of_progress(costs: PageCosts) -> None:
+    simulator = Simulator(num_pages=14, step_tokens=16, max_running=8, costs=costs)
+    requests = [request(f"r{index}", prompt=3, max_tokens=40, ref=adapter("a")) for index in range(8)]
+    for each in requests:
+        simulator.core.submit(each)
+    states = dict(simulator.scheduler.table.requests)
+    seen: dict[str, tuple[int, int]] = {}
+    while simulator.core.has_work():
+        simulator.pump()
+        for name, state in states.items():
+            count, tokens = seen.get(name, (0, 0))
+            if state.num_preemptions > count:
+                stood = state.progress_mark - 4
+                assert state.num_preemptions == count + 1
+                assert count == 0 or stood >= tokens + 4
+                seen[name] = (state.num_preemptions, stood)
+    assert simulator.num_preemptions > 3
+    finish(simulator, requests)
+
+
+def test_a_waiting_request_holds_no_device_page() -> None:
+    simulator, requests = pressed()
+    until_preempted(simulator)
+    for state in simulator.scheduler.table.waiting:
+        assert not state.pages.held
+        assert state.pages.table.num_blocks == 0
+        assert state.lease is None
+    finish(simulator, requests)
+
+
+def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(num_pages=12, load_ticks=1, costs=RECOMPUTES)
+    simulator.core.submit(request("old", prompt=8, max_tokens=30))
+    simulator.core.submit(request("new", prompt=8, max_tokens=30, ref=adapter("a")))
+    release = simulator.residency.release
+    steps: list[int] = []
+
+    def note(digest: str, last_step: int = 0) -> None:
+        steps.append(last_step)
+        release(digest, last_step)
+
+    monkeypatch.setattr(simulator.residency, "release", note)
+    simulator.run()
+
+    runs = sum(simulator.scheduler.preemptions.values()) + 1
+    assert runs > 1
+    assert steps.count(0) > 0
+    assert len(steps) - steps.count(0) == runs
+
+
+@pytest.mark.parametrize("was_read", [True, False])
+def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_request(was_read: bool) -> None:
+    simulator = Simulator(num_pages=12, max_running=2, load_ticks=1, step_tokens=64, adapter_pages=2)
+    if was_read:
+        simulator.residency.on_host.add(adapter("a").digest)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=24))  # 2 pages, 8 in the end: less than a quantum
+    simulator.core.submit(request("waits", prompt=36, max_tokens=2, ref=adapter("a")))  # 2 pages and 9
+    while not simulator.outputs.get("runs") or simulator.last("runs").finish_reason is None:
+        assert simulator.residency.num_holds() == 0
+        simulator.pump()
+    simulator.run()
+    assert simulator.num_preemptions == 0
+    assert simulator.tokens("waits") == expected_tokens(request("waits", 36, ref=adapter("a")), 2)
+
+
+def test_an_adapter_of_unknown_size_is_read_at_once() -> None:
+    simulator = Simulator(num_pages=16, max_running=2, load_ticks=1, step_tokens=128, adapter_pages=2)
+    simulator.residency.known_pages = False
+    simulator.core.submit(request("runs", prompt=16, max_tokens=16))  # 4 pages
+    simulator.core.submit(request("waits", prompt=50, max_tokens=2, ref=adapter("a")))  # 13 pages, without the adapter
+    simulator.pump()
+    assert simulator.residency.num_holds() == 1
+    simulator.run()
+
+
+def test_adapters_that_come_together_leave_pages_for_the_requests_of_all_of_them() -> None:
+    simulator = Simulator(num_pages=11, max_running=3, step_tokens=64, adapter_pages=2)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=16))  # 2 pages
+    for name in ("a", "b"):
+        simulator.residency.on_host.add(adapter(name).digest)
+        simulator.core.submit(request(name, prompt=16, max_tokens=2, ref=adapter(name)))  # 2 pages and 4
+    simulator.pump()
+    assert simulator.residency.num_holds() == 1
+    simulator.run()
+
+
+def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapter() -> None:
+    simulator = Simulator(num_pages=13, max_running=3, step_tokens=64, adapter_pages=2)
+    for name in ("a", "b"):
+        simulator.residency.on_host.add(adapter(name).digest)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=24))
+    simulator.core.submit(request("large", prompt=40, max_tokens=2, ref=adapter("a")))
+    simulator.core.submit(request("small", prompt=4, max_tokens=2, ref=adapter("b")))
+    ended: list[str] = []
+    while len(ended) < 3:
+        ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
+    assert ended == ["small", "runs", "large"]
+    assert simulator.num_preemptions == 0
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_small_requests_pass_one_that_lacks_pages_for_its_adapter_only_so_often(on_host: bool) -> None:
+    simulator = Simulator(num_pages=20, max_running=8, load_ticks=1, step_tokens=64, adapter_pages=2, policy="fcfs")
+    if on_host:
+        simulator.residency.on_host.add(adapter("a").digest)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=9))
+    simulator.core.submit(request("large", prompt=66, max_tokens=2, ref=adapter("a")))  # 2 pages and 17
+    ended: list[str] = []
+    for number in range(200):
+        simulator.core.submit(request(f"small-{number}", prompt=12, max_tokens=6))
+        ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
+    assert "large" in ended
+    simulator.run()
+
+
+def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_beside_a_flood_at_once() -> None:
+    simulator = Simulator(num_pages=64, max_running=16, step_tokens=256, adapter_pages=4, costs=RECOMPUTES)
+    simulator.residency.on_host.add(adapter("a").digest)
+    flood = [request(f"flood-{i}", prompt=12, max_tokens=200, flow=FlowKey(tenant="flood")) for i in range(12)]
+    for each in flood:
+        simulator.core.submit(each)
+    for _ in range(20):
+        simulator.pump()
+    before = simulator.num_preemptions
+    quiet = request("quiet", prompt=120, max_tokens=4, ref=adapter("a"), flow=FlowKey(tenant="quiet"))
+    simulator.core.submit(quiet)
+    for _ in range(8):
+        simulator.pump()
+    assert simulator.last("quiet").finish_reason is not None
+    assert simulator.num_preemptions - before <= len(flood)
+
+
+def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
+    simulator = Simulator(num_pages=14, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
+    simulator.core.submit(request("old", prompt=8, max_tokens=49))  # 14 pages in the end
+    names = ("a", "b", "c")
+    for name in names:
+        simulator.core.submit(request(name, prompt=4, max_tokens=2, ref=adapter(name)))
+    resident = []
+    while not simulator.outputs.get("old") or simulator.last("old").finish_reason is None:
+        simulator.pump()
+        resident.append([name for name in names if simulator.residency.state(adapter(name).digest) == "device"])
+    order = [there for index, there in enumerate(resident) if index == 0 or there != resident[index - 1]]
+    assert order[-4:] == [["a", "b", "c"], ["a", "b"], ["a"], []]
+    assert simulator.num_preemptions == 0
+    simulator.run()

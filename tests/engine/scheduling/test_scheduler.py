@@ -1,0 +1,695 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
+from weft.engine.fairness.prices import Prices
+from weft.engine.request import FlowKey, GenerationRequest
+from weft.engine.scheduling.plan import Chunk
+from weft.engine.scheduling.waiting import MAX_BYPASSES
+from weft.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    NeverFitsError,
+    QueueFullError,
+)
+from weft.memory.eviction import PageCosts
+
+
+def run_all(simulator: Simulator, requests: list[GenerationRequest]) -> None:
+    for each in requests:
+        simulator.core.submit(each)
+    simulator.run()
+
+
+def assert_idle_and_empty(simulator: Simulator) -> None:
+    counts = simulator.pool.counts()
+    assert counts["kv"] == counts["quarantine"] == simulator.swap.num_used == 0
+    assert simulator.residency.num_leases() == simulator.residency.num_holds() == 0
+    assert not simulator.core.has_work()
+    simulator.core.check()
+
+
+def test_a_request_gets_the_tokens_of_its_own_history() -> None:
+    simulator = Simulator()
+    one = request("one", prompt=37, max_tokens=9, ref=adapter("a"))
+    run_all(simulator, [one])
+    assert simulator.tokens("one") == expected_tokens(one, 9)
+    assert simulator.last("one").finish_reason == "length"
+    assert_idle_and_empty(simulator)
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_token_budget() -> None:
+    simulator = Simulator(step_tokens=16)
+    run_all(simulator, [request("one", prompt=37, max_tokens=1)])
+    assert [len(plan.chunks[0].token_ids) for plan in simulator.runner.plans] == [16, 16, 5]
+
+
+def test_decodes_go_before_prompts_and_the_budget_is_kept() -> None:
+    simulator = Simulator(step_tokens=8, max_running=8)
+    simulator.core.submit(request("old", prompt=2, max_tokens=20))
+    simulator.pump()
+    simulator.core.submit(request("new", prompt=30, max_tokens=1))
+    simulator.pump()
+    plan = simulator.runner.plans[-1]
+    assert [(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks] == [("old", 1), ("new", 7)]
+
+
+def test_pages_handed_out_are_zeroed_in_the_step_that_gets_them() -> None:
+    simulator = Simulator()
+    run_all(simulator, [request("one", prompt=6, max_tokens=4)])
+    assert [len(plan.zero_pages) for plan in simulator.runner.plans] == [2, 0, 0, 1]
+
+
+def test_the_first_output_alone_tells_where_the_adapter_was_and_how_long_it_waited() -> None:
+    simulator = Simulator(load_ticks=3)
+    run_all(simulator, [request("one", max_tokens=2, ref=adapter("a")), request("base", max_tokens=1)])
+    first, second = simulator.outputs["one"]
+    assert (first.adapter_state, first.queue_s) == ("stored", 4.0)
+    assert (second.adapter_state, second.queue_s) == (None, None)
+    assert simulator.outputs["base"][0].adapter_state == "base"
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_a_request_whose_adapter_loads_does_not_block_those_behind_it(policy: Literal["fair", "fcfs"]) -> None:
+    simulator = Simulator(load_ticks=10, policy=policy)
+    simulator.core.submit(request("slow", ref=adapter("a")))
+    simulator.core.submit(request("base"))
+    simulator.pump()
+    assert [chunk.request_id for chunk in simulator.runner.plans[-1].chunks] == ["base"]
+    assert simulator.core.status().waiting_reasons == {"LOADING": 1}
+
+
+def test_loads_are_told_who_runs_and_who_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(load_ticks=10, max_running=3)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(simulator.core, "_set_stepping", lambda *counts: told.append(counts))
+    for index in range(3):
+        simulator.core.submit(request(f"slow {index}", ref=adapter(str(index))))
+    simulator.pump()
+    assert told.pop() == (0, 3)
+    simulator.core.submit(request("base", max_tokens=4))
+    simulator.pump()
+    assert told.pop() == (1, 2), "two more would fit a step, and three wait"
+
+
+def test_requests_that_lack_pages_do_not_hurry_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(num_pages=8, step_tokens=32, max_running=4)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(simulator.core, "_set_stepping", lambda *counts: told.append(counts))
+    simulator.core.submit(request("old", prompt=20, max_tokens=4))
+    simulator.pump()
+    simulator.core.submit(request("large", prompt=24, max_tokens=4))
+    simulator.pump()
+    assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
+    assert told.pop() == (1, 0)
+
+
+def test_a_request_without_pages_does_not_block_smaller_ones_behind_it() -> None:
+    simulator = Simulator(num_pages=8, step_tokens=32)
+    simulator.core.submit(request("old", prompt=20, max_tokens=4))
+    simulator.pump()
+    simulator.core.submit(request("large", prompt=24, max_tokens=4))
+    simulator.core.submit(request("small", prompt=4, max_tokens=1))
+    simulator.pump()
+    assert [chunk.request_id for chunk in simulator.runner.plans[-1].chunks] == ["old", "small"]
+    assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
+
+
+def test_a_blocked_request_is_overtaken_in_a_bounded_number_of_steps() -> None:
+    simulator = Simulator(num_pages=8, step_tokens=32)
+    for index in range(7):
+        simulator.core.submit(request(f"first{index}", prompt=4, max_tokens=1 + index % 3))
+    simulator.pump()
+    simulator.core.submit(request("large", prompt=28, max_tokens=1))
+    overtaken = 0
+    while "large" not in simulator.outputs:
+        simulator.core.submit(request(f"small{simulator.now_s}", prompt=4, max_tokens=3))
+        simulator.core.submit(request(f"other{simulator.now_s}", prompt=4, max_tokens=2))
+        waiting = simulator.scheduler.num_waiting
+        simulator.pump()
+        overtaken += simulator.scheduler.num_waiting < waiting - 1
+        assert simulator.now_s < 100
+    assert 0 < overtaken <= MAX_BYPASSES
+
+
+def crowded_by(tenant: str) -> Simulator:
+    """A request that runs with a third of the pages, and one that was overtaken as often as may be and needs more."""
+    simulator = Simulator(num_pages=64, step_tokens=256)
+    simulator.core.submit(request("runs", prompt=80, max_tokens=60, flow=FlowKey(tenant=tenant)))
+    simulator.pump()
+    simulator.pump()
+    simulator.core.submit(request("big", prompt=180, max_tokens=2, flow=FlowKey(tenant=tenant)))
+    simulator.pump()
+    simulator.scheduler.table.requests["big"].num_bypasses = MAX_BYPASSES - 1
+    simulator.scheduler.table.waiting.bypass(simulator.scheduler.table.requests["big"])
+    return simulator
+
+
+def test_a_request_that_was_overtaken_often_enough_keeps_waiting_only_those_behind_it() -> None:
+    simulator = crowded_by("flood")
+    simulator.core.submit(request("behind", prompt=4, max_tokens=2, flow=FlowKey(tenant="flood")))
+    simulator.core.submit(request("ahead", prompt=4, max_tokens=2, flow=FlowKey(tenant="new")))
+    for _ in range(4):
+        simulator.pump()
+    assert simulator.last("ahead").finish_reason == "length"
+    assert "behind" not in simulator.outputs
+    simulator.run()
+    big, behind = list(simulator.outputs).index("big"), list(simulator.outputs).index("behind")
+    assert big < behind
+    assert simulator.tokens("big") == expected_tokens(request("big", 180), 2)
+
+
+def test_nobody_is_preempted_where_all_who_would_give_way_have_too_few_pages() -> None:
+    simulator = Simulator(num_pages=64, step_tokens=256)
+    simulator.core.submit(request("peer", prompt=120, max_tokens=30, flow=FlowKey(tenant="peer")))
+    for index in range(3):
+        simulator.core.submit(request(f"f{index}", prompt=16, max_tokens=30, flow=FlowKey(tenant="flood")))
+    for _ in range(6):
+        simulator.pump()
+    assert simulator.scheduler.num_rows == 4
+    simulator.core.submit(request("fits", prompt=60, max_tokens=2, flow=FlowKey(tenant="new")))
+    simulator.core.submit(request("big", prompt=140, max_tokens=2, flow=FlowKey(tenant="newer")))
+    simulator.pump()
+    waiting = {state.request_id for state in simulator.scheduler.table.waiting}
+    assert "big" in waiting
+    assert "fits" not in waiting
+    assert simulator.num_preemptions <= 2
+    simulator.run()
+    assert simulator.tokens("big") == expected_tokens(request("big", 140), 2)
+
+
+def test_an_adapter_without_a_slot_gets_that_of_a_share_far_ahead() -> None:
+    simulator = Simulator(num_pages=400, slots=2, adapter_pages=1, step_tokens=64, max_model_len=1000)
+    flood = [
+        request(f"f{i}", prompt=4, max_tokens=400, ref=adapter("ab"[i % 2]), flow=FlowKey(tenant="flood"))
+        for i in range(6)
+    ]
+    for each in flood:
+        simulator.core.submit(each)
+    for _ in range(20):
+        simulator.pump()
+    small = request("small", prompt=4, max_tokens=4, ref=adapter("c"), flow=FlowKey(tenant="new"))
+    simulator.core.submit(small)
+    for _ in range(30):
+        simulator.pump()
+    assert simulator.last("small").finish_reason == "length"
+    simulator.run()
+    assert simulator.tokens("small") == expected_tokens(small, 4)
+    assert all(simulator.tokens(each.request_id) == expected_tokens(each, 400) for each in flood)
+
+
+def test_a_load_whose_first_waiter_leaves_is_charged_to_the_next() -> None:
+    def service(*, with_first: bool) -> tuple[float, float]:
+        simulator = Simulator(num_pages=100, adapter_pages=20, step_tokens=64, max_running=2, has_prefixes=False)
+        if with_first:
+            simulator.core.submit(request("first", ref=adapter("x"), flow=FlowKey(tenant="first")))
+        simulator.core.submit(request("next", ref=adapter("x"), flow=FlowKey(tenant="next")))
+        simulator.pump()
+        simulator.core.abort("first")
+        simulator.run()
+        return simulator.scheduler.service("first"), simulator.scheduler.service("next")
+
+    assert service(with_first=True) == service(with_first=False)
+
+
+def test_a_load_whose_only_waiter_leaves_when_it_is_done_is_charged_to_that_one() -> None:
+    simulator = Simulator(num_pages=100, adapter_pages=20, max_running=1)
+    simulator.core.submit(request("runs", prompt=8, max_tokens=40, flow=FlowKey(tenant="runs")))
+    simulator.core.submit(request("leaves", ref=adapter("x"), flow=FlowKey(tenant="leaves")))
+    while simulator.pool.counts()["adapter"] == 0:
+        simulator.pump()
+        assert simulator.now_s < 30
+    simulator.core.abort("leaves")
+    assert simulator.scheduler.service("leaves") == 20 * Prices().page_load
+    simulator.run()
+
+
+def test_paused_requests_keep_at_most_half_of_the_pages() -> None:
+    simulator = Simulator(num_pages=64, max_running=2, step_tokens=128)
+    requests = [
+        request(f"{tenant}{i}", prompt=50, max_tokens=60, flow=FlowKey(tenant=tenant))
+        for tenant in "abcd"
+        for i in range(2)
+    ]
+    for each in requests:
+        simulator.core.submit(each)
+    most = 0
+    while simulator.core.has_work():
+        simulator.pump()
+        paused = simulator.scheduler.table.order.paused
+        most = max(most, sum(state.pages.table.num_blocks for state in paused))
+    assert 0 < most <= 32
+    assert simulator.num_preemptions > 0
+    assert all(simulator.tokens(each.request_id) == expected_tokens(each, 60) for each in requests)
+
+
+def test_preempted_requests_end_with_the_same_tokens() -> None:
+    def requests() -> list[GenerationRequest]:
+        draw = random.Random(5)
+        return [
+            request(f"r{i}", prompt=draw.randrange(1, 30), max_tokens=draw.randrange(1, 30), ref=adapter(f"a{i % 5}"))
+            for i in range(60)
+        ]
+
+    simulator = Simulator(num_pages=24, step_tokens=24, adapter_pages=2)
+    run_all(simulator, requests())
+    assert simulator.num_preemptions > 5
+    for each in requests():
+        assert simulator.tokens(each.request_id) == expected_tokens(each, each.params.max_tokens)
+    assert_idle_and_empty(simulator)
+
+
+def test_no_request_is_preempted_twice_without_a_page_of_progress() -> None:
+    simulator = Simulator(num_pages=12, step_tokens=16, max_running=8)
+    for index in range(8):
+        simulator.core.submit(request(f"r{index}", prompt=3, max_tokens=40))
+    computed: dict[str, int] = {}
+    marks: dict[str, int] = {}
+    while simulator.core.has_work():
+        before = {chunk.request_id for plan in simulator.runner.plans[-1:] for chunk in plan.chunks}
+        simulator.pump()
+        if len(simulator.runner.plans) < 2:
+            continue
+        for chunk in simulator.runner.plans[-1].chunks:
+            if chunk.start == 0 and computed.get(chunk.request_id, 0) > 0:
+                assert computed[chunk.request_id] >= marks.get(chunk.request_id, 0)
+                marks[chunk.request_id] = computed[chunk.request_id] + 4
+            computed[chunk.request_id] = chunk.start + len(chunk.token_ids)
+        assert before or simulator.runner.plans
+    assert simulator.num_preemptions > 0
+    assert all(simulator.tokens(f"r{i}") == expected_tokens(request(f"r{i}", 3), 40) for i in range(8))
+
+
+def test_idle_adapters_are_evicted_before_anybody_is_preempted() -> None:
+    simulator = Simulator(num_pages=10)
+    run_all(simulator, [request("one", prompt=2, max_tokens=1, ref=adapter("a"))])
+    assert simulator.pool.counts()["adapter"] == 2
+    run_all(simulator, [request("big", prompt=30, max_tokens=10)])
+    assert simulator.num_preemptions == 0
+    assert simulator.evictor.evictions["adapter"] == 1
+
+
+def test_adapters_held_for_waiting_requests_give_way_to_running_ones() -> None:
+    simulator = Simulator(num_pages=10, max_running=1, load_ticks=1)
+    simulator.core.submit(request("runs", prompt=20, max_tokens=20))
+    simulator.core.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
+    simulator.run()
+    assert simulator.num_preemptions == 0
+    assert simulator.tokens("waits") == expected_tokens(request("waits", 4, ref=adapter("a")), 2)
+
+
+def test_requests_whose_adapters_do_not_fit_together_are_served_one_after_another() -> None:
+    simulator = Simulator(num_pages=8, adapter_pages=6, load_ticks=2)
+    requests = [request(f"r{i}", prompt=4, max_tokens=4, ref=adapter(f"a{i % 3}")) for i in range(9)]
+    run_all(simulator, requests)
+    for each in requests:
+        assert simulator.tokens(each.request_id) == expected_tokens(each, 4)
+    assert_idle_and_empty(simulator)
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    simulator = Simulator(num_pages=8)
+    with pytest.raises(NeverFitsError, match="9 pages for 36 tokens, but the pool has 8 pages"):
+        simulator.core.submit(request("big", prompt=30, max_tokens=7))
+    simulator.core.submit(request("fits", prompt=30, max_tokens=3))
+    with pytest.raises(NeverFitsError, match="8 pages for 32 tokens and 2 pages for its adapter"):
+        simulator.core.submit(request("adapter", prompt=30, max_tokens=3, ref=adapter("a")))
+    assert simulator.scheduler.num_waiting == 1
+
+
+def test_an_adapter_that_turns_out_too_large_ends_its_requests() -> None:
+    simulator = Simulator(num_pages=8, adapter_pages=7)
+    simulator.residency.known_pages = False
+    simulator.core.submit(request("one", prompt=8, max_tokens=1, ref=adapter("a")))
+    simulator.pump()
+    simulator.residency.known_pages = True
+    simulator.run()
+    error = simulator.last("one").error
+    assert error is not None
+    assert (error.code, error.kind) == ("request_too_large", "request")
+    assert_idle_and_empty(simulator)
+
+
+def test_a_request_that_does_not_fit_beside_pinned_adapters_is_refused_and_others_go_on() -> None:
+    simulator = Simulator(num_pages=8, adapter_pages=6)
+    simulator.residency.load_now(adapter("pinned"))
+    simulator.residency.pin(adapter("pinned"), True)
+    simulator.core.submit(request("big", prompt=12, max_tokens=1))
+    simulator.core.submit(request("other", prompt=4, max_tokens=1, ref=adapter("other")))
+    simulator.core.submit(request("small", prompt=4, max_tokens=2))
+    simulator.run()
+    assert simulator.last("small").finish_reason == "length"
+    assert {simulator.last(name).finish_reason for name in ("big", "other")} == {"error"}
+    refusal = simulator.last("big").error
+    assert refusal is not None
+    assert refusal.kind == "capacity"  # pins come and go: the client may try again
+
+
+def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
+    simulator = Simulator(max_model_len=20)
+    with pytest.raises(ContextLengthError, match="takes 20 tokens, but 18 in the prompt and 3 to generate are 21"):
+        simulator.core.submit(request("long", prompt=18, max_tokens=3))
+    simulator.core.submit(request("fits", prompt=18, max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        request("x", prompt=[]),
+        request("x", prompt=[1, 1000]),
+        request("x", prompt=[-1]),
+        request("x", logit_bias={1000: 1.0}),
+        request("x", max_tokens=1, generated_token_ids=[1, 2]),
+        request("x", flow=FlowKey(weight=0.0)),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: GenerationRequest) -> None:
+    simulator = Simulator()
+    with pytest.raises(InvalidRequestError):
+        simulator.core.submit(wrong)
+    assert not simulator.core.has_work()
+
+
+def test_an_id_in_use_is_refused() -> None:
+    simulator = Simulator()
+    simulator.core.submit(request("one"))
+    with pytest.raises(InvalidRequestError):
+        simulator.core.submit(request("one"))
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    simulator = Simulator(max_waiting=2, max_running=1)
+    run_all(simulator, [request("a", max_tokens=4), request("b", max_tokens=4)])
+    for name in ("c", "d", "e"):  # one of them has the free row in the next plan
+        simulator.core.submit(request(name))
+    with pytest.raises(QueueFullError) as refusal:
+        simulator.core.submit(request("f"))
+    assert refusal.value.retry_after_s == pytest.approx(3 * 4.0)
+    simulator.pump()
+    assert (simulator.scheduler.num_rows, simulator.scheduler.num_waiting) == (1, 2)
+    with pytest.raises(QueueFullError):
+        simulator.core.submit(request("f"))
+
+
+def test_a_request_without_output_ends_after_its_prompt_with_its_logprobs() -> None:
+    simulator = Simulator(step_tokens=8)
+    run_all(simulator, [request("echo", prompt=20, max_tokens=0, prompt_logprobs=2)])
+    (output,) = simulator.outputs["echo"]
+    assert (output.finish_reason, output.token_ids) == ("length", [])
+    assert output.prompt_logprobs is not None
+    prompt = request("echo", prompt=20).prompt_token_ids
+    assert output.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in output.prompt_logprobs if entry] == prompt[1:]
+    assert [entry.logprob for entry in output.prompt_logprobs if entry] == [-float(i) for i in range(19)]
+
+
+def test_prompt_logprobs_come_once_and_whole_though_the_request_was_preempted() -> None:
+    simulator = Simulator(num_pages=10, step_tokens=8)
+    requests = [request(f"r{i}", prompt=14, max_tokens=10, prompt_logprobs=0) for i in range(4)]
+    run_all(simulator, requests)
+    assert simulator.num_preemptions > 0
+    for each in requests:
+        outputs = simulator.outputs[each.request_id]
+        (prompt_logprobs,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
+        assert [e and e.token_id for e in prompt_logprobs] == [None, *each.prompt_token_ids[1:]]
+        assert simulator.tokens(each.request_id) == expected_tokens(each, 10)
+
+
+def test_generation_ends_at_the_end_of_sequence_token() -> None:
+    third = expected_tokens(request("one", max_tokens=9), 3)[-1]
+    simulator = Simulator(eos=frozenset({third}))
+    run_all(simulator, [request("one", max_tokens=9)])
+    assert simulator.last("one").finish_reason == "stop"
+    assert simulator.last("one").stop_token_id == third
+    assert len(simulator.tokens("one")) == 3
+
+
+def test_the_end_of_sequence_token_can_be_ignored() -> None:
+    third = expected_tokens(request("one", max_tokens=9), 3)[-1]
+    simulator = Simulator(eos=frozenset({third}))
+    run_all(simulator, [request("one", max_tokens=9, ignore_eos=True)])
+    assert simulator.last("one").finish_reason == "length"
+    assert len(simulator.tokens("one")) == 9
+
+
+def test_generation_ends_at_a_stop_token_even_on_the_last_token_allowed() -> None:
+    third = expected_tokens(request("one", max_tokens=3), 3)[-1]
+    simulator = Simulator()
+    run_all(simulator, [request("one", max_tokens=3, stop_token_ids=(third,), ignore_eos=True)])
+    assert simulator.last("one").finish_reason == "stop"
+
+
+def test_logprobs_come_with_their_tokens() -> None:
+    simulator = Simulator()
+    run_all(simulator, [request("one", max_tokens=2, logprobs=3)])
+    assert [[e.token_id for e in o.logprobs or []] for o in simulator.outputs["one"]] == [
+        o.token_ids for o in simulator.outputs["one"]
+    ]
+
+
+def test_a_request_goes_on_after_tokens_generated_elsewhere() -> None:
+    whole = request("one", max_tokens=8)
+    first = expected_tokens(whole, 3)
+    simulator = Simulator()
+    run_all(simulator, [request("one", max_tokens=8, generated_token_ids=first)])
+    assert first + simulator.tokens("one") == expected_tokens(whole, 8)
+    assert simulator.runner.plans[0].chunks[0].sample is not None
+    assert simulator.runner.plans[0].chunks[0].sample.output_index == 3
+
+
+def test_a_request_that_had_all_its_tokens_ends_at_once() -> None:
+    simulator = Simulator()
+    run_all(simulator, [request("one", max_tokens=2, generated_token_ids=[1, 2])])
+    assert simulator.last("one").finish_reason == "length"
+    assert simulator.runner.plans == []
+
+
+def test_history_is_in_the_plan_only_where_penalties_need_it() -> None:
+    simulator = Simulator()
+    run_all(simulator, [request("plain", max_tokens=2), request("rare", max_tokens=2, presence_penalty=1.0)])
+    last = {chunk.request_id: chunk.sample for chunk in simulator.runner.plans[-1].chunks}
+    assert last["plain"] is not None
+    assert last["plain"].prompt_token_ids == []
+    assert last["rare"] is not None
+    assert last["rare"].output_token_ids == simulator.tokens("rare")[:1]
+
+
+def test_a_failed_load_ends_those_that_wait_for_it_and_nobody_else() -> None:
+    simulator = Simulator()
+    simulator.residency.broken.add(adapter("bad").digest)
+    run_all(simulator, [request("bad", ref=adapter("bad")), request("good", ref=adapter("good"))])
+    error = simulator.last("bad").error
+    assert error is not None
+    assert (error.code, error.kind) == ("adapter_load_failed", "capacity")
+    assert simulator.last("good").finish_reason == "length"
+    assert_idle_and_empty(simulator)
+
+
+def test_the_chunk_of_a_token_becomes_that_of_the_next_only_while_its_page_has_room() -> None:
+    """And only once its step is committed; what prompts were computed with stays as it was, for who counts tokens."""
+    simulator = Simulator()
+    wanted = request("x", prompt=5, max_tokens=8, repetition_penalty=2.0)
+    simulator.core.submit(wanted)
+    chunks: list[Chunk] = []
+    told: list[tuple[list[int], int, int]] = []
+    for _ in range(8):
+        plan = simulator.scheduler.plan()
+        assert plan is not None
+        (chunk,) = plan.chunks
+        assert chunk.sample is not None
+        assert chunk.sample.output_token_ids == simulator.scheduler.table.requests["x"].output_token_ids
+        chunks.append(chunk)
+        told.append((list(chunk.token_ids), chunk.start, chunk.sample.output_index))
+        simulator.scheduler.commit(plan, simulator.runner.execute(plan))
+        simulator.scheduler.complete(plan.step)
+        assert plan.num_tokens == len(told[-1][0])
+    tokens = expected_tokens(wanted, 8)
+    assert told == [(wanted.prompt_token_ids, 0, 0)] + [([tokens[i]], 5 + i, 1 + i) for i in range(7)]
+    assert [chunk is before for before, chunk in pairwise(chunks)] == [
+        len(before.token_ids) == 1 and start % PAGE_TOKENS != 0
+        for before, (_, start, _) in zip(chunks, told[1:], strict=False)
+    ]
+
+
+def waiting(simulator: Simulator) -> None:
+    simulator.core.submit(request("x", prompt=12, ref=adapter("a")))
+
+
+def loading(simulator: Simulator) -> None:
+    waiting(simulator)
+    simulator.pump()
+
+
+def prefilling(simulator: Simulator) -> None:
+    simulator.residency.load_now(adapter("a"))
+    simulator.core.submit(request("x", prompt=40, ref=adapter("a")))
+    simulator.pump()
+
+
+def decoding(simulator: Simulator) -> None:
+    simulator.residency.load_now(adapter("a"))
+    waiting(simulator)
+    simulator.pump()
+    simulator.pump()
+
+
+def preempted(simulator: Simulator) -> None:
+    simulator.core.submit(request("older", prompt=4, max_tokens=60))
+    simulator.pump()
+    simulator.core.submit(request("x", prompt=20, max_tokens=30))
+    while not simulator.num_preemptions:
+        simulator.pump()
+
+
+def finished(simulator: Simulator) -> None:
+    waiting(simulator)
+    simulator.run()
+
+
+STATES = [waiting, loading, prefilling, decoding, preempted, finished]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "stop"])
+@pytest.mark.parametrize("into_state", STATES, ids=lambda state: state.__name__)
+def test_finish_is_idempotent_from_every_state(into_state: Callable[[Simulator], None], reason: str) -> None:
+    simulator = Simulator(num_pages=16)
+    into_state(simulator)
+    for _ in range(3):
+        simulator.scheduler.finish("x", reason)  # type: ignore[arg-type]
+        simulator.core.check()
+    simulator.run()
+    simulator.scheduler.finish("x", reason)  # type: ignore[arg-type]
+    assert [output.finish_reason for output in simulator.outputs["x"] if output.finish_reason] == [
+        "length" if into_state is finished else reason
+    ]
+    assert_idle_and_empty(simulator)
+
+
+@pytest.mark.parametrize("event", ["abort", "fail_adapter", "fail_running", "drop_adapter"])
+@pytest.mark.parametrize("moment", ["before plan", "between plan and commit", "after commit"])
+@pytest.mark.parametrize("into_state", STATES, ids=lambda state: state.__name__)
+def test_ends_may_come_at_any_moment_of_a_step(
+    into_state: Callable[[Simulator], None], moment: str, event: str
+) -> None:
+    simulator = Simulator(num_pages=16)
+    into_state(simulator)
+    error = NeverFitsError("gone")
+    act: dict[str, Callable[[], None]] = {
+        "abort": lambda: simulator.core.abort("x"),
+        "fail_adapter": lambda: simulator.scheduler.fail_adapter(adapter("a").digest, error),
+        "fail_running": simulator.scheduler.fail_running,
+        "drop_adapter": lambda: simulator.core.drop_adapter(adapter("a").digest),
+    }
+    if moment == "before plan":
+        act[event]()
+    plan = simulator.scheduler.plan()
+    if plan is not None:
+        if moment == "between plan and commit":
+            act[event]()
+            assert event != "fail_running" or simulator.pool.num_quarantined > 0
+        simulator.scheduler.commit(plan, simulator.runner.execute(plan))
+        simulator.pool.complete(plan.step)
+    if moment == "after commit":
+        act[event]()
+    simulator.run()
+    assert_idle_and_empty(simulator)
+
+
+def test_pages_of_an_aborted_request_are_quarantined_until_its_step_is_complete() -> None:
+    simulator = Simulator()
+    simulator.core.submit(request("x", prompt=12))
+    plan = simulator.scheduler.plan()
+    assert plan is not None
+    simulator.core.abort("x")
+    assert simulator.pool.counts()["quarantine"] == 3
+    results = simulator.runner.execute(plan)
+    assert [o.finish_reason for o in simulator.scheduler.commit(plan, results)] == ["abort"]
+    simulator.pool.complete(plan.step)
+    assert simulator.pool.num_free == 64
+
+
+def random_requests(draw: random.Random, count: int) -> list[GenerationRequest]:
+    """Requests of few tenants and adapters; many begin alike, and some are forks of the one before."""
+    beginnings = [[draw.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(3)]
+    requests: list[GenerationRequest] = []
+    for index in range(count):
+        if requests and draw.random() < 0.3:
+            leader = requests[-1]
+            fork_of = leader.request_id if draw.random() < 0.8 else "unknown"
+            requests.append(replace(leader, request_id=f"r{index}", fork_of=fork_of, choice_index=1))
+            continue
+        ref = adapter(f"a{draw.randrange(6)}") if draw.random() < 0.7 else None
+        flow = FlowKey(lane=draw.randrange(2), tenant=f"t{draw.randrange(2)}")
+        prompt = draw.choice(beginnings)[: draw.randrange(10)] + [
+            draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 6))
+        ]
+        logprobs = {"prompt_logprobs": 0} if draw.random() < 0.1 else {}
+        requests.append(request(f"r{index}", prompt, draw.randrange(0, 14), ref, flow=flow, **logprobs))
+    return requests
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    num_pages=st.integers(13, 40),
+    policy=st.sampled_from(["fcfs", "fair"]),
+    slots=st.integers(1, 6),
+    abort_share=st.sampled_from([0.0, 0.1]),
+    has_prefixes=st.booleans(),
+    host_pages=st.sampled_from([0, 4, 40]),
+    costs=st.sampled_from([SWAPS, RECOMPUTES]),
+    num_groups=st.sampled_from([1, 1, 2]),
+    fail_share=st.sampled_from([0.0, 0.05]),
+)
+def test_every_request_ends_with_its_own_tokens_whatever_the_pressure(
+    seed: int,
+    num_pages: int,
+    policy: str,
+    slots: int,
+    abort_share: float,
+    has_prefixes: bool,
+    host_pages: int,
+    costs: PageCosts,
+    num_groups: int,
+    fail_share: float,
+) -> None:
+    draw = random.Random(seed)
+    sizes = {adapter(f"a{i}").digest: draw.randrange(1, 7) for i in range(6)}
+    simulator = Simulator(
+        num_pages=num_pages * num_groups,
+        max_running=draw.randrange(1, 9),
+        step_tokens=draw.randrange(9, 33),
+        policy=policy,  # type: ignore[arg-type]
+        adapter_pages=sizes,
+        load_ticks=draw.randrange(1, 6),
+        slots=slots,
+        has_prefixes=has_prefixes,
+        host_pages=host_pages * num_groups,
+        costs=costs,
+        num_groups=num_groups,
+    )
+    simulator.runner.fail_on = {step for step in range(1, 200) if draw.random() < fail_share}
+    requests = random_requests(draw, 40)
+    for each in requests:
+        simulator.core.submit(each)
+        for _ in range(draw.randrange(3)):
+            simulator.pump()
+        if draw.random() < abort_share:
+            simulator.core.abort(draw.choice(requests).request_id)
+    simulator.run()
+    for each in requests:
+        last = simulator.last(each.request_id)
+        tokens = simulator.tokens(each.request_id)
+        assert tokens == expected_tokens(each, len(tokens))
+        assert last.finish_reason in ("length", *["abort"] * (abort_share > 0), *["error"] * (fail_share > 0))
+        assert last.finish_reason != "length" or len(tokens) == each.params.max_tokens
+    assert_idle_and_empty(simulator)

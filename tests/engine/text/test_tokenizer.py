@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
+from weft.errors import ConfigError, InvalidRequestError
+
+DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO)
+
+
+def test_text_comes_back(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("naïve 叫, ok?")) == "naïve 叫, ok?"
+
+
+def test_special_tokens_are_added_only_when_asked_for(tokenizer: Tokenizer) -> None:
+    with_start = tokenizer.encode("Hello")
+    assert with_start[1:] == tokenizer.encode("Hello", add_special_tokens=False)
+
+
+def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages) == "<|start|><|user|>hi<|end|><|assistant|>"
+    assert tokenizer.chat_prompt(messages) == tokenizer.encode(
+        "<|start|><|user|>hi<|end|><|assistant|>", add_special_tokens=False
+    )
+
+
+def test_messages_that_the_template_cannot_take_are_the_clients_mistake(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template") as refusal:
+        tokenizer.render_chat([{"role": "user", "content": None}])
+    assert refusal.value.param == "messages"
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequestError) as refusal:
+        tokenizer.chat_prompt([{"role": "user", "content": "hi"}])
+    assert refusal.value.code == "no_chat_template"
+
+
+def test_a_folder_without_a_tokenizer_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path must have a tokenizer"):
+        Tokenizer(tmp_path)
+
+
+def test_token_texts_keep_spaces_and_spell_special_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello, how are you", add_special_tokens=False)
+    assert "".join(tokenizer.token_text(token_id) for token_id in ids) == "Hello, how are you"
+    assert tokenizer.token_text(next(iter(tokenizer.eos_token_ids))) == "<|end|>"
+
+
+def test_token_bytes_add_up_though_characters_are_split(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ok 叫🙂", add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == "ok 叫🙂".encode()
+
+
+def test_threads_may_share_it(tokenizer: Tokenizer) -> None:
+    texts = [f"Hello number {index}, how are you?" for index in range(200)]
+    with ThreadPoolExecutor(4) as threads:
+        encoded = list(threads.map(tokenizer.encode, texts))
+    assert [tokenizer.decode(ids) for ids in encoded] == texts
+
+
+@pytest.mark.parametrize(("named", "expected"), [(7, {7}), ([7, 8], {7, 8}), (None, set())])
+def test_end_of_sequence_tokens_come_as_one_or_several(tmp_path: Path, named: object, expected: set[int]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert read_eos_token_ids(tmp_path) == expected
+
+
+def test_the_tokenizers_own_end_of_sequence_token_counts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 9, "content": "<end>"}]}))
+    assert read_eos_token_ids(tmp_path) == {3, 9}
+
+
+def test_the_demo_model_ends_with_its_end_token(tokenizer: Tokenizer) -> None:
+    assert {tokenizer.token_text(token_id) for token_id in tokenizer.eos_token_ids} == {"<|end|>"}
+    assert tokenizer.vocab_size == 640

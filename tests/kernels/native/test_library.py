@@ -1,0 +1,303 @@
+"""Compiling the CPU kernels: what is kept, what is said where it is not possible, and who may write to the folder."""
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpu_kernels import needs_compiler
+from weft.config import environment
+from weft.kernels.dispatch import kernels_for, torch_kernels
+from weft.kernels.native import library as native_library
+from weft.kernels.native import rows as rows_native
+from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_library, native_function
+
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
+QUICK = (*FLAGS, "-O0")
+"""Flags for tests that compile and compute little."""
+
+
+@pytest.fixture
+def forgotten_library() -> Iterator[None]:
+    """The library of this process is looked for again, in the test and after it."""
+    looks_for_it = native_library.native_library
+    looks_for_it.cache_clear()
+    native_function.cache_clear()
+    yield
+    looks_for_it.cache_clear()
+    native_function.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def little_sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources that are compiled in no time, for tests that do not compute."""
+    folder = tmp_path_factory.mktemp("native")
+    (folder / "nothing.h").write_text("// nothing\n")
+    (folder / "nothing.cpp").write_text(
+        '#include <omp.h>\n#include "nothing.h"\nint n() { return omp_get_num_threads(); }\n'
+    )
+    monkeypatch.setattr(native_library, "SOURCES", folder)
+    return folder
+
+
+def fail(*_: object) -> None:
+    raise AssertionError("something was compiled")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("forgotten_library")
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_library(QUICK, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert kept.suffix == ".so"
+    monkeypatch.setattr(native_library, "_compile", fail)
+    library = load_library(QUICK, tmp_path)
+    assert list(tmp_path.iterdir()) == [kept]
+    monkeypatch.setattr(native_library, "native_library", lambda: library)
+    assert rows_native.silu_and_mul(torch.tensor([[50.0, 3.0]])).tolist() == [[150.0]]
+
+
+@needs_compiler
+def test_other_flags_cpus_and_sources_are_other_libraries(
+    little_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_library(FLAGS, tmp_path)
+    monkeypatch.setattr(native_library, "_compile", fail)
+    load_library(FLAGS, tmp_path)
+    with pytest.raises(AssertionError, match="something was compiled"):
+        load_library((*FLAGS, "-g"), tmp_path)
+    with monkeypatch.context() as changed:
+        changed.setattr(native_library, "_cpu", lambda: "another")
+        with pytest.raises(AssertionError, match="something was compiled"):
+            load_library(FLAGS, tmp_path)
+    (little_sources / "nothing.h").write_text("// nothing else\n")
+    with pytest.raises(AssertionError, match="something was compiled"):
+        load_library(FLAGS, tmp_path)
+
+
+@needs_compiler
+def test_threads_are_those_of_torch() -> None:
+    assert native_library.native_library() is not None
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line or "libiomp" in line}) == 1
+
+
+@pytest.mark.usefixtures("forgotten_library", "no_compiler")
+def test_without_a_compiler_torch_operators_serve_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NativeUnavailableError, match=r"no C\+\+ compiler; install g\+\+, or set CXX"):
+        load_library(FLAGS)
+    with caplog.at_level(logging.WARNING):
+        assert native_library.native_library() is None
+        assert native_library.native_library() is None
+        assert kernels_for(torch.device("cpu"), torch.float32) is torch_kernels()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "torch operators, which is slower" in record.getMessage()
+    assert "install g++, or set CXX" in record.getMessage()
+    with pytest.raises(NativeUnavailableError, match="not compiled"):
+        rows_native.silu_and_mul(torch.ones(1, 2))
+
+
+@pytest.mark.usefixtures("forgotten_library")
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("/nowhere/compiler", "CXX=/nowhere/compiler is no program"),
+        ("/bin/false", "/bin/false failed"),
+        ("'g++", "is no command: No closing quotation"),
+    ],
+)
+def test_a_compiler_that_the_user_names_and_that_fails_is_reported(
+    compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(NativeUnavailableError, match=reason):
+        load_library(FLAGS)
+    assert native_library.native_library() is None
+    assert reason in caplog.text
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_what_the_compiler_says_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailableError, match=r"failed: .*-fno-such-flag"):
+        load_library((*FLAGS, "-fno-such-flag"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("forgotten_library")
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_folder_that_others_write_to_is_refused(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "weft" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    assert native_library.native_library() is None
+    assert f"{folder} is another user's or can be written by others" in caplog.text
+    assert not list(folder.iterdir())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("forgotten_library")
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    assert native_library.native_library() is None
+    assert "is another user's" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_folder_that_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0o002)
+    try:
+        load_library(FLAGS)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "weft" / "kernels").stat().st_mode & 0o777 == 0o700
+    assert len(list((tmp_path / "weft" / "kernels").iterdir())) == 1
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NativeUnavailableError, match=r"missing/weft-\w+\.so cannot be written: .*; set XDG_CACHE_HOME"):
+        load_library(QUICK, tmp_path / "missing")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(NativeUnavailableError, match=r"no folder to keep them in: .*; set XDG_CACHE_HOME"):
+        load_library(QUICK)
+
+
+# Waits until both processes compile, so that neither finds the library of the other.
+PATIENT_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exec c++ --version
+touch "$0.$$"
+for _ in $(seq 200); do
+  [ "$(ls "$0".* | wc -l)" -ge 2 ] && exec c++ "$@"
+  sleep 0.05
+done
+exit 1
+"""
+COMPILE_AND_COMPUTE = """
+import sys
+from pathlib import Path
+import torch
+from weft.kernels.native import library as native_library
+from weft.kernels.native import rows as rows_native
+library = native_library.load_library(tuple(sys.argv[2:]), Path(sys.argv[1]))
+native_library.native_library = lambda: library
+print(rows_native.silu_and_mul(torch.tensor([[50.0, 3.0]])).tolist())
+"""
+
+
+@needs_compiler
+def test_two_processes_that_compile_at_once_both_end_with_a_library(tmp_path: Path) -> None:
+    compiler, folder = tmp_path / "compiler", tmp_path / "libraries"
+    compiler.write_text(PATIENT_COMPILER)
+    compiler.chmod(0o700)
+    folder.mkdir()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", COMPILE_AND_COMPUTE, str(folder), *QUICK],
+            env={**environment(), "CXX": str(compiler)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert out == "[[150.0]]\n"
+    (kept,) = folder.iterdir()
+    assert kept.suffix == ".so"
+
+
+@needs_compiler
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected one of torch\.float32, torch\.bfloat16, got torch\.float64"):
+        native_function("rms_norm", torch.float64, "i")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_compiler_of_two_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env c++")
+    load_library(FLAGS, tmp_path)
+    assert len(list(tmp_path.glob("*.so"))) == 1
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_library_on_another_openmp_runtime_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        NativeUnavailableError, match=r"another OpenMP runtime than torch's \(libgomp.*set CXX to a g\+\+"
+    ):
+        load_library((*(flag for flag in FLAGS if flag != "-fopenmp"), "-Wno-unknown-pragmas", "-nostdlib"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as damaging:
+        damaging.setattr(native_library, "_compile", lambda *arguments: arguments[-1].touch(mode=0o700))
+        with pytest.raises(NativeUnavailableError, match=r"cannot be loaded.*set XDG_CACHE_HOME"):
+            load_library(FLAGS, tmp_path)
+    load_library(FLAGS, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert kept.stat().st_size > 0
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_library_that_others_can_write_to_is_not_loaded(tmp_path: Path) -> None:
+    load_library(FLAGS, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    kept.chmod(0o777)
+    with pytest.raises(NativeUnavailableError, match="can be written by others"):
+        load_library(FLAGS, tmp_path)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_without_a_home_torch_operators_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(NativeUnavailableError, match=r"no folder to keep them in.*set XDG_CACHE_HOME"):
+        load_library(FLAGS)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("little_sources")
+def test_a_cache_folder_that_depends_on_where_one_stands_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    load_library(FLAGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]

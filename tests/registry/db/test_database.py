@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import sqlite3
+from pathlib import Path
+
+import psutil
+import pytest
+from sqlalchemy import Connection, bindparam, create_engine, inspect, select, text
+from sqlalchemy.exc import IntegrityError
+
+from postgres_server import OwnPostgres, fresh_database
+from registry_samples import NEWEST, usage_event
+from weft.errors import CapacityError, ConfigError
+from weft.registry.db import database as database_module
+from weft.registry.db import postgres, postgres_connection, sqlite
+from weft.registry.db.database import Database
+from weft.registry.db.database import database_url as parse_url
+from weft.registry.db.migrations import OLDEST, upgrade
+from weft.registry.db.models import AuditRow, KeyRow
+from weft.registry.usage.write import insert_events
+
+pytestmark = pytest.mark.anyio
+
+
+def with_driver(url: str) -> str:
+    return url.replace("postgresql://", "postgresql+psycopg://", 1)
+
+
+def _schema(connection: Connection) -> dict[str, object]:
+    """All that a database knows of its tables, whatever the order in which their columns were made."""
+    found = inspect(connection)
+    by_bytes = text("SELECT table_name, column_name FROM information_schema.columns WHERE collation_name = 'C'")
+    by_key = text("SELECT name FROM sqlite_master WHERE sql LIKE '%WITHOUT ROWID%'")
+    is_postgres = connection.dialect.name == "postgresql"
+    return {
+        "more": sorted(tuple(row) for row in connection.execute(by_bytes if is_postgres else by_key)),
+        **{
+            table: {
+                "columns": {
+                    column["name"]: (str(column["type"]), column["nullable"], column["default"])
+                    for column in found.get_columns(table)
+                },
+                "key": found.get_pk_constraint(table),
+                **{
+                    kind: sorted(read(table), key=lambda each: str(each["name"]))
+                    for kind, read in (
+                        ("foreign", found.get_foreign_keys),
+                        ("unique", found.get_unique_constraints),
+                        ("indexes", found.get_indexes),
+                    )
+                },
+            }
+            for table in found.get_table_names()
+        },
+    }
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_a_new_database_is_like_one_of_the_oldest_revision_after_its_upgrade(backend: str) -> None:
+    """A change of the models without a revision that makes the same change fails here."""
+    old = (Path(__file__).parent / f"schema_{OLDEST}.{backend}.sql").read_text()
+    schemas = []
+    for statements in ("", *old.split(";\n")), [""]:
+        engine = create_engine("sqlite://" if backend == "sqlite" else with_driver(fresh_database()))
+        with engine.begin() as connection:
+            for statement in filter(str.strip, statements):
+                connection.exec_driver_sql(statement)
+        with engine.begin() as connection:
+            before, after = upgrade(connection)
+            assert (before, after) == (None if statements == [""] else OLDEST, NEWEST)
+            schemas.append(_schema(connection))
+            assert len(schemas[-1]) > 15
+        engine.dispose()
+    assert schemas[0] == schemas[1]
+
+
+async def test_opening_twice_upgrades_once(tmp_path: Path, database_url: str | None) -> None:
+    for _ in range(2):
+        database = await Database.open(database_url, tmp_path)
+        async with database.read() as session:
+            assert await session.scalar(text("SELECT version_num FROM alembic_version")) == NEWEST
+        await database.close()
+
+
+async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path, database_url: str | None) -> None:
+    databases = await asyncio.gather(*(Database.open(database_url, tmp_path) for _ in range(2)))
+    for database in databases:
+        await database.check()
+        await database.close()
+
+
+async def test_a_database_of_a_newer_weft_is_refused(tmp_path: Path, database_url: str | None) -> None:
+    database = await Database.open(database_url, tmp_path)
+    async with database.write() as session:
+        await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    await database.close()
+    with pytest.raises(ConfigError, match="newer Weft"):
+        await Database.open(database_url, tmp_path)
+
+
+async def test_a_database_older_than_the_history_is_refused_and_left_as_it_is(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    database = await Database.open(database_url, tmp_path)
+    async with database.write() as session:
+        await session.execute(text("UPDATE alembic_version SET version_num = '0005'"))
+        await session.execute(text("DROP TABLE files"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"at schema 0005.*takes {OLDEST} and later.*empty database"):
+            await Database.open(database_url, tmp_path)
+    async with database.read() as session:
+        assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0005"
+    await database.close()
+
+
+async def test_every_connection_is_durable_and_checks_references(tmp_path: Path) -> None:
+    database = await Database.open(None, tmp_path)
+
+    async def pragmas() -> list[object]:
+        names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        async with database.read() as session:
+            return [await session.scalar(text(f"PRAGMA {name}")) for name in names]
+
+    assert await asyncio.gather(*(pragmas() for _ in range(3))) == [["wal", 2, 1, 5000]] * 3
+    await database.close()
+
+
+async def test_a_reference_to_nothing_is_refused(database: Database) -> None:
+    key = KeyRow(id="k", tenant_id="nobody", prefix="p", digest="d", scopes=[], created_at=0)
+    with pytest.raises(IntegrityError):
+        async with database.write() as session:
+            session.add(key)
+
+
+async def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
+    async def fail_on_the_way() -> None:
+        async with database.write() as session:
+            session.add(AuditRow(at=1, actor="a", action="b", tenant="c", target="d", detail={}))
+            await session.flush()
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        await fail_on_the_way()
+    async with database.read() as session:
+        assert await session.scalar(text("SELECT count(*) FROM audit_log")) == 0
+
+
+async def test_writers_take_turns_and_lose_no_update(database: Database) -> None:
+    async with database.write() as session:
+        await session.execute(text("CREATE TABLE counter (n INTEGER)"))
+        await session.execute(text("INSERT INTO counter VALUES (0)"))
+
+    async def increment() -> None:
+        async with database.write() as session:
+            seen = await session.scalar(text("SELECT n FROM counter"))
+            await asyncio.sleep(0)
+            await session.execute(text("UPDATE counter SET n = :n"), {"n": (seen or 0) + 1})
+
+    await asyncio.gather(*(increment() for _ in range(20)))
+    async with database.read() as session:
+        assert await session.scalar(text("SELECT n FROM counter")) == 20
+
+
+async def test_batches_of_many_sizes_leave_no_memory_behind(database: Database) -> None:
+    process, sizes, start = psutil.Process(), random.Random(1), 0
+    for batch in range(200):
+        if batch == 20:
+            before = process.memory_info().rss
+        stop = start + sizes.randint(1, 120)
+        async with database.write() as session:
+            await insert_events(session, [usage_event(f"use_{number}") for number in range(start, stop)])
+        start = stop
+    assert process.memory_info().rss - before < 5_000_000
+
+
+async def test_readers_do_not_wait_for_a_writer(database: Database) -> None:
+    async with database.write() as session:
+        await session.execute(text("CREATE TABLE half_done (n INTEGER)"))
+        await asyncio.wait_for(database.check(), timeout=60)
+
+
+async def test_a_database_locked_by_another_process_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 10)
+    database = await Database.open(None, tmp_path)
+    other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(CapacityError) as caught:
+        async with database.write() as session:
+            await session.execute(text("SELECT 1"))
+    assert caught.value.code == "db.unavailable"
+    other.execute("ROLLBACK")
+    other.close()
+    async with database.write() as session:
+        await session.execute(text("SELECT 1"))
+    await database.close()
+
+
+async def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    database = await Database.open(None, tmp_path)
+
+    async def fill() -> None:
+        async with database.write() as session:
+            pages = await session.scalar(text("PRAGMA page_count"))
+            await session.execute(text(f"PRAGMA max_page_count = {pages}"))
+            await session.execute(text("CREATE TABLE big (b BLOB)"))
+            await session.execute(text("INSERT INTO big VALUES (zeroblob(1000000))"))
+
+    with pytest.raises(CapacityError) as caught:
+        await fill()
+    assert caught.value.code == "storage.full"
+    await database.close()
+
+
+def test_without_a_url_the_database_lies_in_the_folder(tmp_path: Path) -> None:
+    assert parse_url(None, tmp_path).database == f"{tmp_path}/registry.sqlite"
+
+
+def test_both_spellings_of_postgresql_are_taken(tmp_path: Path) -> None:
+    for scheme in ("postgres", "postgresql", "postgresql+psycopg"):
+        parsed = parse_url(f"{scheme}://u:p@h:5433/db", tmp_path)
+        assert (parsed.get_backend_name(), parsed.host, parsed.port, parsed.database) == ("postgresql", "h", 5433, "db")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "nonsense", "sqlite://", "sqlite:///:memory:", "mysql://u:hunter2@h/db", "postgresql://u:hunter2@h"]
+)
+def test_other_urls_are_refused_without_telling_a_password(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_url(url, tmp_path)
+    assert "hunter2" not in caught.value.message
+
+
+async def test_a_postgresql_that_does_not_answer_is_told_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        await Database.open("postgresql://weft:hunter2@127.0.0.1:1/weft", tmp_path)
+    assert "hunter2" not in caught.value.message
+
+
+async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "CONNECT_S", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="cannot be used"):
+        async with asyncio.timeout(60):
+            await Database.open(f"postgresql://weft@127.0.0.1:{silent.getsockname()[1]}/weft", tmp_path)
+
+
+async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_SESSION", "-c lock_timeout=50")
+    database = await Database.open(fresh_database(), tmp_path)
+    other = await Database.open(str(database._engine.url.render_as_string(hide_password=False)), tmp_path)
+    with pytest.raises(CapacityError):
+        async with database.read() as session:
+            await session.execute(text("CREATE TABLE no (n INTEGER)"))
+    async with database.write():
+        with pytest.raises(CapacityError) as caught:
+            async with other.write():
+                pytest.fail("two writers at once")
+    assert caught.value.code == "db.unavailable"
+    for opened in (database, other):
+        await opened.close()
+
+
+async def test_a_server_that_hangs_is_given_up_and_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_connection, "LIVENESS_S", 0.2)
+    monkeypatch.setattr(postgres_connection, "ANSWER_S", 0.5)
+    monkeypatch.setattr(postgres, "CONNECT_S", 2)
+    with OwnPostgres() as server:
+        database = await Database.open(server.url, tmp_path)
+        await asyncio.gather(database.check(), database.check())  # two connections
+
+        async def ask_until_it_hangs() -> None:
+            async with database.read() as session:
+                while True:
+                    await session.execute(text("SELECT 1"))
+                    server.freeze()
+
+        for ask in (ask_until_it_hangs, database.check, database.check):  # in a transaction, idle, and to be made
+            with pytest.raises(CapacityError) as caught:
+                async with asyncio.timeout(60):
+                    await ask()
+            assert caught.value.code == "db.unavailable"
+        server.thaw()
+        await database.check()
+        await database.close()
+
+
+async def test_a_writer_does_not_wait_without_end_for_another(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "TURN_S", 0.05)
+    async with database.write():
+        with pytest.raises(CapacityError) as caught:
+            async with database.write():
+                pytest.fail("two writers at once")
+    assert caught.value.code == "db.unavailable"
+    async with database.write():
+        pass
+
+
+async def test_connections_that_the_server_ended_are_replaced(tmp_path: Path) -> None:
+    database = await Database.open(fresh_database(), tmp_path)
+    await database.check()
+    async with database.write() as session:
+        others = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        await session.execute(others)
+    await database.check()
+    await database.close()
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "registry.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 10)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        await Database.open(None, tmp_path)
+
+
+async def test_opening_waits_for_another_process_that_opens(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    opening = asyncio.create_task(Database.open(None, tmp_path))
+    await asyncio.sleep(0.2)
+    other.execute("ROLLBACK")
+    other.close()
+    await (await opening).close()
+
+
+async def test_opening_gives_up_on_a_database_that_stays_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 60)
+    other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(ConfigError, match="locked"):
+        await Database.open(None, tmp_path)
+    other.close()
+
+
+async def test_what_is_being_read_ends_before_the_connections_do(tmp_path: Path, database_url: str | None) -> None:
+    database = await Database.open(database_url, tmp_path)
+    begun = asyncio.Event()
+
+    async def read(seconds: float) -> int:
+        async with database.read() as session:
+            begun.set()
+            await asyncio.sleep(seconds)
+            return int(await session.scalar(text("SELECT 1")) or 0)
+
+    quick = asyncio.create_task(read(0.05))
+    slow = asyncio.create_task(read(60))
+    await begun.wait()
+    await database.close()
+    assert await quick == 1
+    assert slow.cancelled()
+
+
+async def test_rows_are_those_that_were_committed_and_come_before_the_connections_close(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    database = await Database.open(database_url, tmp_path)
+    async with database.write() as session:
+        session.add(AuditRow(at=1, actor="a", action="b", tenant="c", target="d", detail={"e": 1}))
+    of_actor = select(AuditRow, AuditRow.target).where(AuditRow.actor == bindparam("who"))
+    assert await database.rows(of_actor, {"who": "nobody"}) == []
+    ((entry, target),) = await database.rows(of_actor, {"who": "a"})
+    assert (entry.action, entry.detail, target) == ("b", {"e": 1}, "d")
+    reading = [asyncio.create_task(database.rows(select(AuditRow.id))) for _ in range(20)]
+    await asyncio.sleep(0)
+    await database.close()
+    assert [len(await task) for task in reading] == [1] * 20
+
+
+async def test_a_url_that_names_the_driver_is_read_in_both_ways(tmp_path: Path) -> None:
+    database = await Database.open(f"sqlite+aiosqlite:///{tmp_path}/own.sqlite", tmp_path)
+    assert await database.rows(select(AuditRow)) == []
+    async with database.read() as session:
+        assert (await session.execute(select(AuditRow))).all() == []
+    await database.close()
+
+
+async def test_a_read_within_a_read_does_not_end_the_outer_one(tmp_path: Path, database_url: str | None) -> None:
+    database = await Database.open(database_url, tmp_path)
+    is_inner_done, is_closing = asyncio.Event(), asyncio.Event()
+
+    async def read() -> int:
+        async with database.read() as session:
+            async with database.read() as inner:
+                await inner.execute(text("SELECT 1"))
+            is_inner_done.set()
+            await is_closing.wait()
+            await asyncio.sleep(0.05)
+            return int(await session.scalar(text("SELECT 1")) or 0)
+
+    reading = asyncio.create_task(read())
+    await is_inner_done.wait()
+    is_closing.set()
+    await database.close()
+    assert reading.done()
+    assert await reading == 1
+
+
+async def test_closing_waits_for_reads_and_not_for_what_their_tasks_do_next(
+    tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "CLOSE_S", 60)
+    database = await Database.open(database_url, tmp_path)
+    is_reading, is_closed = asyncio.Event(), asyncio.Event()
+
+    async def read_and_go_on() -> str:
+        async with database.read() as session:
+            is_reading.set()
+            await session.execute(text("SELECT 1"))
+        await is_closed.wait()
+        return "went on"
+
+    task = asyncio.create_task(read_and_go_on())
+    await is_reading.wait()
+    async with asyncio.timeout(30):
+        await database.close()
+    is_closed.set()
+    assert await task == "went on"

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import CapacityError, ConfigError
+from weft.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
+
+pytestmark = pytest.mark.anyio
+
+
+def _fail(code: int) -> object:
+    def call(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def _only_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.journal")
+    return path
+
+
+async def _on_disk(journal: Journal) -> list[bytes]:
+    return [payload for path in await journal.seal() for payload in read_lines(path).payloads]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    files = JournalFiles(tmp_path)
+    files.write(encode_line(b"one") + encode_line(b""), durable=True)
+    files.write(encode_line(b'{"a": 2}'), durable=False)
+    files.close()
+    lines = read_lines(files.closed[0])
+    assert (lines.payloads, lines.damaged) == ([b"one", b"", b'{"a": 2}'], 0)
+
+
+def test_a_payload_may_not_hold_a_newline() -> None:
+    with pytest.raises(ValueError, match="newlines"):
+        encode_line(b"a\nb")
+
+
+@given(st.lists(st.binary().filter(lambda payload: b"\n" not in payload), max_size=6), st.data())
+def test_a_file_cut_anywhere_gives_the_whole_lines_before_the_cut(
+    tmp_path_factory: pytest.TempPathFactory, payloads: list[bytes], data: st.DataObject
+) -> None:
+    lines = [encode_line(payload) for payload in payloads]
+    content = b"".join(lines)
+    cut = data.draw(st.integers(0, len(content)))
+    path = tmp_path_factory.getbasetemp() / "cut.journal"
+    path.write_bytes(content[:cut])
+    whole = sum(len(b"".join(lines[: i + 1])) <= cut for i in range(len(lines)))
+    assert (read_lines(path).payloads, read_lines(path).damaged) == (payloads[:whole], 0)
+
+
+@given(st.data())
+def test_a_flipped_bit_costs_its_own_line_only(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    payloads = [b'{"id":"%d"}' % i for i in range(5)]
+    content = bytearray(b"".join(encode_line(payload) for payload in payloads))
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path = tmp_path_factory.getbasetemp() / "flipped.journal"
+    path.write_bytes(content)
+    lines = read_lines(path)
+    assert set(lines.payloads) <= set(payloads)
+    assert len(lines.payloads) >= 3
+    assert lines.damaged >= 1 or len(lines.payloads) == 4
+
+
+def test_only_one_process_has_the_folder(tmp_path: Path) -> None:
+    files = JournalFiles(tmp_path / "usage")
+    with pytest.raises(ConfigError, match="in use"):
+        JournalFiles(tmp_path / "usage")
+    files.close()
+    JournalFiles(tmp_path / "usage").close()
+
+
+def test_files_are_numbered_on_and_never_reopened(tmp_path: Path) -> None:
+    for content in (b"a", b"b"):
+        files = JournalFiles(tmp_path)
+        files.write(encode_line(content), durable=True)
+        files.close()
+    assert [path.name for path in files.closed] == ["0000000000000001.journal", "0000000000000002.journal"]
+    files = JournalFiles(tmp_path)
+    files.set_aside(files.closed[1])
+    files.remove(files.closed[0])
+    files.close()
+    assert JournalFiles(tmp_path)._next_number == 3
+
+
+def test_a_full_file_is_followed_by_another(tmp_path: Path) -> None:
+    files = JournalFiles(tmp_path, max_file_bytes=20)
+    for _ in range(4):
+        files.write(encode_line(b"x" * 10), durable=True)
+    files.close()
+    assert len(files.closed) == 4
+
+
+def test_an_unused_journal_leaves_no_file(tmp_path: Path) -> None:
+    JournalFiles(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_write_in_pieces_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, rest: write(fd, bytes(rest)[:3]))
+    files = JournalFiles(tmp_path)
+    files.write(encode_line(b"a long payload"), durable=True)
+    files.close()
+    assert read_lines(files.closed[0]).payloads == [b"a long payload"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_failed_write_leaves_what_was_there_and_nothing_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    files = JournalFiles(tmp_path)
+    files.write(encode_line(b"before"), durable=True)
+    really_write = os.write
+
+    def write_half(fd: int, rest: memoryview) -> int:
+        if len(rest) < 10:
+            raise OSError(errno.ENOSPC, "full")
+        return really_write(fd, rest[: len(rest) // 2])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, write_half if call == "write" else _fail(errno.EIO))
+        with pytest.raises(OSError, match=r"full|error"):
+            files.write(encode_line(b"lost"), durable=True)
+    files.write(encode_line(b"after"), durable=True)
+    files.close()
+    assert [read_lines(path).payloads for path in files.closed] == [[b"before"], [b"after"]]
+
+
+def test_a_file_that_cannot_be_made_durable_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = JournalFiles(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", _fail(errno.EIO))
+        with pytest.raises(OSError, match="error"):
+            files.write(encode_line(b"lost"), durable=True)
+    files.write(encode_line(b"kept"), durable=True)
+    files.close()
+    assert [read_lines(path).payloads for path in files.closed] == [[b"kept"]]
+
+
+async def test_an_append_returns_when_it_is_on_disk(tmp_path: Path) -> None:
+    journal = Journal(JournalFiles(tmp_path))
+    await journal.append(b"one", b"two")
+    assert read_lines(_only_file(tmp_path)).payloads == [b"one", b"two"]
+    await journal.close()
+
+
+async def test_those_who_wait_share_an_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(JournalFiles(tmp_path))
+    await journal.append(b"makes the file")
+    really_sync, synced = os.fsync, []
+
+    def slow_sync(fd: int) -> None:
+        synced.append(fd)
+        time.sleep(0.02)
+        really_sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    await asyncio.gather(*(journal.append(b"%d" % i) for i in range(500)))
+    assert len(synced) <= 3
+    monkeypatch.undo()
+    assert len(await _on_disk(journal)) == 501
+    await journal.close()
+
+
+async def test_what_nobody_waits_for_is_written_without_an_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(JournalFiles(tmp_path))
+    await journal.append(b"makes the file")
+    monkeypatch.setattr(os, "fsync", _fail(errno.EIO))
+    journal.append_soon(b"one")
+    journal.append_soon(b"two")
+    assert await _on_disk(journal) == [b"makes the file", b"one", b"two"]
+    monkeypatch.undo()
+    await journal.close()
+
+
+async def test_order_is_kept(tmp_path: Path) -> None:
+    journal = Journal(JournalFiles(tmp_path, max_file_bytes=200))
+    payloads = [b"%d" % i for i in range(100)]
+    for payload in payloads:
+        if len(payload) == 1:
+            await journal.append(payload)
+        else:
+            journal.append_soon(payload)
+    assert await _on_disk(journal) == payloads
+    await journal.close()
+
+
+async def test_a_cancelled_wait_does_not_disturb_the_others(tmp_path: Path) -> None:
+    journal = Journal(JournalFiles(tmp_path))
+    waits = [asyncio.create_task(journal.append(b"%d" % i)) for i in range(3)]
+    await asyncio.sleep(0)
+    waits[1].cancel()
+    await asyncio.gather(waits[0], waits[2])
+    assert await _on_disk(journal) == [b"0", b"1", b"2"]
+    await journal.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errno.ENOSPC, "storage.full"),
+        (errno.EDQUOT, "storage.full"),
+        (errno.EIO, "storage.unavailable"),
+    ],
+)
+async def test_who_waits_for_a_failed_write_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, code: str
+) -> None:
+    journal = Journal(JournalFiles(tmp_path))
+    await journal.append(b"before")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", _fail(error))
+        waits = [asyncio.create_task(journal.append(b"lost %d" % i)) for i in range(3)]
+        await asyncio.sleep(0)
+        waits[2].cancel()
+        failures = await asyncio.gather(*waits, return_exceptions=True)
+    assert [getattr(failure, "code", None) for failure in failures] == [code, code, None]
+    await journal.append(b"after")
+    assert await _on_disk(journal) == [b"before", b"after"]
+    await journal.close()
+
+
+async def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:
+    journal = Journal(JournalFiles(tmp_path))
+    journal.append_soon(b"one")
+    await journal.close()
+    with pytest.raises(CapacityError):
+        await journal.append(b"two")
+    with pytest.raises(CapacityError):
+        journal.append_soon(b"three")
+    assert read_lines(_only_file(tmp_path)).payloads == [b"one"]

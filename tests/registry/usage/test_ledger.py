@@ -1,0 +1,544 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select, text
+from sqlalchemy.exc import ProgrammingError
+
+from postgres_server import fresh_database
+from registry_samples import NOON, StandingClock, usage_event
+from weft.errors import CapacityError, ConfigError, InvalidRequestError
+from weft.registry.db import database as database_module
+from weft.registry.db.database import Database
+from weft.registry.db.models import UsageEventRow
+from weft.registry.records import UsageQuery, UsageTotals
+from weft.registry.usage import ledger as ledger_module
+from weft.registry.usage import write as usage
+from weft.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
+from weft.registry.usage.ledger import UsageLedger
+
+pytestmark = pytest.mark.anyio
+
+ALL = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
+
+
+async def _open(database: Database, tmp_path: Path, clock: StandingClock, **options: Any) -> UsageLedger:
+    quick = {"move_interval_s": 3600.0, "retry_interval_s": 3600.0, **options}
+    journal = await Journal.open(tmp_path / "usage")
+    ledger = UsageLedger(database, journal, clock=clock, monotonic=clock.monotonic, **quick)
+    await ledger.start()
+    return ledger
+
+
+@pytest.fixture
+async def other_database(tmp_path: Path, database_url: str | None) -> AsyncIterator[Database]:
+    """An empty one of the same kind, for a database that was lost."""
+    (tmp_path / "other").mkdir()
+    opened = await Database.open(None if database_url is None else fresh_database(), tmp_path / "other")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def ledger(database: Database, tmp_path: Path, clock: StandingClock) -> AsyncIterator[UsageLedger]:
+    opened = await _open(database, tmp_path, clock)
+    yield opened
+    await opened.close()
+
+
+async def _die(ledger: UsageLedger) -> None:
+    """Let go of the folder as a killed process does: nothing is moved."""
+    assert ledger._mover is not None
+    ledger._mover.cancel()
+    await asyncio.gather(ledger._mover, return_exceptions=True)
+    await ledger._journal.close()
+
+
+async def _stored(database: Database) -> dict[str, tuple[str, int]]:
+    async with database.read() as session:
+        rows = await session.scalars(select(UsageEventRow))
+        return {row.id: (row.status, row.completion_tokens) for row in rows}
+
+
+async def _until_moved(ledger: UsageLedger) -> None:
+    async with asyncio.timeout(60):
+        while ledger._sealed_since is not None or ledger._unsealed_since is not None:  # noqa: ASYNC110 - the ledger tells nobody when it is done
+            await asyncio.sleep(0.005)
+
+
+def _files(tmp_path: Path, suffix: str = "journal") -> list[Path]:
+    return sorted((tmp_path / "usage").glob(f"*.{suffix}"))
+
+
+async def test_a_recorded_event_is_on_disk_before_the_database_has_it(
+    ledger: UsageLedger, database: Database, tmp_path: Path
+) -> None:
+    await ledger.record(usage_event("use_1"))
+    (path,) = _files(tmp_path)
+    assert len(read_lines(path).payloads) == 1
+    assert await _stored(database) == {}
+
+
+async def test_a_flush_moves_everything_and_leaves_no_file(
+    ledger: UsageLedger, database: Database, tmp_path: Path
+) -> None:
+    await asyncio.gather(*(ledger.record(usage_event(f"use_{i}")) for i in range(1200)))
+    await ledger.flush()
+    assert len(await _stored(database)) == 1200
+    assert _files(tmp_path) == []
+    assert (await ledger.query(ALL)).totals == UsageTotals(
+        requests=1200, prompt_tokens=12_000, cached_tokens=4800, completion_tokens=24_000
+    )
+    assert (await ledger.summary(["adp_support"]))["adp_support"].requests == 1200
+    assert (await ledger.latency(ALL)).totals.states["device"] == 1200
+    assert await ledger.check() == 0
+
+
+async def test_every_field_arrives_unchanged(ledger: UsageLedger, database: Database) -> None:
+    event = usage_event("use_1", at=NOON + timedelta(microseconds=123_457), request_id="grüße\n🧵\x00")
+    await ledger.record(event)
+    await ledger.record(
+        replace(
+            event, id="use_2", tenant_id=None, tenant=None, key_id=None, adapter_id=None, adapter=None,
+            adapter_version=None, adapter_digest=None, adapter_state=None, queue_s=None, ttft_s=None, duration_s=None,
+        )
+    )  # fmt: skip
+    await ledger.flush()
+    async with database.read() as session:
+        full, empty = (await session.scalars(select(UsageEventRow).order_by(UsageEventRow.id))).all()
+    assert full.at == 1_777_636_800_123_457
+    assert full.request_id == "grüße\n🧵\ufffd"
+    assert (full.queue_s, full.ttft_s, full.duration_s, full.adapter_state) == (0.001, 0.02, 0.5, "device")
+    assert (full.key_id, full.adapter, full.adapter_version, full.endpoint) == (
+        "key_1",
+        "support",
+        1,
+        "/v1/completions",
+    )
+    assert (empty.tenant_id, empty.adapter, empty.adapter_version, empty.queue_s) == ("", "", 0, None)
+
+
+async def test_the_same_id_counts_once(ledger: UsageLedger, database: Database) -> None:
+    await ledger.record(usage_event("use_1", completion_tokens=7))
+    await ledger.record(usage_event("use_1", completion_tokens=8))
+    await ledger.flush()
+    await ledger.record(usage_event("use_1", completion_tokens=9))
+    await ledger.flush()
+    assert await _stored(database) == {"use_1": ("stop", 7)}
+    assert (await ledger.query(ALL)).totals.completion_tokens == 7
+
+
+async def test_ids_are_distinct_and_sort_by_time(ledger: UsageLedger, clock: StandingClock) -> None:
+    early = {ledger.mint_id() for _ in range(1000)}
+    clock.advance(1)
+    late = ledger.mint_id()
+    assert len(early) == 1000
+    assert all(one < late for one in early)
+
+
+async def test_what_cannot_be_stored_is_refused(ledger: UsageLedger) -> None:
+    with pytest.raises(InvalidRequestError):
+        await ledger.record(usage_event("use_1", prompt_tokens=-1))
+    with pytest.raises(InvalidRequestError):
+        ledger.progress(usage_event("use_1", prompt_tokens=-1))
+
+
+async def test_the_mover_works_by_itself(database: Database, tmp_path: Path, clock: StandingClock) -> None:
+    ledger = await _open(database, tmp_path, clock, move_interval_s=0.0)
+    for number in range(3):
+        await ledger.record(usage_event(f"use_{number}"))
+        await _until_moved(ledger)
+        assert len(await _stored(database)) == number + 1
+    await ledger.close()
+
+
+async def test_closing_moves_the_rest(database: Database, tmp_path: Path, clock: StandingClock) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_1"))
+    await ledger.close()
+    assert list(await _stored(database)) == ["use_1"]
+    with pytest.raises(CapacityError):
+        await ledger.record(usage_event("use_2"))
+    ledger.progress(usage_event("use_3"))
+
+
+async def test_acknowledged_events_survive_the_process(
+    database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    for number in range(3):
+        await ledger.record(usage_event(f"use_{number}"))
+    await _die(ledger)
+    assert await _stored(database) == {}
+    await (await _open(database, tmp_path, clock)).close()
+    assert len(await _stored(database)) == 3
+    assert _files(tmp_path) == []
+
+
+async def test_a_request_that_was_cut_off_is_billed_from_its_last_mark(
+    database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    for tokens in (32, 96, 64):
+        ledger.progress(usage_event("use_cut", status="running", completion_tokens=tokens))
+    ledger.progress(usage_event("use_done", status="running", completion_tokens=32))
+    await ledger.record(usage_event("use_done", completion_tokens=40))
+    await _die(ledger)
+    ledger = await _open(database, tmp_path, clock)
+    assert await _stored(database) == {"use_cut": ("interrupted", 96), "use_done": ("stop", 40)}
+    assert await ledger.check() == 0
+    await ledger.close()
+
+
+async def test_a_running_request_is_not_billed(ledger: UsageLedger, database: Database) -> None:
+    ledger.progress(usage_event("use_1", completion_tokens=32))
+    await ledger.flush()
+    assert await _stored(database) == {}
+
+
+async def test_marks_of_running_requests_outlive_the_files_that_held_them(
+    database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    ledger.progress(usage_event("use_long", completion_tokens=32))
+    ledger.progress(usage_event("use_ends", completion_tokens=32))
+    for number in range(3):
+        await ledger.record(usage_event(f"use_{number}"))
+        await ledger.flush()
+    await ledger.record(usage_event("use_ends", completion_tokens=33))
+    await ledger.flush()
+    assert len(_files(tmp_path)) == 1
+    await _die(ledger)
+    await (await _open(database, tmp_path, clock)).close()
+    stored = await _stored(database)
+    assert stored["use_long"] == ("interrupted", 32)
+    assert stored["use_ends"] == ("stop", 33)
+    assert len(stored) == 5
+
+
+async def test_a_file_that_comes_back_changes_nothing(database: Database, tmp_path: Path, clock: StandingClock) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    ledger.progress(usage_event("use_1", completion_tokens=1))
+    await ledger.record(usage_event("use_1", completion_tokens=2))
+    (path,) = _files(tmp_path)
+    content = path.read_bytes()
+    await ledger.close()
+    mark_only, both = content.splitlines(keepends=True)[:1], content
+    for leftover in (b"".join(mark_only), both):
+        path.write_bytes(leftover)
+        await (await _open(database, tmp_path, clock)).close()
+    assert await _stored(database) == {"use_1": ("stop", 2)}
+
+
+async def test_half_a_line_at_the_end_is_left_out(database: Database, tmp_path: Path, clock: StandingClock) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_1"))
+    await ledger.record(usage_event("use_2"))
+    await _die(ledger)
+    (path,) = _files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-5])
+    await (await _open(database, tmp_path, clock)).close()
+    assert list(await _stored(database)) == ["use_1"]
+    assert _files(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", [b"00000000 3 abc\n", encode_line(b"{}"), encode_line(b"not json")])
+async def test_a_damaged_file_gives_what_it_can_and_is_kept(
+    database: Database, tmp_path: Path, clock: StandingClock, damage: bytes
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_1"))
+    await ledger.record(usage_event("use_2"))
+    await _die(ledger)
+    (path,) = _files(tmp_path)
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + damage + second)
+    await (await _open(database, tmp_path, clock)).close()
+    assert sorted(await _stored(database)) == ["use_1", "use_2"]
+    assert (_files(tmp_path), len(_files(tmp_path, "damaged"))) == ([], 1)
+
+
+async def test_a_line_of_a_newer_weft_is_understood(database: Database, tmp_path: Path, clock: StandingClock) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_1"))
+    await _die(ledger)
+    (path,) = _files(tmp_path)
+    (payload,) = read_lines(path).payloads
+    path.write_bytes(encode_line(payload.replace(b'"event":{', b'"event":{"later_field":1,')))
+    await (await _open(database, tmp_path, clock)).close()
+    assert list(await _stored(database)) == ["use_1"]
+    assert _files(tmp_path, "damaged") == []
+
+
+async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
+    database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    ledger.progress(usage_event("use_1", completion_tokens=32))
+    await ledger.record(usage_event("use_0"))
+
+    def full(_fd: int, _lines: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(CapacityError) as caught:
+            await ledger.record(usage_event("use_1", completion_tokens=50))
+        await ledger.flush()
+        assert _files(tmp_path)[0].stem.endswith("1"), "the mark of a running request has no other place"
+    assert caught.value.code == "storage.full"
+    assert await _stored(database) == {"use_0": ("stop", 20), "use_1": ("interrupted", 32)}
+    await ledger.record(usage_event("use_2"))
+    await ledger.flush()
+    assert _files(tmp_path) == []
+    await _die(ledger)
+    await (await _open(database, tmp_path, clock)).close()
+    assert await _stored(database) == {
+        "use_0": ("stop", 20),
+        "use_1": ("interrupted", 32),
+        "use_2": ("stop", 20),
+    }
+
+
+async def test_a_caller_that_gives_up_waiting_has_recorded(ledger: UsageLedger, database: Database) -> None:
+    ledger.progress(usage_event("use_1", completion_tokens=1))
+    recording = asyncio.create_task(ledger.record(usage_event("use_1")))
+    await asyncio.sleep(0)
+    recording.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await recording
+    await ledger.flush()
+    assert await _stored(database) == {"use_1": ("stop", 20)}
+    assert ledger._open_marks == {}
+
+
+async def test_a_database_that_fails_delays_events_and_loses_none(
+    database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = await _open(database, tmp_path, clock, move_interval_s=0.0, retry_interval_s=0.0)
+    has_failed = asyncio.Event()
+
+    async def unavailable(*_: object) -> int:
+        has_failed.set()
+        raise CapacityError("down", code="db.unavailable")
+
+    insert_events = usage.insert_events
+    monkeypatch.setattr(usage, "insert_events", unavailable)
+    await ledger.record(usage_event("use_1"))
+    await asyncio.wait_for(has_failed.wait(), 60)
+    await ledger.record(usage_event("use_2"))
+    clock.advance(90)
+    assert ledger.lag_s() == 90
+    assert await _stored(database) == {}
+    monkeypatch.setattr(usage, "insert_events", insert_events)
+    await _until_moved(ledger)
+    assert sorted(await _stored(database)) == ["use_1", "use_2"]
+    await ledger.close()
+
+
+async def test_a_journal_that_cannot_be_read_is_unavailable_and_stays(
+    ledger: UsageLedger, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ledger.record(usage_event("use_1"))
+
+    def broken(_path: Path) -> object:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger_module, "read_lines", broken)
+        with pytest.raises(CapacityError) as caught:
+            await ledger.flush()
+    assert caught.value.code == "storage.unavailable"
+    assert len(_files(tmp_path)) == 1
+    await ledger.flush()
+    assert list(await _stored(database)) == ["use_1"]
+
+
+async def test_the_lag_is_the_age_of_the_oldest_event_not_moved(ledger: UsageLedger, clock: StandingClock) -> None:
+    assert ledger.lag_s() == 0
+    await ledger.record(usage_event("use_1"))
+    clock.advance(3)
+    await ledger.record(usage_event("use_2"))
+    clock.advance(4)
+    assert ledger.lag_s() == 7
+    await ledger.flush()
+    assert ledger.lag_s() == 0
+
+
+async def test_many_flushes_at_once_move_each_event_once(ledger: UsageLedger, database: Database) -> None:
+    async def record_and_flush(number: int) -> None:
+        await ledger.record(usage_event(f"use_{number}"))
+        await ledger.flush()
+        assert f"use_{number}" in await _stored(database)
+
+    await asyncio.gather(*(record_and_flush(number) for number in range(30)))
+    assert (await ledger.query(ALL)).totals.requests == 30
+    assert await ledger.check() == 0
+
+
+async def test_flushes_asked_for_during_one_share_the_next(
+    ledger: UsageLedger, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seals = 0
+    seal = ledger._journal.seal
+
+    async def counted() -> tuple[Path, ...]:
+        nonlocal seals
+        seals += 1
+        return await seal()
+
+    monkeypatch.setattr(ledger._journal, "seal", counted)
+    await ledger.record(usage_event("use_1"))
+    first = asyncio.create_task(ledger.flush())
+    await asyncio.sleep(0)
+    await ledger.record(usage_event("use_2"))
+    later = [asyncio.create_task(ledger.flush()) for _ in range(20)]
+    await asyncio.gather(first, *later)
+    assert seals == 2
+    assert set(await _stored(database)) == {"use_1", "use_2"}
+
+
+async def test_a_flush_that_failed_serves_nobody_else(
+    ledger: UsageLedger, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ledger.record(usage_event("use_1"))
+    insert = ledger._insert
+    fails = [True, True]
+
+    async def failing(events: Any) -> None:
+        if fails and fails.pop(0):
+            raise CapacityError("The database cannot answer now; try again.")
+        await insert(events)
+
+    monkeypatch.setattr(ledger, "_insert", failing)
+    ended = await asyncio.gather(*(ledger.flush() for _ in range(3)), return_exceptions=True)
+    assert [type(end) for end in ended] == [CapacityError, CapacityError, type(None)]
+    assert set(await _stored(database)) == {"use_1"}
+
+
+async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLedger) -> None:
+    hour = timedelta(hours=1)
+    others = {"tenant_id": "ten_rival", "key_id": "key_2"}
+    for event in (
+        usage_event("use_before", at=NOON - timedelta(microseconds=1), prompt_tokens=1_000_000),
+        usage_event("use_first", prompt_tokens=1, cached_tokens=1, completion_tokens=2),
+        usage_event("use_again", at=NOON + hour / 2, prompt_tokens=10, completion_tokens=20, adapter_id=None),
+        usage_event("use_last", at=NOON + 2 * hour, prompt_tokens=100, completion_tokens=200, status="aborted"),
+        usage_event("use_after", at=NOON + 3 * hour, prompt_tokens=1_000_000),
+        usage_event("use_other", prompt_tokens=1_000_000, **others),
+    ):
+        await ledger.record(event)
+    holders = ({"tenant_id": "ten_acme"}, {"key_id": "key_1"})
+    for holder in holders:
+        assert await ledger.tokens(holder, NOON, NOON + 3 * hour) == 333
+        assert await ledger.tokens(holder, NOON, NOON + 3 * hour, ["use_again", "use_other", "use_before"]) == 303
+        assert await ledger.tokens(holder, NOON + 5 * hour, NOON + 6 * hour) == 0
+    assert await ledger.tokens({"tenant_id": "ten_nobody"}, NOON, NOON + hour) == 0
+
+
+async def test_a_folder_in_use_is_refused(
+    ledger: UsageLedger, database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    with pytest.raises(ConfigError):
+        await _open(database, tmp_path, clock)
+
+
+async def test_a_replay_that_fails_lets_go_of_the_folder(
+    database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_1"))
+    await _die(ledger)
+    async with database.write() as session:
+        await session.execute(text("ALTER TABLE usage_rollups RENAME TO away"))
+    with pytest.raises((CapacityError, ProgrammingError)):
+        await _open(database, tmp_path, clock)
+    async with database.write() as session:
+        await session.execute(text("ALTER TABLE away RENAME TO usage_rollups"))
+    await (await _open(database, tmp_path, clock)).close()
+    assert list(await _stored(database)) == ["use_1"]
+
+
+async def test_closing_before_the_mover_was_started_is_safe(
+    database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    ledger = UsageLedger(database, Journal(JournalFiles(tmp_path / "usage")), clock=clock)
+    await ledger.record(usage_event("use_1"))
+    await ledger.close()
+    assert list(await _stored(database)) == ["use_1"]
+
+
+async def test_when_the_database_is_lost_what_was_not_moved_survives(
+    database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_moved"))
+    await ledger.flush()
+    await ledger.record(usage_event("use_waiting"))
+    ledger.progress(usage_event("use_running", completion_tokens=3))
+    await _die(ledger)
+    ledger = await _open(other_database, tmp_path, clock)
+    assert await _stored(other_database) == {"use_waiting": ("stop", 20), "use_running": ("interrupted", 3)}
+    assert await ledger.check() == 0
+    await ledger.close()
+
+
+async def test_an_older_backup_gets_what_it_lacks_and_nothing_twice(
+    database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
+) -> None:
+    """The process died after the move and before the file went; then the database of a while ago was given back."""
+    ledger = await _open(database, tmp_path, clock)
+    for number in range(3):
+        await ledger.record(usage_event(f"use_{number}"))
+    (path,) = _files(tmp_path)
+    content = path.read_bytes()
+    await ledger.close()
+    path.write_bytes(content)
+    async with other_database.write() as session:
+        await usage.insert_events(session, [usage_event(f"use_{number}") for number in range(2)])
+    for restored in (other_database, database):
+        ledger = await _open(restored, tmp_path, clock)
+        assert sorted(await _stored(restored)) == ["use_0", "use_1", "use_2"]
+        assert (await ledger.latency(ALL)).totals.requests == 3
+        assert await ledger.check() == 0
+        await ledger.close()
+        path.write_bytes(content)
+
+
+async def test_after_a_long_outage_one_file_at_a_time_is_in_memory(
+    database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk: list[int] = []
+    read_file = ledger_module._read_file
+
+    def read(path: Path) -> object:
+        on_disk.append(len(_files(tmp_path)))
+        return read_file(path)
+
+    ledger = await _open(database, tmp_path, clock)
+    for number in range(3):
+        await ledger.record(usage_event(f"use_{number}"))
+        await ledger._journal.seal()
+    monkeypatch.setattr(ledger_module, "_read_file", read)
+    await ledger.flush()
+    assert on_disk == [3, 2, 1]
+    await ledger.close()
+
+
+async def test_who_asks_for_a_flush_does_not_wait_for_a_database_that_hangs(
+    ledger: UsageLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "TURN_S", 0.05)
+    async with ledger._moving:
+        with pytest.raises(CapacityError) as caught:
+            await ledger.flush()
+    assert caught.value.code == "db.unavailable"
+    await ledger.flush()

@@ -1,0 +1,208 @@
+"""The questions of a dashboard over a quarter of usage: what the database reads for them, and that they add up."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from datetime import time as clock_time
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from postgres_server import KINDS, database_of
+from quarter_of_usage import ADAPTERS, END, START, TENANTS, insert_quarter, quarter
+from weft.registry.db.clock import to_micros
+from weft.registry.db.database import Database
+from weft.registry.records import UsageEvent, UsageQuery, UsageReport
+from weft.registry.usage import query as usage_query
+from weft.registry.usage.prices import Price, PriceTable
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+PRICES = PriceTable(currency="EUR", default=Price(prompt=2000, cached=500, completion=6000))
+WHOLE = UsageQuery(start=START, end=END)
+HOUR, TICK = timedelta(hours=1), timedelta(microseconds=1)
+QUESTIONS = {
+    "the totals": WHOLE,
+    "by status": replace(WHOLE, group_by=("status",)),
+    "by adapter": replace(WHOLE, group_by=("adapter",)),
+    "by tenant and adapter": replace(WHOLE, group_by=("tenant", "adapter")),
+    "days": replace(WHOLE, bucket="1d"),
+    "days of the top 8 adapters": replace(WHOLE, bucket="1d", group_by=("adapter",), top=8),
+    "days in New York": replace(WHOLE, bucket="1d", group_by=("adapter",), top=8, tz="America/New_York"),
+    "hours of two weeks in New York": replace(
+        WHOLE, start=END - timedelta(days=14), bucket="1h", group_by=("status",), tz="America/New_York"
+    ),
+}
+Fold = Callable[[UsageEvent], tuple[object, ...]]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def events() -> list[UsageEvent]:
+    return quarter()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+async def filled(
+    request: pytest.FixtureRequest, events: list[UsageEvent], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Database]:
+    """A database with the quarter in it."""
+    opened = await Database.open(database_of(request.param), tmp_path_factory.mktemp("quarter"))
+    await insert_quarter(opened, events)
+    if request.param == "postgresql":
+        async with opened.write() as session:
+            await session.execute(text("ANALYZE"))
+    yield opened
+    await opened.close()
+
+
+async def _ask(database: Database, query: UsageQuery) -> UsageReport:
+    async with database.read() as session:
+        return await usage_query.query(session, query, PRICES)
+
+
+async def _plans(session: AsyncSession, query: UsageQuery) -> str:
+    """How the database goes about all statements that a question takes."""
+    connection = await session.connection()
+    statements: list[tuple[str, Any]] = []
+
+    def keep(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+        statements.append((statement, parameters))
+
+    event.listen(connection.sync_connection, "before_cursor_execute", keep)
+    await usage_query.query(session, query, PRICES)
+    event.remove(connection.sync_connection, "before_cursor_execute", keep)
+    assert statements
+    how = "EXPLAIN QUERY PLAN" if connection.dialect.name == "sqlite" else "EXPLAIN"
+    lines: list[str] = []
+    for statement, parameters in statements:
+        plan = await connection.exec_driver_sql(f"{how} {statement}", parameters)
+        lines += [str(row[-1]) for row in plan]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+async def test_a_range_of_the_hours_is_read_and_of_the_events_only_by_time(filled: Database, question: str) -> None:
+    # A part of the quarter, for a database may well read all of a table where all of it is asked for.
+    part = replace(QUESTIONS[question], start=END - timedelta(days=9), end=END - timedelta(days=2, minutes=3))
+    async with filled.read() as session:
+        plan = await _plans(session, part)
+    if "SEARCH" in plan:  # SQLite
+        hours = re.findall(r".* usage_rollups .*", plan)
+        assert hours == ["SEARCH usage_rollups USING PRIMARY KEY (at>? AND at<?)"]
+        reads = set(re.findall(r".* usage_events .*", plan))
+        assert {re.sub("COVERING ", "", read) for read in reads} <= {
+            "SEARCH usage_events USING INDEX ix_usage_events_at (at>? AND at<?)"
+        }
+    else:
+        assert len(re.findall(r"(Index|Bitmap).* on pk_usage_rollups|Index Scan using pk_usage_rollups", plan)) == 1
+        assert "Seq Scan" not in plan
+        assert len(re.findall(r"on usage_events", plan)) == len(re.findall(r"ix_usage_events_at\b", plan)) > 0
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+async def test_no_event_inside_the_range_is_read(filled: Database, question: str) -> None:
+    query = QUESTIONS[question]
+    before = await _ask(filled, query)
+    async with filled.write() as session:
+        inside = "DELETE FROM usage_events WHERE at >= :first AND at < :last"
+        first, last = query.start.replace(minute=0) + HOUR, query.end.replace(minute=0)
+        # The first and the last hour stay, to tell for which time the zone's history is wanted.
+        span = {"first": to_micros(first), "last": to_micros(last)}
+        assert (await session.execute(text(inside), span)).rowcount > 10_000  # type: ignore[attr-defined]
+        after = await usage_query.query(session, query, PRICES)
+        await session.rollback()
+    assert after == before
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+async def test_a_question_takes_no_seconds(filled: Database, question: str) -> None:
+    began = time.perf_counter()
+    await _ask(filled, QUESTIONS[question])
+    assert time.perf_counter() - began < 10  # about a tenth of a second on an idle machine
+
+
+@pytest.mark.parametrize("tz", ["UTC", "America/New_York", "Asia/Kolkata"])
+@pytest.mark.parametrize("bucket", ["1h", "1d"])
+async def test_the_rows_of_a_zone_equal_a_count_of_the_events(
+    filled: Database, events: list[UsageEvent], tz: str, bucket: str
+) -> None:
+    home = ZoneInfo(tz)
+
+    def begin(at: datetime) -> datetime:
+        local = at.astimezone(home)
+        if bucket == "1d":
+            return datetime.combine(local.date(), clock_time(), home).astimezone(UTC)
+        return at - timedelta(minutes=local.minute, seconds=local.second, microseconds=local.microsecond)
+
+    report = await _ask(filled, replace(WHOLE, bucket=bucket, tz=tz, limit=10_000))  # type: ignore[arg-type]
+    assert {row.start: _figures(row) for row in report.rows} == _count(events, lambda event: (begin(event.at),))
+    assert {row.end for row in report.rows[:-1]} == {row.start for row in report.rows[1:]}
+    lengths = {row.end - row.start for row in report.rows}
+    changed = {23 * HOUR} if (tz, bucket) == ("America/New_York", "1d") else set()
+    assert lengths == {HOUR * (24 if bucket == "1d" else 1), *changed}
+
+
+@pytest.mark.parametrize("tz", ["UTC", "America/New_York", "Asia/Kolkata"])
+async def test_the_days_of_the_top_adapters_equal_a_count_of_the_events(
+    filled: Database, events: list[UsageEvent], tz: str
+) -> None:
+    home = ZoneInfo(tz)
+    sizes: dict[str, int] = defaultdict(int)
+    for one in events:
+        sizes[one.adapter_id or ""] += one.prompt_tokens + one.completion_tokens
+    top = sorted(sizes, key=lambda adapter: -sizes[adapter])[:8]
+
+    def cell(event: UsageEvent) -> tuple[object, ...]:
+        adapter = event.adapter_id or ""
+        return event.at.astimezone(home).date(), (adapter or None, event.adapter) if adapter in top else "other"
+
+    report = await _ask(filled, replace(WHOLE, bucket="1d", group_by=("adapter",), top=8, tz=tz))
+    found = {
+        (row.start.astimezone(home).date(), "other" if row.other else (row.adapter_id, row.adapter)): _figures(row)
+        for row in report.rows
+    }
+    assert found == _count(events, cell)
+    assert report.groups == len(sizes) == ADAPTERS + 1
+
+
+async def test_totals_and_groups_equal_a_count_of_the_events(filled: Database, events: list[UsageEvent]) -> None:
+    (whole,) = _count(events, lambda _: ("all",)).values()
+    statuses = await _ask(filled, QUESTIONS["by status"])
+    assert {row.status: _figures(row) for row in statuses.rows} == _count(events, lambda event: (event.status,))
+    assert (_figures(statuses.totals), statuses.groups) == (whole, 3)
+    tenants = await _ask(filled, replace(WHOLE, group_by=("tenant",)))
+    assert {row.tenant: _figures(row) for row in tenants.rows} == _count(events, lambda event: (event.tenant,))
+    assert tenants.groups == TENANTS
+    page = await _ask(filled, replace(WHOLE, bucket="1d", group_by=("adapter",), limit=100))
+    assert page.next is not None
+    assert (_figures(page.totals), page.groups) == (whole, ADAPTERS + 1)
+
+
+def _figures(sums: Any) -> tuple[int, ...]:
+    return sums.requests, sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens, sums.cost
+
+
+def _count(events: list[UsageEvent], fold: Fold) -> dict[object, tuple[int, ...]]:
+    sums: dict[tuple[object, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for one in events:
+        into = sums[fold(one)]
+        into[0] += 1
+        into[1] += one.prompt_tokens
+        into[2] += one.cached_tokens
+        into[3] += one.completion_tokens
+    return {
+        key[0] if len(key) == 1 else key: (*into, (into[1] - into[2]) * 2000 + into[2] * 500 + into[3] * 6000)
+        for key, into in sums.items()
+    }

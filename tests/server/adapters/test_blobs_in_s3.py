@@ -1,0 +1,181 @@
+"""Adapters whose blobs are in S3: uploads, deletes, the sweep after a crash, and a store that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from api_adapters import sound, upload
+from api_server import Api, eventually
+from api_server import api as open_api
+from s3_server import SECRET_KEY, S3Server
+from weft.adapters.blobs.local import BlobWriter
+from weft.adapters.blobs.s3 import S3Blobs
+from weft.cli import make_app
+from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
+from weft.errors import ConfigError
+from weft.server.adapters.validation import AdapterCheck
+from weft.server.garbage import Sweeper, end_removals
+from weft.server.serve import _open_blobs
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3.new_bucket()
+
+
+@pytest.fixture
+async def api(tmp_path: Path, bucket: str) -> AsyncIterator[Api]:
+    async with open_api(tmp_path, blob_url=f"s3://{bucket}/weft") as opened:
+        yield opened
+        await end_removals(opened.services)
+
+
+def s3_blobs_of(api: Api) -> S3Blobs:
+    assert isinstance(api.services.blobs, S3Blobs)
+    return api.services.blobs
+
+
+def cut_off(api: Api, for_s: float) -> None:
+    """Let the store be one that gave no answer just now."""
+    s3_blobs_of(api)._down_until = time.monotonic() + for_s
+
+
+async def test_an_upload_is_an_object_and_a_delete_leaves_none(api: Api, bucket: str, s3: S3Server) -> None:
+    client = await api.tenant("acme")
+    assert (await upload(client, "pirate")).status_code == 201
+    assert (await upload(client, "pirate")).status_code == 200
+    (key,) = s3.keys(bucket)
+    assert s3.get(bucket, key) == sound().weights
+    assert (await client.delete("/v1/adapters/pirate")).status_code == 204
+    assert s3.keys(bucket) == []
+    assert api.files() == []
+
+
+async def test_a_refused_upload_leaves_nothing(api: Api, bucket: str, s3: S3Server) -> None:
+    bad = dataclasses.replace(sound(), config=sound().config.replace(b'"LORA"', b'"IA3"'))
+    assert (await upload(await api.tenant("acme"), "pirate", bad)).status_code == 422
+    assert s3.keys(bucket) == []
+    assert api.files() == []
+
+
+async def test_pages_are_counted_from_the_header_without_a_copy(api: Api, tmp_path: Path) -> None:
+    client = await api.tenant("acme")
+    pages = (await upload(client, "pirate")).json()["pages"]
+    for path in api.files():
+        path.unlink()
+    restarted = AdapterCheck(api.services.ready, api.services.blobs)
+    version = (
+        await api.services.registry.adapters.list_adapters((await api.services.registry.tenants.get_tenant("acme")).id)
+    ).items[0]
+    assert await restarted.pages(version.current) == pages
+    assert api.files() == []
+    cut_off(api, 60)
+    assert await AdapterCheck(api.services.ready, api.services.blobs).pages(version.current) is None
+
+
+async def test_an_upload_while_the_store_is_away_is_503_and_leaves_no_version(
+    api: Api, bucket: str, s3: S3Server
+) -> None:
+    client = await api.tenant("acme")
+    cut_off(api, 60)
+    answer = await upload(client, "pirate")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage.unavailable")
+    assert answer.headers["retry-after"] == "5"
+    assert SECRET_KEY not in answer.text
+    assert (await client.get("/v1/adapters/pirate")).status_code == 404
+    cut_off(api, 0)
+    assert (await upload(client, "pirate")).status_code == 201
+    assert len(s3.keys(bucket)) == 1
+
+
+async def test_bytes_on_their_way_to_the_store_keep_no_other_upload_waiting(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await api.tenant("acme")
+    arrived, released = threading.Event(), threading.Event()
+    real_put = S3Blobs.put
+
+    def put(blobs: S3Blobs, writer: BlobWriter) -> None:
+        if writer.size > len(sound().weights):
+            arrived.set()
+            assert released.wait(30)
+        real_put(blobs, writer)
+
+    monkeypatch.setattr(S3Blobs, "put", put)
+    slow = asyncio.create_task(upload(client, "slow", sound(rank=16)))
+    await eventually(arrived.is_set)
+    assert (await upload(client, "quick")).status_code == 201
+    assert (await client.delete("/v1/adapters/quick")).status_code == 204
+    released.set()
+    assert (await slow).status_code == 201
+
+
+async def test_what_is_deleted_while_the_store_is_away_goes_when_it_is_back(
+    api: Api, bucket: str, s3: S3Server
+) -> None:
+    client = await api.tenant("acme")
+    await upload(client, "pirate")
+    cut_off(api, 1)
+    assert (await client.delete("/v1/adapters/pirate")).status_code == 204
+    assert len(s3.keys(bucket)) == 1
+    await eventually(lambda: s3.keys(bucket) == [])
+
+
+async def test_the_sweep_takes_what_a_crash_left_once_it_is_old(api: Api, bucket: str, s3: S3Server) -> None:
+    await upload(await api.tenant("acme"), "pirate")
+    published = s3.keys(bucket)
+    with api.services.blobs.create() as writer:  # and the server dies before there is a version
+        writer.write(b"weights")
+        writer.commit()
+    sweeper = Sweeper(api.services)
+    for _ in range(2):
+        await sweeper.sweep()
+    assert len(s3.keys(bucket)) == 2
+    s3.make_older(bucket, 3700)
+    for _ in range(2):
+        await sweeper.sweep()
+    assert s3.keys(bucket) == published
+    assert len(api.files()) == 1
+
+
+def config_of(blob_url: str, folder: Path) -> Config:
+    return Config(
+        model=ModelConfig(path="m"), server=ServerConfig(data_dir=folder), registry=RegistryConfig(blob_url=blob_url)
+    )
+
+
+async def test_a_server_does_not_start_on_a_store_that_refuses_it(bucket: str, s3: S3Server, tmp_path: Path) -> None:
+    _open_blobs(config_of(f"s3://{bucket}", tmp_path)).probe()
+    with pytest.raises(ConfigError, match="NoSuchBucket"):
+        _open_blobs(config_of("s3://no-such-bucket", tmp_path))
+    with s3.refusing_keys(), pytest.raises(ConfigError, match="InvalidAccessKeyId"):
+        _open_blobs(config_of(f"s3://{bucket}", tmp_path))
+
+
+async def test_a_server_starts_while_the_store_is_away(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert isinstance(_open_blobs(config_of(f"s3://{bucket}", tmp_path)), S3Blobs)
+
+
+def test_the_doctor_tries_the_store(bucket: str, s3: S3Server) -> None:
+    arguments = ["doctor", "--port", "0", "--blob-url"]
+    sound_store = CliRunner().invoke(make_app(), [*arguments, f"s3://{bucket}/weft"])
+    assert (sound_store.exit_code, "ok    blob store" in sound_store.output) == (0, True)
+    assert s3.keys(bucket) == []
+    for url in ("s3://no-such-bucket", "gs://bucket"):
+        broken = CliRunner().invoke(make_app(), [*arguments, url])
+        assert (broken.exit_code, "FAIL  blob store" in broken.output) == (1, True)

@@ -1,0 +1,170 @@
+"""A refused adapter: all that is wrong with it, in every way to upload one, and on the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from moto.server import ThreadedMotoServer
+from obstore.store import S3Store
+from typer.testing import CliRunner
+
+from api_adapters import sound, upload
+from api_server import Api
+from bad_upload import Upload
+from fake_engine import DEMO_MODEL, demo_ready
+from lora_files import config_bytes, q_and_v, tensor, weights_bytes
+from piecewise_client import CONFIG, WEIGHTS, code, complete, send_all
+from weft.cli import make_app
+from weft.server.http.bodies import ErrorView
+
+pytestmark = pytest.mark.anyio
+
+EXPECTED = [
+    ("config.feature_unsupported", "bias"),
+    ("config.feature_unsupported", "use_dora"),
+    ("weights.tensor_not_allowed", "base_model.model.lm_head.weight"),
+]
+
+
+def bad() -> Upload:
+    tensors = {**q_and_v(demo_ready().base), "base_model.model.lm_head.weight": tensor((8, 64))}
+    return Upload(config_bytes(use_dora=True, bias="all"), weights_bytes(tensors))
+
+
+def places(error: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(finding["code"], finding["param"]) for finding in error["findings"]]
+
+
+async def run(*arguments: str) -> Any:
+    environ = {"NO_COLOR": "1", "COLUMNS": "200"}
+    return await asyncio.to_thread(lambda: CliRunner().invoke(make_app(), arguments, env=environ))
+
+
+def saved(folder: Path, files: Upload) -> Path:
+    folder.mkdir()
+    (folder / CONFIG).write_bytes(files.config)
+    (folder / WEIGHTS).write_bytes(files.weights)
+    return folder
+
+
+async def test_a_form_in_pieces_and_its_replay_say_the_same(api: Api) -> None:
+    client = await api.tenant("acme")
+    refused = await upload(client, "pirate", bad())
+    assert code(refused) == (422, "config.feature_unsupported")
+    error = ErrorView.model_validate_json(refused.content).error
+    assert places(refused.json()["error"]) == EXPECTED
+    first = error.findings[0]
+    assert (error.code, error.param, error.message) == (first.code, first.param, f"{first.message} {first.hint}")
+    upload_id = await send_all(client, bad())
+    in_pieces = await complete(client, upload_id)
+    assert (in_pieces.status_code, in_pieces.content) == (422, refused.content)
+    view = (await client.get(f"/v1/uploads/{upload_id}")).json()
+    assert (view["state"], view["result"]) == ("rejected", refused.json()["error"])
+    again = await complete(client, upload_id)
+    assert (again.status_code, again.content) == (422, refused.content)
+    assert api.files() == []
+
+
+async def test_a_retry_under_the_same_key_says_the_same(api: Api) -> None:
+    client = await api.tenant("acme")
+    client.headers["idempotency-key"] = "once"
+    first, second = await upload(client, "pirate", bad()), await upload(client, "pirate", bad())
+    assert places(first.json()["error"]) == EXPECTED
+    assert second.content == first.content
+
+
+async def test_an_import_says_the_same(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in (("ENDPOINT_URL", f"http://{host}:{port}"), ("ACCESS_KEY_ID", "k"), ("REGION", "us-east-1")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+        async with httpx.AsyncClient(trust_env=False) as s3:
+            assert (await s3.put(f"http://{host}:{port}/models")).status_code == 200
+        store = S3Store("models", client_options={"allow_http": True})
+        store.put(f"bad/{CONFIG}", bad().config)
+        store.put(f"bad/{WEIGHTS}", bad().weights)
+        form = await upload(await api.tenant("acme"), "a", bad())
+        body = {"name": "a", "tenant": "acme", "source": "s3://models/bad"}
+        imported = await api.admin.post("/v1/adapters:import", json=body)
+        assert (imported.status_code, imported.content) == (422, form.content)
+    finally:
+        server.stop()
+
+
+async def test_a_report_of_thousands_of_faults_is_short(api: Api) -> None:
+    names = [f"base_model.model.{'x' * 90}.{number}.{kind}" for number in range(2000) for kind in ("lm_head", "qkv")]
+    fields = {f"unknown_{number}": "y" * 90 for number in range(300)}
+    files = Upload(config_bytes(**fields), weights_bytes({name: tensor((1,)) for name in names}))
+    refused = await upload(await api.tenant("acme"), "a", files)
+    assert code(refused) == (422, "config.field_unknown")
+    assert len(refused.content) < 16 << 10
+    assert len(refused.json()["error"]["findings"]) == 3
+
+
+async def test_other_refusals_have_the_body_that_they_had(api: Api) -> None:
+    client = await api.tenant("acme")
+    fields = ["message", "type", "param", "code"]
+    named = await upload(client, "../x", bad())
+    assert (code(named), [*named.json()["error"]]) == ((422, "adapter.name_invalid"), fields)
+    digest = await upload(client, "a", bad(), sha256="0" * 64)
+    assert (code(digest), [*digest.json()["error"]]) == ((422, "upload.digest_mismatch"), fields)
+    large = await upload(client, "a", Upload(bad().config.ljust(70_000), bad().weights))
+    assert (code(large), [*large.json()["error"]]) == ((413, "config.too_large"), fields)
+    for answer in (await client.get("/v1/adapters/none"), await client.post("/v1/completions", json={})):
+        assert [*answer.json()["error"]] == fields
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    assert schemas["ErrorFields"]["required"] == fields
+    assert schemas["FindingView"]["required"] == ["code", "message", "param", "hint"]
+
+
+async def test_a_rejection_of_before_there_were_findings_is_told_as_it_was(api: Api) -> None:
+    client = await api.tenant("acme")
+    upload_id = await send_all(client, sound())
+    owner = await api.services.registry.tenants.get_tenant("acme")
+    stored = {"message": "No.", "type": "adapter_error", "param": None, "code": "weights.empty"}
+    await api.services.registry.uploads.reject(owner.id, upload_id, stored)
+    assert (await complete(client, upload_id)).json() == {"error": stored}
+
+
+async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path: Path) -> None:
+    folder, key = saved(tmp_path / "mine", bad()), await api.key("acme")
+    found = await run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))
+    assert found.exit_code == 2
+    lines = found.stderr.splitlines()
+    assert lines[0] == f"weft: {folder} cannot be served:"
+    assert lines[1:5] == [
+        "  1. adapter_config.json: bias is 'all': Weft does not serve trained biases. (config.feature_unsupported)",
+        '     Hint: Retrain with bias="none".',
+        "  2. adapter_config.json: use_dora is True: Weft does not serve DoRA. (config.feature_unsupported)",
+        "     Hint: Retrain with use_dora=false.",
+    ]
+    assert lines[5].startswith("  3. adapter_model.safetensors: Tensor base_model.model.lm_head.weight is not allowed")
+    assert len(lines) == 7
+    as_json = await run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL), "--json")
+    told = json.loads(as_json.stdout)
+    assert (as_json.exit_code, told["valid"], places(told)) == (2, False, EXPECTED)
+    async with api.listening() as url:
+        pushed = await run("adapter", "push", str(folder), "--url", url, "--key", key)
+        pushed_json = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--json")
+    assert (pushed.exit_code, pushed.stderr.splitlines()[1:]) == (2, lines[1:])
+    assert (pushed_json.exit_code, json.loads(pushed_json.stdout)) == (2, told)
+
+
+async def test_the_weights_are_called_as_their_file_is(tmp_path: Path) -> None:
+    folder = tmp_path / "mlx"
+    folder.mkdir()
+    (folder / CONFIG).write_bytes(config_bytes())
+    (folder / "adapters.safetensors").write_bytes(weights_bytes({"evil": tensor((8, 8))}))
+    found = await run("adapter", "validate", str(folder))
+    assert "  1. adapters.safetensors: Tensor evil is not allowed in an adapter." in found.stderr
+    (folder / CONFIG).write_bytes(config_bytes().ljust(70_000))
+    large = await run("adapter", "validate", str(folder))
+    assert (large.exit_code, "(config.too_large)" in large.stderr, "Hint: " in large.stderr) == (2, True, True)

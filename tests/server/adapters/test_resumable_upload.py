@@ -1,0 +1,404 @@
+"""Uploads in pieces: announced, sent with breaks, completed, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_adapters import sound, upload
+from api_server import Api, eventually
+from api_server import api as open_api
+from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
+from postgres_server import KINDS, database_of
+from weft.adapters.blobs.local import LocalBlobs
+from weft.errors import CapacityError
+from weft.registry.records import VersionFacts
+from weft.server import garbage as removal
+from weft.server.adapters.schemas import AdapterView, UploadList, UploadView
+from weft.server.garbage import Sweeper
+from weft.server.http.body import Pace
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    return database_of(request.param)
+
+
+def staged(api: Api) -> list[Path]:
+    return sorted(path for path in (api.services.config.server.data_dir / "uploads").rglob("*") if path.is_file())
+
+
+async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(api: Api) -> None:
+    client, rival, files = await api.tenant("acme"), await api.tenant("rival"), sound()
+    made = await announce(client, files, description="arr")
+    assert made.status_code == 201, made.text
+    view = UploadView.model_validate_json(made.content)
+    assert (view.name, view.tenant, view.state, view.missing) == ("pirate", "acme", "uploading", [CONFIG, WEIGHTS])
+    assert code(await complete(client, view.id)) == (409, "upload.incomplete")
+    assert (await put(client, view.id, CONFIG, files.config)).json()["missing"] == [WEIGHTS]
+    half = len(files.weights) // 2
+    first = await put(client, view.id, WEIGHTS, files.weights[:half], 0, len(files.weights))
+    assert first.json()["files"][WEIGHTS]["received"] == half
+    incomplete = await complete(client, view.id)
+    assert code(incomplete) == (409, "upload.incomplete")
+    assert f"{WEIGHTS} from byte {half}" in incomplete.json()["error"]["message"]
+    again = await put(client, view.id, WEIGHTS, files.weights[:half], 0, len(files.weights))
+    assert code(again) == (409, "upload.offset_mismatch")
+    assert f"byte {half}" in again.json()["error"]["message"]
+    rest = await put(client, view.id, WEIGHTS, files.weights[half:], half, len(files.weights))
+    assert rest.json()["missing"] == []
+    done = await complete(client, view.id)
+    assert done.status_code == 201, done.text
+    body = AdapterView.model_validate_json(done.content)
+    assert (body.name, body.version, body.description, body.aliases) == ("pirate", 1, "arr", {"default": 1})
+    twice = await complete(client, view.id)
+    assert (twice.status_code, twice.content) == (200, done.content)
+    shown = UploadView.model_validate((await client.get(f"/v1/uploads/{view.id}")).json())
+    assert (shown.state, shown.missing, shown.result) == ("ready", [], done.json())
+    assert (len(api.files()), staged(api)) == (1, [])
+    in_one_form = (await upload(rival, "pirate")).json()
+    assert {**in_one_form, "id": 0, "tenant": 0, "created_at": 0, "description": 0} == {
+        **done.json(),
+        "id": 0,
+        "tenant": 0,
+        "created_at": 0,
+        "description": 0,
+    }
+    used = await client.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
+    assert used.headers["x-weft-adapter"] == "acme/pirate@1"
+
+
+async def test_a_broken_connection_keeps_what_arrived(api: Api) -> None:
+    key, files = await api.key("acme"), sound()
+    client = api.client(key)
+    upload_id = (await announce(client, files)).json()["id"]
+    half = len(files.weights) // 2
+    async with api.listening() as url:
+        host, port = url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        writer.write(f"{head}Content-Length: {len(files.weights)}\r\n\r\n".encode() + files.weights[:half])
+        await writer.drain()
+        await eventually(lambda: api.services.intake._streams)
+        writer.close()
+        await eventually(lambda: not api.services.intake._streams)
+    received = (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"]
+    assert received == half
+    await put(client, upload_id, WEIGHTS, files.weights[half:], half, len(files.weights))
+    await put(client, upload_id, CONFIG, files.config)
+    assert (await complete(client, upload_id)).status_code == 201
+
+
+async def test_a_file_without_a_range_begins_anew(api: Api) -> None:
+    client, files = await api.tenant("acme"), sound()
+    upload_id = (await announce(client, files)).json()["id"]
+    await put(client, upload_id, WEIGHTS, b"x" * 100, 0, len(files.weights))
+    anew = await put(client, upload_id, WEIGHTS, files.weights)
+    assert anew.json()["missing"] == [CONFIG]
+
+
+async def test_wrong_pieces_are_refused(api: Api) -> None:
+    client, files = await api.tenant("acme"), sound()
+    upload_id = (await announce(client, files)).json()["id"]
+    path, size = f"/v1/uploads/{upload_id}/files/{WEIGHTS}", len(files.weights)
+    for given in (
+        "bytes 0-1",
+        "bytes 5-4/9",
+        f"bytes 0-{size}/{size}",
+        f"bytes 0-1/{size + 1}",
+        "lines 0-1/2",
+        "x" * 99,
+    ):
+        answer = await client.put(path, content=b"xy", headers={"content-range": given})
+        assert code(answer) == (400, "invalid_value"), given
+    assert code(await put(client, upload_id, WEIGHTS, files.weights + b"x")) == (413, "upload.too_large")
+    assert code(await put(client, upload_id, "other.bin", b"x")) == (404, "not_found")
+
+    async def chunked() -> AsyncIterator[bytes]:
+        yield files.weights
+        yield b"x"
+
+    beyond = await client.put(path, content=chunked())
+    assert code(beyond) == (413, "upload.too_large")
+    assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] <= size
+
+
+async def test_an_announcement_is_checked_at_once(tmp_path: Path) -> None:
+    async with open_api(tmp_path, max_upload_bytes=100_000) as api:
+        client, files = await api.tenant("acme"), sound()
+        manifest = {CONFIG: facts(files.config), WEIGHTS: facts(files.weights)}
+        big = {**manifest[WEIGHTS], "size": 100_001}
+        for body, expected in (
+            ({"files": {**manifest, WEIGHTS: big}}, (413, "upload.too_large")),
+            ({"files": {**manifest, CONFIG: {**big, "size": 70_000}}}, (413, "config.too_large")),
+            ({"files": {WEIGHTS: manifest[WEIGHTS]}}, (400, "invalid_value")),
+            ({"files": {**manifest, "more": big}}, (400, "invalid_value")),
+            ({"files": {**manifest, WEIGHTS: {**big, "size": 0}}}, (400, "invalid_value")),
+            ({"files": {**manifest, WEIGHTS: {**big, "sha256": "x"}}}, (400, "invalid_value")),
+            ({"files": manifest, "name": "../x"}, (422, "adapter.name_invalid")),
+            ({"files": manifest, "name": "demo"}, (422, "adapter.name_reserved")),
+            ({"files": manifest, "description": "a\ud800"}, (400, "invalid_json")),
+            ({"files": manifest, "tenant": "rival"}, (404, "not_found")),
+        ):
+            answer = await client.post("/v1/uploads", content=json.dumps({"name": "a", **body}))
+            assert code(answer) == expected, body
+        assert UploadList.model_validate((await client.get("/v1/uploads")).json()).data == []
+
+
+async def test_bytes_that_were_not_announced_must_be_sent_again(api: Api) -> None:
+    client, files = await api.tenant("acme"), sound()
+    upload_id = (await announce(client, files)).json()["id"]
+    other = sound(alpha=8)
+    await put(client, upload_id, CONFIG, files.config)
+    await put(client, upload_id, WEIGHTS, bytes([*files.weights[:-1], files.weights[-1] ^ 1]))
+    assert code(await complete(client, upload_id)) == (422, "upload.digest_mismatch")
+    view = (await client.get(f"/v1/uploads/{upload_id}")).json()
+    assert (view["state"], view["missing"]) == ("uploading", [WEIGHTS])
+    assert api.files() == []
+    await put(client, upload_id, WEIGHTS, files.weights)
+    await put(client, upload_id, CONFIG, other.config.ljust(len(files.config))[: len(files.config)])
+    assert code(await complete(client, upload_id)) == (422, "upload.digest_mismatch")
+    await put(client, upload_id, CONFIG, files.config)
+    assert (await complete(client, upload_id)).status_code == 201
+
+
+async def test_the_form_may_announce_a_digest_too(api: Api) -> None:
+    client, files = await api.tenant("acme"), sound()
+    digest = facts(files.weights)["sha256"]
+    assert code(await upload(client, "a", sha256="0" * 64)) == (422, "upload.digest_mismatch")
+    assert code(await upload(client, "a", sha256="no digest")) == (400, "invalid_value")
+    assert api.files() == []
+    assert (await upload(client, "a", sha256=f"sha256:{digest}")).status_code == 201
+    assert (await upload(client, "a", sha256=digest)).status_code == 200
+
+
+async def test_a_refused_adapter_ends_the_upload(api: Api) -> None:
+    client, good = await api.tenant("acme"), sound()
+    bad = replace(good, weights=b"PK\x03\x04" + b"x" * 100)
+    upload_id = await send_all(client, bad)
+    refused = await complete(client, upload_id)
+    assert code(refused) == (422, "weights.not_safetensors")
+    view = (await client.get(f"/v1/uploads/{upload_id}")).json()
+    assert (view["state"], view["result"]) == ("rejected", refused.json()["error"])
+    assert (await complete(client, upload_id)).json() == refused.json()
+    assert code(await put(client, upload_id, CONFIG, good.config)) == (409, "upload.ended")
+    assert (api.files(), staged(api)) == ([], [])
+    assert (await complete(client, await send_all(client, good))).status_code == 201
+
+
+async def test_own_weights_need_not_be_sent_again_but_others_must(api: Api) -> None:
+    acme, rival = await api.tenant("acme"), await api.tenant("rival")
+    assert (await upload(acme, "pirate")).status_code == 201
+    loud = sound(alpha=8)
+    assert loud.weights == sound().weights
+    own, foreign = await announce(acme, loud, "loud"), await announce(rival, loud, "loud")
+    assert own.json()["missing"] == [CONFIG]
+    assert foreign.json()["missing"] == [CONFIG, WEIGHTS]
+    assert own.json()["files"][WEIGHTS]["received"] == len(loud.weights)
+    await put(acme, own.json()["id"], CONFIG, loud.config)
+    await put(rival, foreign.json()["id"], CONFIG, loud.config)
+    assert (await complete(acme, own.json()["id"])).status_code == 201
+    assert code(await complete(rival, foreign.json()["id"])) == (409, "upload.incomplete")
+    assert len(api.files()) == 1
+    # A digest of the same bytes with another size is another file.
+    wrong = {CONFIG: facts(loud.config), WEIGHTS: {**facts(loud.weights), "size": 10}}
+    sized = await acme.post("/v1/uploads", json={"name": "x", "files": wrong})
+    assert sized.json()["missing"] == [CONFIG, WEIGHTS]
+    # Once the version is gone, its bytes are due again.
+    later = (await announce(acme, sound(alpha=4), "later")).json()
+    assert later["missing"] == [CONFIG]
+    await acme.delete("/v1/adapters/loud")
+    await acme.delete("/v1/adapters/pirate")
+    assert (await acme.get(f"/v1/uploads/{later['id']}")).json()["missing"] == [CONFIG, WEIGHTS]
+
+
+async def test_another_tenants_upload_looks_like_none(api: Api) -> None:
+    acme, rival = await api.tenant("acme"), await api.tenant("rival")
+    upload_id = await send_all(acme, sound())
+    with api.services.intake.writing(upload_id, CONFIG, WEIGHTS):
+        for method, path in (
+            ("GET", "/v1/uploads/{}"),
+            ("DELETE", "/v1/uploads/{}"),
+            ("PUT", "/v1/uploads/{}/files/" + WEIGHTS),
+            ("POST", "/v1/uploads/{}/complete"),
+        ):
+            foreign = await rival.request(method, path.format(upload_id), content=b"")
+            missing = await rival.request(method, path.format("upl_" + "0" * 26), content=b"")
+            assert (
+                (foreign.status_code, foreign.content)
+                == (missing.status_code, missing.content)
+                == (404, foreign.content)
+            )
+    assert (await rival.get("/v1/uploads")).json()["data"] == []
+    assert [one["id"] for one in (await acme.get("/v1/uploads")).json()["data"]] == [upload_id]
+    admin = api.admin
+    assert code(await admin.get(f"/v1/uploads/{upload_id}")) == (400, "invalid_value")
+    assert (await admin.get(f"/v1/uploads/{upload_id}?tenant=acme")).status_code == 200
+    assert (await announce(admin, sound(), "b", tenant="acme")).json()["tenant"] == "acme"
+
+
+async def test_nobody_writes_beside_another(api: Api) -> None:
+    client, files = await api.tenant("acme"), sound()
+    upload_id, tenant_id = await send_all(client, files), (await api.services.registry.tenants.get_tenant("acme")).id
+    with api.services.intake.writing(upload_id, WEIGHTS):
+        for answer in (
+            await put(client, upload_id, WEIGHTS, files.weights),
+            await complete(client, upload_id),
+            await client.delete(f"/v1/uploads/{upload_id}"),
+        ):
+            assert code(answer) == (409, "upload.busy")
+            assert int(answer.headers["retry-after"]) >= 1
+    with api.services.intake.stream(tenant_id), api.services.intake.stream(tenant_id):
+        refused = await put(client, upload_id, WEIGHTS, files.weights)
+        assert code(refused) == (429, "upload.too_many")
+        assert int(refused.headers["retry-after"]) >= 1
+    assert (await put(client, upload_id, WEIGHTS, files.weights)).status_code == 200
+    answers = await asyncio.gather(*(complete(client, upload_id) for _ in range(5)))
+    assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409]
+    assert (await complete(client, upload_id)).status_code == 200
+
+
+async def test_an_upload_that_expires_while_somebody_is_at_it_keeps_its_files(api: Api) -> None:
+    upload_id = await send_all(await api.tenant("acme"), sound())
+    api.services.registry.uploads._clock = lambda: datetime.now(UTC) + timedelta(hours=25)
+    sweeper = Sweeper(api.services)
+    with api.services.intake.writing(upload_id, WEIGHTS):
+        assert (await sweeper.sweep())["staged"] == 0
+        assert len(staged(api)) == 2
+    assert (await sweeper.sweep())["staged"] == 1
+    assert staged(api) == []
+
+
+async def test_a_deleted_or_expired_upload_is_gone_with_its_files(api: Api) -> None:
+    client, files = await api.tenant("acme"), sound()
+    deleted, old, ready = [await send_all(client, files, name) for name in ("a", "b", "c")]
+    assert (await complete(client, ready)).status_code == 201
+    assert (await client.delete(f"/v1/uploads/{deleted}")).status_code == 204
+    assert (await client.get(f"/v1/uploads/{deleted}")).status_code == 404
+    assert {path.parent.name for path in staged(api)} == {old}
+    sweeper = Sweeper(api.services)
+    stray = api.services.config.server.data_dir / "uploads" / ("upl_" + "a" * 26)
+    stray.mkdir()
+    (stray / WEIGHTS).write_bytes(b"x")
+    swept = {"uploads": 0, "answers": 0, "batches": 0, "files": 0, "staged": 1, "temporary": 0, "blobs": 0}
+    assert await sweeper.sweep() == swept
+    api.services.registry.uploads._clock = lambda: datetime.now(UTC) + timedelta(hours=25)
+    assert (await client.get(f"/v1/uploads/{old}")).status_code == 404
+    assert (await sweeper.sweep())["uploads"] == 2
+    assert staged(api) == []
+    assert (await client.get("/v1/adapters/c")).status_code == 200
+    assert len(api.files()) == 1
+
+
+async def test_a_full_disk_keeps_what_was_received(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, files = await api.tenant("acme"), sound()
+    upload_id, size = (await announce(client, files)).json()["id"], len(files.weights)
+    await put(client, upload_id, WEIGHTS, files.weights[:1000], 0, size)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weft.server.adapters.staged_files.os.write", full)
+        answer = await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)
+        assert code(answer) == (507, "storage.full")
+    assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
+    assert (await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)).status_code == 200
+
+
+async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api) -> None:
+    key, files = await api.key("acme"), sound()
+    upload_id = (await announce(api.client(key), files)).json()["id"]
+    async with api.listening() as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        writer.write(f"{head}Content-Length: {len(files.weights)}\r\n\r\n".encode() + files.weights[:1000])
+        await eventually(lambda: api.services.intake._streams)
+        await asyncio.sleep(0.1)
+        assert await api.services.drain.drain(0.1) == 1
+        assert b" 503 " in await reader.readline()
+        writer.close()
+    assert api.services.staged.sizes(upload_id)[WEIGHTS] == 1000
+
+
+async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "SWEEP_S", 0.01)
+    blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
+    sweeper = Sweeper(api.services)
+    await sweeper.start()
+    blobs.make_folders(lonely)
+    blobs.path(lonely).write_bytes(b"x")
+    await eventually(lambda: not api.files())
+    run, calls = api.services.registry.uploads.forget_old, 0
+
+    async def fails() -> tuple[int, int]:
+        nonlocal calls
+        calls += 1
+        raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
+
+    monkeypatch.setattr(api.services.registry.uploads, "forget_old", fails)
+    await eventually(lambda: calls > 1)
+    monkeypatch.setattr(api.services.registry.uploads, "forget_old", run)
+    blobs.path(lonely).write_bytes(b"x")
+    await eventually(lambda: not api.files())
+    await sweeper.stop()
+    blobs.path(lonely).write_bytes(b"x")
+    await asyncio.sleep(0.1)
+    assert len(api.files()) == 1
+
+
+async def test_a_file_that_stalls_is_given_up_and_kept(tmp_path: Path) -> None:
+    async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api:
+        client, files = await api.tenant("acme"), sound()
+        upload_id = (await announce(client, files)).json()["id"]
+
+        async def stalling() -> AsyncIterator[bytes]:
+            yield files.weights[:1000]
+            await asyncio.sleep(5)
+            yield b"x"
+
+        answer = await client.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=stalling())
+        assert code(answer) == (408, "upload.timeout")
+        assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
+
+
+async def test_a_tenant_has_so_many_uploads_open(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.registry.uploads.MAX_OPEN", 2)
+    client, files = await api.tenant("acme"), sound()
+    first = await send_all(client, files, "a")
+    second = (await announce(client, files, "b")).json()["id"]
+    assert code(await announce(client, files, "c")) == (409, "upload.too_many_open")
+    listed = await client.get("/v1/uploads?limit=1")
+    assert ([one["id"] for one in listed.json()["data"]], listed.json()["next"]) == ([first], first)
+    rest = await client.get(f"/v1/uploads?limit=1&after={first}")
+    assert ([one["id"] for one in rest.json()["data"]], rest.json()["next"]) == ([second], None)
+    assert (await complete(client, first)).status_code == 201
+    assert (await announce(client, files, "c")).status_code == 201
+
+
+async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await api.tenant("acme")
+    upload_id = await send_all(client, sound())
+    owner, check = await api.services.registry.tenants.get_tenant("acme"), api.services.check.check
+
+    async def check_while_another_rejects(*arguments: Any) -> VersionFacts:
+        await api.services.registry.uploads.reject(owner.id, upload_id, {"code": "adapter_invalid", "message": "no"})
+        return await check(*arguments)
+
+    monkeypatch.setattr(api.services.check, "check", check_while_another_rejects)
+    assert code(await complete(client, upload_id)) == (409, "upload.ended")
+    assert (await client.get("/v1/adapters")).json()["data"] == []
+    assert api.files() == []

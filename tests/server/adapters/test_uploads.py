@@ -1,0 +1,308 @@
+"""Uploads: what is taken, what is refused and how, and that nothing of a refused one stays."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api_adapters import sound, sound_mlx, upload
+from api_server import BASE, Api, eventually, new_client
+from api_server import api as open_api
+from bad_upload import Upload
+from bad_uploads import bad_uploads
+from fake_engine import demo_ready
+from lora_files import config_bytes
+from weft.adapters.lora.layout import plan_layout
+from weft.engine.status import ResidentAdapter
+from weft.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
+from weft.server.generation.schemas import ModelList
+
+pytestmark = pytest.mark.anyio
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_an_upload_is_there_for_the_next_request(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await upload(client, "pirate", description="arr")
+    assert answer.status_code == 201, answer.text
+    body = AdapterView.model_validate_json(answer.content)
+    base, geometry = demo_ready().base, demo_ready().geometry
+    ranks = {(layer, module): 8 for layer in range(base.num_layers) for module in (0, 2)}
+    assert (body.name, body.tenant, body.version, body.rank) == ("pirate", "acme", 1, 8)
+    assert body.applied_modules.applied == len(ranks)
+    assert body.target_modules == ["q_proj", "v_proj"]
+    assert body.pages == plan_layout(ranks, base, geometry).num_pages
+    assert (body.residency, body.state, body.aliases) == ("stored", "ready", {"default": 1})
+    used = await client.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
+    assert used.headers["x-weft-adapter"] == "acme/pirate@1"
+    assert used.headers["x-weft-adapter-digest"] == body.digest
+    assert used.headers["x-weft-adapter-state"] == "stored"
+    assert body.digest[7:15] in used.json()["choices"][0]["text"]
+    listed = AdapterList.model_validate((await client.get("/v1/adapters")).json())
+    assert listed.data[0].usage is not None
+    shown = AdapterView.model_validate((await client.get("/v1/adapters/pirate")).json())
+    assert shown.model_copy(update={"usage": None}) == body
+
+
+async def test_identical_bytes_are_the_same_version(api: Api) -> None:
+    client = await api.tenant("acme")
+    first = await upload(client, "pirate")
+    again = await upload(client, "pirate")
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json() == again.json()
+    other = await upload(client, "pirate", sound(alpha=8))
+    assert (other.status_code, other.json()["version"]) == (201, 2)
+    versions = VersionList.model_validate((await client.get("/v1/adapters/pirate/versions")).json())
+    assert [version.version for version in versions.data] == [2, 1]
+    assert len(api.files()) == 1
+
+
+async def test_what_the_check_noticed_is_shown_with_the_version(api: Api) -> None:
+    client = await api.tenant("acme")
+    other_base = Upload(config_bytes(base_model_name_or_path="meta/Big"), sound().weights)
+    assert (await upload(client, "pirate", other_base)).status_code == 201
+    mlx = await upload(client, "pirate", sound_mlx(model=f"somewhere/{BASE}"))
+    assert mlx.status_code == 201, mlx.text
+    again = await upload(client, "pirate", sound_mlx(model=f"somewhere/{BASE}"))
+    assert (again.status_code, again.json()) == (200, mlx.json())
+    body = AdapterView.model_validate((await client.get("/v1/adapters/pirate")).json())
+    assert (body.rank, body.report) == (6, ReportView(dtype=["F32"], layout="mlx", renamed=0, warnings=[]))
+    assert body.pages is not None
+    second, first = VersionList.model_validate((await client.get("/v1/adapters/pirate/versions")).json()).data
+    assert second.report == body.report
+    assert first.report is not None
+    (warning,) = first.report.warnings
+    assert "'meta/Big'" in warning
+    assert f"'{BASE}'" in warning
+
+
+async def test_a_version_is_chosen_by_number_alias_and_digest(api: Api) -> None:
+    client = await api.tenant("acme")
+    first = (await upload(client, "pirate")).json()
+    second = (await upload(client, "pirate", sound(alpha=8), activate="false")).json()
+    patched = await client.patch("/v1/adapters/pirate", json={"aliases": {"prod": 2}})
+    assert patched.json()["aliases"] == {"default": 1, "prod": 2}
+    expected = {
+        "pirate": 1,
+        "acme/pirate": 1,
+        "pirate@2": 2,
+        "pirate@prod": 2,
+        f"pirate@{second['digest']}": 2,
+        f"pirate@{first['digest']}": 1,
+    }
+    for name, version in expected.items():
+        answer = await client.post("/v1/completions", json={"model": name, "prompt": "x"})
+        assert answer.headers["x-weft-adapter"] == f"acme/pirate@{version}"
+        assert answer.json()["model"] == name
+    await client.patch("/v1/adapters/pirate", json={"aliases": {"default": 2, "prod": None}})
+    answer = await client.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
+    assert answer.headers["x-weft-adapter"] == "acme/pirate@2"
+    assert (await client.post("/v1/completions", json={"model": "pirate@prod", "prompt": "x"})).status_code == 404
+
+
+async def test_adapter_id_goes_with_the_base_or_agrees(api: Api) -> None:
+    client = await api.tenant("acme")
+    await upload(client, "pirate")
+    await upload(client, "shout", sound(alpha=8))
+    for fields, status in (
+        ({"model": BASE, "adapter_id": "pirate"}, 200),
+        ({"adapter_id": "pirate"}, 200),
+        ({"model": "pirate", "adapter_id": "acme/pirate@1"}, 200),
+        ({"model": "pirate", "adapter_id": "shout"}, 400),
+        ({"model": "pirate", "adapter_id": BASE}, 400),
+        ({"model": "pirat"}, 404),
+        ({}, 400),
+    ):
+        answer = await client.post("/v1/completions", json={"prompt": "x", **fields})
+        assert answer.status_code == status, fields
+        if status == 200:
+            assert answer.headers["x-weft-adapter"] == "acme/pirate@1"
+    near = await client.post("/v1/completions", json={"prompt": "x", "model": "pirat"})
+    assert code(near) == (404, "model_not_found")
+    assert "`pirate`" in near.json()["error"]["message"]
+
+
+async def test_models_lists_the_base_and_the_tenants_adapters(api: Api) -> None:
+    client = await api.tenant("acme")
+    made = (await upload(client, "pirate")).json()
+    models = ModelList.model_validate((await client.get("/v1/models")).json()).data
+    assert [(model.id, model.parent, model.root) for model in models] == [
+        (BASE, None, BASE),
+        ("pirate", BASE, made["digest"]),
+    ]
+    assert (await client.get("/v1/models/acme/pirate")).json()["id"] == "acme/pirate"
+    rival = await api.tenant("rival")
+    assert [model["id"] for model in (await rival.get("/v1/models")).json()["data"]] == [BASE]
+
+
+async def test_a_delete_frees_everything(api: Api) -> None:
+    client = await api.tenant("acme")
+    first = (await upload(client, "pirate")).json()
+    second = (await upload(client, "pirate", sound(rank=16))).json()
+    assert len(api.files()) == 2
+    assert (await client.delete("/v1/adapters/pirate?version=1")).status_code == 204
+    assert api.engine.dropped == [first["digest"]]
+    assert len(api.files()) == 1
+    assert (await client.delete("/v1/adapters/pirate")).status_code == 204
+    assert api.engine.dropped == [first["digest"], second["digest"]]
+    assert api.files() == []
+    assert (await client.get("/v1/adapters/pirate")).status_code == 404
+    assert (await client.delete("/v1/adapters/pirate")).status_code == 404
+    assert (await upload(client, "pirate")).status_code == 201
+
+
+async def test_a_blob_that_another_tenant_uses_stays(api: Api) -> None:
+    acme, rival = await api.tenant("acme"), await api.tenant("rival")
+    await upload(acme, "pirate")
+    await upload(rival, "corsair")
+    await acme.delete("/v1/adapters/pirate")
+    assert len(api.files()) == 1
+    assert api.engine.dropped == []
+
+
+async def test_the_admin_uploads_for_a_tenant(api: Api) -> None:
+    await api.key("acme")
+    assert (await upload(api.admin, "a", tenant="acme")).json()["tenant"] == "acme"
+    assert code(await upload(api.admin, "a")) == (400, "invalid_value")
+    assert code(await upload(api.admin, "a", tenant="nobody")) == (404, "not_found")
+    assert code(await upload(await api.tenant("rival"), "a", tenant="acme")) == (404, "not_found")
+
+
+async def test_residency_is_what_the_engine_says(api: Api) -> None:
+    client = await api.tenant("acme")
+    digest = (await upload(client, "pirate")).json()["digest"]
+    for tier, shown in (("device", "device"), ("host", "host"), ("loading", "host")):
+        api.engine.residents = [ResidentAdapter(digest=digest, tier=tier, pages=1, running=0)]  # type: ignore[arg-type]
+        assert (await client.get("/v1/adapters/pirate")).json()["residency"] == shown
+    api.engine.residents = [replace(api.engine.residents[0], load_p95_s=0.25)]
+    assert (await client.get("/v1/adapters/pirate")).json()["load_p95_s"] == 0.25
+    assert [one["load_p95_s"] for one in (await client.get("/v1/adapters")).json()["data"]] == [0.25]
+    api.engine.ready = None
+    assert (await client.get("/v1/adapters/pirate")).json()["residency"] == "stored"
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", "é", "a" * 300, "UPPER", "", "a..b", "-a", BASE, "a\x00b"])
+async def test_a_bad_name_is_refused(api: Api, name: str) -> None:
+    answer = await upload(await api.tenant("acme"), name)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["code"] in ("adapter.name_invalid", "adapter.name_reserved")
+    assert api.files() == []
+
+
+def part(name: str, content: bytes, filename: str | None = None) -> bytes:
+    file = f'; filename="{filename}"' if filename else ""
+    return f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+
+
+async def send(client: httpx.AsyncClient, *parts: bytes, end: bytes = b"--b--\r\n") -> httpx.Response:
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    return await client.post("/v1/adapters", content=b"".join(parts) + end, headers=kind)
+
+
+async def test_wrong_forms_are_refused_and_leave_nothing(api: Api) -> None:
+    client = await api.tenant("acme")
+    good = sound()
+    name, config, weights = part("name", b"a"), part("config", good.config), part("weights", good.weights)
+    for parts, expected in (
+        ((name, config, weights, part("extra", b"x")), "upload.unexpected_part"),
+        ((name, config, weights, weights), "upload.unexpected_part"),
+        ((name, name, config, weights), "upload.unexpected_part"),
+        ((part("", b"x"), name, config, weights), "upload.unexpected_part"),
+        ((b"--b\r\nX-Other: 1\r\n\r\nx\r\n", name, config, weights), "upload.unexpected_part"),
+        ((name, config), "upload.missing_part"),
+        ((name, weights), "upload.missing_part"),
+        ((config, weights), "upload.missing_part"),
+        ((part("name", b"x" * 2000), config, weights), "invalid_value"),
+        ((name, config, weights, part("activate", b"maybe")), "invalid_value"),
+        ((part("name", b"\xff"), config, weights), "invalid_value"),
+        ((b"--b\r\n" + b"X: y\r\n" * 20 + b"\r\n",), "upload.malformed"),
+        ((b"--b\r\nX: " + b"y" * 10_000 + b"\r\n\r\n",), "upload.malformed"),
+        ((b"garbage",), "upload.malformed"),
+    ):
+        answer = await send(client, *parts)
+        assert code(answer) == (400, expected), parts[0][:80]
+        assert api.files() == []
+    unfinished = await send(client, name, config, weights, end=b"")
+    assert code(unfinished) == (400, "upload.malformed")
+    assert code(await client.post("/v1/adapters", json={"name": "a"})) == (400, "upload.malformed")
+    assert api.files() == []
+    evil = part("weights", good.weights, "../../../../etc/cron.d/x")
+    assert (await send(client, evil, config, name)).status_code == 201
+
+
+async def test_every_bad_adapter_is_refused_and_a_good_one_goes_in_after(api: Api) -> None:
+    client = await api.tenant("acme")
+    cases = bad_uploads(demo_ready().base)
+    one_of_each = list({case.code: case for case in cases}.values())
+    wrong = []
+    for case in one_of_each:
+        answer = await upload(client, "bad", case.make())
+        if code(answer) != (case.status, case.code):
+            wrong.append((case.name, answer.status_code, answer.text))
+        assert api.files() == [], case.name
+    assert wrong == []
+    assert len(one_of_each) > 20
+    assert (await client.get("/v1/adapters")).json()["data"] == []
+    assert (await upload(client, "good")).status_code == 201
+
+
+async def test_weights_over_the_limit_are_413(tmp_path: Path) -> None:
+    async with open_api(tmp_path, max_upload_bytes=4096) as api:
+        answer = await upload(await api.tenant("acme"), "big")
+        assert code(answer) == (413, "upload.too_large")
+        assert api.files() == []
+
+
+async def test_an_adapter_that_never_fits_is_refused_with_the_numbers(api: Api) -> None:
+    api.services.check._ready = demo_ready(num_pages=1)
+    answer = await upload(await api.tenant("acme"), "big", sound(rank=64))
+    assert code(answer) == (422, "adapter.never_fits")
+    assert api.files() == []
+
+
+async def test_a_client_that_drops_leaves_nothing(api: Api) -> None:
+    key = await api.key("acme")
+    async with api.listening() as url:
+        host, port = url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        head += "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 9000000\r\n\r\n"
+        writer.write(head.encode() + part("name", b"a") + part("weights", b"x" * 3_000_000))
+        await writer.drain()
+        await eventually(api.files)
+        writer.close()
+        await eventually(lambda: not api.files())
+
+
+async def test_many_identical_uploads_at_once_make_one_version(api: Api) -> None:
+    key, files = await api.key("acme"), sound()
+    async with api.listening() as url, new_client(key, url) as client:
+        client.timeout = 120
+        answers = await asyncio.gather(*(upload(client, "pirate", files) for _ in range(200)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 199 + [201]
+    assert len({answer.content for answer in answers}) == 1
+    assert len(api.files()) == 1
+    versions = await (await api.tenant("acme")).get("/v1/adapters/pirate/versions")
+    assert [version["version"] for version in versions.json()["data"]] == [1]
+
+
+async def test_the_weights_of_a_running_request_outlive_the_delete(api: Api) -> None:
+    client = await api.tenant("acme")
+    await upload(client, "pirate")
+    api.engine.token_s = 0.05
+    endless = {"model": "pirate", "prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    running = asyncio.create_task(client.post("/v1/completions", json=endless))
+    await eventually(lambda: api.engine.running)
+    assert (await client.delete("/v1/adapters/pirate")).status_code == 204
+    assert len(api.files()) == 1
+    assert (await client.post("/v1/completions", json={"model": "pirate", "prompt": "x"})).status_code == 404
+    api.engine.token_s = 0
+    assert (await running).status_code == 200
+    await eventually(lambda: api.files() == [])

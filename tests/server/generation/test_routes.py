@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from api_server import BASE, Api
+from fake_engine import BASE_TEXT, demo_tokenizer
+from weft.engine.request import RequestError
+from weft.server.generation.schemas import ChatView, CompletionView
+
+pytestmark = pytest.mark.anyio
+MESSAGES = [{"role": "user", "content": "When are you open?"}]
+
+
+def events(text: str) -> list[Any]:
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    return [event if event == "[DONE]" else json.loads(event) for event in found]
+
+
+async def usage_totals(api: Api) -> dict[str, int]:
+    answer = await api.admin.get("/v1/usage")
+    return dict(answer.json()["totals"])
+
+
+async def test_a_completion_has_openais_shape(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "hello"})
+    assert answer.status_code == 200, answer.text
+    body = CompletionView.model_validate_json(answer.content)
+    assert body.choices[0].text == BASE_TEXT
+    assert body.choices[0].finish_reason == "stop"
+    assert body.model == BASE
+    assert body.usage.prompt_tokens == len(demo_tokenizer().encode("hello"))
+    assert body.usage.completion_tokens == len(demo_tokenizer().encode(BASE_TEXT, add_special_tokens=False)) + 1
+    assert answer.headers["x-request-id"].startswith("req-")
+    assert "x-weft-adapter" not in answer.headers
+
+
+async def test_a_chat_has_openais_shape(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post(
+        "/v1/chat/completions", json={"model": BASE, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    )
+    assert answer.status_code == 200, answer.text
+    body = ChatView.model_validate_json(answer.content)
+    assert body.choices[0].message.content == BASE_TEXT
+    assert body.choices[0].logprobs is not None
+    entries = body.choices[0].logprobs.content
+    assert len(entries) == body.usage.completion_tokens
+    assert len(entries[0].top_logprobs) == 2
+    assert bytes(entries[0].bytes or []).decode() == entries[0].token
+
+
+async def test_a_stream_opens_with_the_role_and_ends_with_done(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post(
+        "/v1/chat/completions",
+        json={"model": BASE, "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}},
+    )
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage, done = events(answer.text)
+    assert done == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == BASE_TEXT
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    totals = await usage_totals(api)
+    assert usage["usage"]["prompt_tokens"] == totals["prompt_tokens"]
+    assert usage["usage"]["completion_tokens"] == totals["completion_tokens"]
+    assert totals["requests"] == 1
+
+
+async def test_continuous_usage_counts_up(api: Api) -> None:
+    client = await api.tenant("acme")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await client.post(
+        "/v1/completions", json={"model": BASE, "prompt": "x", "stream": True, "stream_options": options}
+    )
+    counts = [event["usage"]["completion_tokens"] for event in events(answer.text)[:-1]]
+    assert counts[0] == 1
+    assert counts == sorted(counts)
+    assert counts[-1] == counts[-2]
+
+
+async def test_every_prompt_and_choice_has_its_index_and_prompts_count_once(api: Api) -> None:
+    client = await api.tenant("acme")
+    prompts = ["one", "two two"]
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": prompts, "n": 2, "max_tokens": 50})
+    body = CompletionView.model_validate_json(answer.content)
+    assert [choice.index for choice in body.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in body.choices] == [BASE_TEXT, f"{BASE_TEXT} choice 1"] * 2
+    assert body.usage.prompt_tokens == sum(len(demo_tokenizer().encode(prompt)) for prompt in prompts)
+    assert [request.choice_index for request in api.engine.requests] == [0, 1, 0, 1]
+    first, _, third, _ = (request.request_id for request in api.engine.requests)
+    assert [request.fork_of for request in api.engine.requests] == [None, first, None, third]
+    assert (await usage_totals(api))["requests"] == 1
+
+
+async def test_a_stream_of_many_choices_keeps_them_apart(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post(
+        "/v1/completions", json={"model": BASE, "prompt": "x", "n": 3, "stream": True, "max_tokens": 60}
+    )
+    texts = ["", "", ""]
+    ends = []
+    for event in events(answer.text)[:-1]:
+        choice = event["choices"][0]
+        texts[choice["index"]] += choice["text"]
+        ends += [choice["index"]] if choice["finish_reason"] else []
+    assert texts == [BASE_TEXT, f"{BASE_TEXT} choice 1", f"{BASE_TEXT} choice 2"]
+    assert sorted(ends) == [0, 1, 2]
+
+
+async def test_echo_with_logprobs_is_what_evaluation_harnesses_expect(api: Api) -> None:
+    client = await api.tenant("acme")
+    prompt = demo_tokenizer().encode("we are open")
+    answer = await client.post(
+        "/v1/completions",
+        json={"model": BASE, "prompt": [prompt], "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0},
+    )
+    choice = CompletionView.model_validate_json(answer.content).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.top_logprobs[0] is None
+    assert len(choice.logprobs.tokens) == len(prompt) + 1
+    for token, top in zip(choice.logprobs.tokens[1:], choice.logprobs.top_logprobs[1:], strict=True):
+        assert top is not None
+        assert token in top
+    assert choice.text.startswith("we are open")
+    assert choice.finish_reason == "length"
+    assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+
+
+async def test_echo_alone_returns_the_prompt(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post(
+        "/v1/completions", json={"model": BASE, "prompt": "just this", "echo": True, "max_tokens": 0}
+    )
+    assert answer.json()["choices"][0]["text"] == "just this"
+    assert answer.json()["usage"]["completion_tokens"] == 0
+
+
+async def test_a_stop_string_ends_the_text_and_the_engine_request(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", "stop": [" plain"]})
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == "the base speaks"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " plain")
+    assert len(api.engine.aborted) == 1
+    assert (await usage_totals(api))["completion_tokens"] == answer.json()["usage"]["completion_tokens"]
+
+
+async def test_sampling_fields_reach_the_engine(api: Api) -> None:
+    client = await api.tenant("acme")
+    fields = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "seed": 1234,
+        "ignore_eos": True,
+        "stop_token_ids": [3],
+    }
+    body = {"model": BASE, "prompt": "x", "logit_bias": {"5": -100}, "max_tokens": 4, **fields}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    params = api.engine.requests[0].params
+    assert {name: getattr(params, name) for name in fields} == {**fields, "stop_token_ids": (3,)}
+    assert params.logit_bias == {5: -100.0}
+
+
+async def test_a_chat_without_a_limit_may_fill_the_context(api: Api) -> None:
+    client = await api.tenant("acme")
+    await client.post("/v1/chat/completions", json={"model": BASE, "messages": MESSAGES})
+    request = api.engine.requests[0]
+    assert request.params.max_tokens == 256 - len(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError(code="request_too_large", message="too many pages", kind="request"), 400, "request_too_large"),
+        (RequestError(code="context_length_exceeded", message="long"), 400, "context_length_exceeded"),
+        (RequestError(code="adapter_blob_corrupt", message="corrupt", kind="adapter"), 503, "adapter_blob_corrupt"),
+        (RequestError(code="engine_overloaded", message="full", kind="capacity"), 503, "engine_overloaded"),
+        (RequestError(code="page_accounting", message="secret path", kind="internal"), 500, "internal_error"),
+    ],
+)
+async def test_a_refusal_is_a_real_status_also_for_a_stream(
+    api: Api, error: RequestError, status: int, code: str, stream: bool
+) -> None:
+    api.engine.refusal = error
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", "stream": stream})
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert "secret" not in answer.text
+    assert ("retry-after" in answer.headers) == (status == 503)
+    totals = await usage_totals(api)
+    assert (totals["prompt_tokens"], totals["completion_tokens"]) == (0, 0)
+
+
+async def test_an_engine_death_in_the_middle_is_an_error_event_without_done(api: Api) -> None:
+    api.engine.failure_after = 3
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", "stream": True})
+    assert answer.status_code == 200
+    *chunks, last = events(answer.text)
+    assert last["error"]["code"] == "engine_restarted"
+    assert len(chunks) == 3
+    totals = await usage_totals(api)
+    assert totals["completion_tokens"] == 3
+    assert totals["prompt_tokens"] == len(demo_tokenizer().encode("x"))
+
+
+async def test_an_engine_death_without_a_stream_is_503_and_free(api: Api) -> None:
+    api.engine.failure_after = 3
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert (await usage_totals(api))["completion_tokens"] == 0
+
+
+async def test_an_engine_that_restarts_is_503_with_retry_after(api: Api) -> None:
+    api.engine.ready = None
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "2"
+    assert (await client.get("/ready")).status_code == 503
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_the_clients_request_id_is_echoed_only_if_it_is_plain(api: Api) -> None:
+    client = await api.tenant("acme")
+    body = {"model": BASE, "prompt": "x"}
+    echoed = await client.post("/v1/completions", json=body, headers={"x-request-id": "abc-1"})
+    assert echoed.headers["x-request-id"] == "abc-1"
+    for bad in ("a" * 300, "sp ace", "semi;colon"):
+        minted = await client.post("/v1/completions", json=body, headers={"x-request-id": bad})
+        assert minted.headers["x-request-id"].startswith("req-")
+
+
+async def test_a_repeated_request_id_is_billed_each_time(api: Api) -> None:
+    client = await api.tenant("acme")
+    for _ in range(2):
+        await client.post("/v1/completions", json={"model": BASE, "prompt": "x"}, headers={"x-request-id": "same"})
+    assert (await usage_totals(api))["requests"] == 2

@@ -1,0 +1,350 @@
+"""What only a socket shows: chunks as they come, clients that leave, slow clients, and the server's end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from api_server import ADMIN_KEY, BASE, Api, eventually, new_client
+from api_server import api as open_api
+from fake_engine import demo_tokenizer
+from weft.engine.request import GenerationRequest
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.text.text_stream import TextStream
+from weft.server.generation import choices as generation
+from weft.server.generation import meter as metering
+from weft.server.generation.prompts import Prompt
+from weft.server.http.body import Pace
+from weft.server.http.wire import IS_CLOSING
+
+pytestmark = pytest.mark.anyio
+LONG = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture
+async def url(api: Api) -> AsyncIterator[str]:
+    async with api.listening() as address:
+        yield address
+
+
+async def totals(api: Api) -> dict[str, int]:
+    return dict((await api.admin.get("/v1/usage")).json()["totals"])
+
+
+async def wait_until_idle(api: Api) -> None:
+    await eventually(lambda: not api.engine.running and not api.services.drain.num_running)
+
+
+async def raw(url: str, data: bytes, read: int = 65536, wait_s: float = 60.0) -> bytes:
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        await writer.drain()
+        return await asyncio.wait_for(reader.read(read), wait_s)
+    finally:
+        writer.close()
+
+
+async def test_chunks_come_while_the_engine_writes(api: Api, url: str) -> None:
+    api.engine.token_s = 0.02
+    times = []
+    async with (
+        new_client(await api.key("acme"), url) as client,
+        client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 10, "stream": True}) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            times += [time.monotonic()] if line.startswith("data: {") else []
+    assert len(times) == 10
+    assert times[-1] - times[0] > 0.1
+
+
+@pytest.mark.parametrize(("mark_s", "first", "most"), [(1e9, range(128, 150), 1), (0.0, range(1, 20), 199)])
+async def test_a_stream_leaves_a_mark_each_so_many_tokens_or_seconds(
+    api: Api, monkeypatch: pytest.MonkeyPatch, mark_s: float, first: range, most: int
+) -> None:
+    marks: list[int] = []
+    monkeypatch.setattr(metering, "MARK_S", mark_s)
+    monkeypatch.setattr(api.services.registry.usage, "progress", lambda event: marks.append(event.completion_tokens))
+    api.engine.token_s = 0.0001  # one by one
+    answer = await (await api.tenant("acme")).post("/v1/completions", json={**LONG, "stream": True})
+    assert answer.text.count("data: {") == 200
+    assert marks[0] in first
+    assert 1 <= len(marks) <= most
+    assert most == 1 or len(marks) > 20
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_was_computed(
+    api: Api, url: str, stream: bool
+) -> None:
+    api.engine.token_s = 0.005
+    received = 0
+    async with new_client(await api.key("acme"), url) as client:
+        if stream:
+            async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    received += line.startswith("data: {")
+                    if received == 5:
+                        break
+        else:
+            task = asyncio.create_task(client.post("/v1/completions", json=LONG))
+            await eventually(lambda: any(work.output_tokens >= 5 for work in api.engine.work.values()))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    await wait_until_idle(api)
+    assert len(api.engine.aborted) == 1
+    used = await totals(api)
+    (work,) = api.engine.work.values()
+    assert used["requests"] == 1
+    assert max(received, 5) <= used["completion_tokens"] == work.output_tokens < 200
+    assert used["prompt_tokens"] == work.prompt_tokens == len(demo_tokenizer().encode("x"))
+
+
+async def cut(api: Api, url: str, when: Callable[[], object], **fields: Any) -> dict[str, int]:
+    """Leave a request that does not stream at a moment; returns what is billed then."""
+    async with new_client(await api.key("acme"), url) as client:
+        task = asyncio.create_task(client.post("/v1/completions", json={**LONG, **fields}))
+        await eventually(when)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await wait_until_idle(api)
+    (event,) = (await api.admin.get("/v1/usage/events")).json()["data"]
+    assert event["status"] == "aborted"
+    return {name: event[f"{name}_tokens"] for name in ("prompt", "cached", "completion")}
+
+
+async def test_a_request_cut_in_its_prompt_pays_for_the_part_that_was_computed(api: Api, url: str) -> None:
+    api.engine.token_s, api.engine.chunk_tokens = 0.05, 2
+    api.engine.cached = lambda _: 6
+    billed = await cut(api, url, lambda: work_of(api) >= 14, prompt=[7] * 200, max_tokens=50)
+    assert 14 <= billed["prompt"] == work_of(api) < 200
+    assert (billed["cached"], billed["completion"]) == (6, 0)
+
+
+def work_of(api: Api) -> int:
+    """Prompt tokens computed for the only request."""
+    return sum(work.prompt_tokens for work in api.engine.work.values())
+
+
+async def test_a_request_cut_in_the_queue_costs_nothing(api: Api, url: str) -> None:
+    api.engine.token_s = 30
+    api.engine.cached = lambda _: 6
+    billed = await cut(api, url, lambda: api.engine.running, prompt=[7] * 20)
+    assert billed == {"prompt": 0, "cached": 0, "completion": 0}
+
+
+async def test_choices_that_are_cut_pay_their_prompt_once_and_each_its_output(api: Api, url: str) -> None:
+    api.engine.token_s = 0.005
+    prompts = [[7] * 9, [8] * 5]
+
+    def has_run() -> bool:
+        return len(api.engine.work) == 6 and all(work.output_tokens >= 3 for work in api.engine.work.values())
+
+    billed = await cut(api, url, has_run, prompt=prompts, n=3)
+    assert billed["prompt"] == 9 + 5
+    assert billed["completion"] == sum(work.output_tokens for work in api.engine.work.values()) >= 18
+
+
+async def test_a_silent_engine_is_waited_for_in_bounds_and_what_it_said_is_billed(
+    api: Api, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "LAST_OUTPUT_S", 0.05)
+    api.engine.token_s, api.engine.is_silent = 0.01, True
+    api.engine.cached = lambda _: 2
+    billed = await cut(api, url, lambda: work_of(api), prompt=[7] * 20)
+    (work,) = api.engine.work.values()
+    assert 1 <= billed["completion"] <= work.output_tokens
+    assert (billed["prompt"], billed["cached"]) == (20, 2)
+
+
+async def test_an_engine_that_dies_before_it_answers_an_abort_is_not_waited_for(api: Api, url: str) -> None:
+    api.engine.token_s, api.engine.is_silent, api.engine.failure_after = 0.3, True, 4
+    billed = await cut(api, url, lambda: work_of(api), prompt=[7] * 20)
+    assert (billed["prompt"], billed["completion"]) == (20, 4)
+
+
+async def test_a_client_that_left_before_the_engine_was_asked_gives_it_no_work(api: Api) -> None:
+    prompt = Prompt(token_ids=[7, 8, 9])
+    request = GenerationRequest(request_id="x", prompt_token_ids=prompt.token_ids, params=SamplingParams(max_tokens=5))
+    text = TextStream(demo_tokenizer(), request.params)
+    run = generation.Generation(
+        api.engine, [generation.Choice(index=0, prompt_index=0, prompt=prompt, request=request, text=text)]
+    )
+    run.cut(ClientDisconnect())
+    async with run:
+        with pytest.raises(ClientDisconnect):
+            await anext(run.steps())
+        (computed,) = await run.abort()
+    assert (computed.prompt_tokens, computed.cached_tokens, computed.output_tokens) == (0, 0, 0)
+    assert api.engine.requests == []
+
+
+async def test_a_closing_connection_is_a_cut_before_the_event_loop_tells_so(api: Api) -> None:
+    """Many tokens can come before the event loop gets to tell that the client is gone."""
+    sent: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_or_drop(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+            elif len(sent) < 5:
+                sent.append(message["body"])
+
+        await api.app({**scope, "state": {IS_CLOSING: lambda: len(sent) == 5}}, receive, send_or_drop)
+        await send({"type": "http.response.body", "body": b"".join(sent)})
+
+    async with new_client(await api.key("acme"), "http://test", httpx.ASGITransport(app=app)) as client:
+        answer = await client.post("/v1/completions", json={**LONG, "stream": True})
+    assert answer.text.count("data: {") == 5
+    (work,) = api.engine.work.values()
+    assert 5 <= (await totals(api))["completion_tokens"] == work.output_tokens < 200
+    assert len(api.engine.aborted) == 1
+
+
+async def test_what_came_during_a_write_is_written_together(api: Api) -> None:
+    writes: list[bytes] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_slowly(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                writes.append(message["body"])
+                await asyncio.sleep(0.05)
+            await send(message)
+
+        await api.app(scope, receive, send_slowly)
+
+    body = {**LONG, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with new_client(await api.key("acme"), "http://test", httpx.ASGITransport(app=app)) as client:
+        answer = await client.post("/v1/completions", json=body)
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
+    assert [event["usage"]["completion_tokens"] for event in events if event["choices"]] == list(range(1, 201))
+    assert len(writes) < 100
+    assert (await totals(api))["completion_tokens"] == 200
+
+
+async def test_a_client_that_leaves_before_the_first_token_frees_its_request(api: Api, url: str) -> None:
+    api.engine.token_s = 30
+    body = json.dumps({**LONG, "stream": True, "n": 3, "max_tokens": 20}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {await api.key('acme')}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head.encode() + body)
+    await writer.drain()
+    await eventually(lambda: len(api.engine.running) == 3)
+    writer.close()
+    await wait_until_idle(api)
+    assert len(api.engine.aborted) == 3
+
+
+async def test_nobody_without_a_key_gets_a_body_read(api: Api, url: str) -> None:
+    head = b"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n" + b"x" * 1000
+    answer = await raw(url, head)
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"connection: close" in answer.lower()
+    assert api.files() == []
+
+
+async def test_a_content_length_over_the_limit_is_refused_unread(api: Api, url: str) -> None:
+    key = await api.key("acme")
+    for path, length in (("/v1/completions", 2 << 20), ("/v1/adapters", 1 << 40), ("/v1/completions", 10**30)):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        kind = "application/json" if path == "/v1/completions" else "multipart/form-data; boundary=b"
+        answer = await raw(url, f"{head}Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode())
+        assert answer.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400")), answer
+
+
+async def test_a_client_that_stalls_is_answered_408(tmp_path: Path) -> None:
+    async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api, api.listening() as url:
+        key = await api.key("acme")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        answer = await raw(url, f"{head}Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{{".encode())
+        assert answer.startswith(b"HTTP/1.1 408"), answer
+        head = head.replace("/v1/completions", "/v1/adapters")
+        begun = f"{head}Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 5000\r\n\r\n--b\r\n".encode()
+        answer = await raw(url, begun)
+        assert answer.startswith(b"HTTP/1.1 408"), answer
+        assert b"upload.timeout" in answer
+        assert api.files() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/tenants"),
+        ("PATCH", "/v1/tenants/acme"),
+        ("POST", "/v1/tenants/acme/keys"),
+        ("PATCH", "/v1/adapters/x?tenant=acme"),
+    ],
+)
+async def test_registry_routes_keep_the_servers_pace(tmp_path: Path, method: str, path: str) -> None:
+    async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api, api.listening() as url:
+        await api.key("acme")
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"
+        begun = f"{head}Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{{".encode()
+        async with asyncio.timeout(Pace().stall_s / 2):
+            answer = await raw(url, begun)
+        assert answer.startswith(b"HTTP/1.1 408"), answer
+
+
+async def test_a_client_that_trickles_is_answered_408(tmp_path: Path) -> None:
+    async with open_api(tmp_path, pace=Pace(grace_s=0.1, bytes_per_s=1e6)) as api, api.listening() as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {await api.key('acme')}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: 900\r\n\r\n".encode())
+        reading = asyncio.create_task(reader.read(100))
+        while not reading.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+        assert (await reading).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_draining_refuses_new_requests_and_lets_running_ones_finish(api: Api, url: str) -> None:
+    api.engine.token_s = 0.01
+    async with new_client(await api.key("acme"), url) as client:
+        running = asyncio.create_task(client.post("/v1/completions", json={**LONG, "max_tokens": 30}))
+        await eventually(lambda: api.engine.running)
+        draining = asyncio.create_task(api.services.drain.drain(60))
+        await eventually(lambda: api.services.drain.is_draining)
+        refused = await client.post("/v1/completions", json=LONG)
+        ready = await client.get("/ready")
+        assert (await client.get("/health")).status_code == 200
+        answer = await running
+    assert refused.status_code == ready.status_code == 503
+    assert refused.json()["error"]["code"] == ready.json()["error"]["code"] == "server.draining"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert answer.status_code == 200
+    assert await draining == 0
+
+
+async def test_draining_ends_what_takes_too_long_with_an_error_event(api: Api, url: str) -> None:
+    api.engine.token_s = 0.02
+    events: list[Any] = []
+    async with new_client(await api.key("acme"), url) as client:
+        waiting = asyncio.create_task(client.post("/v1/completions", json=LONG))
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            await eventually(lambda: len(api.engine.running) == 2)
+            draining = asyncio.create_task(api.services.drain.drain(0.3))
+            async for line in answer.aiter_lines():
+                events += [line.removeprefix("data: ")] if line.startswith("data: ") else []
+        assert await draining == 2
+        whole = await waiting
+    assert json.loads(events[-1])["error"]["code"] == "server.draining"
+    assert whole.status_code == 503
+    assert len(api.engine.aborted) == 2
+    api.services.drain.is_draining = False
+    assert (await totals(api))["completion_tokens"] == len(events) - 1

@@ -1,0 +1,304 @@
+"""What bodies may say: strict JSON, strict fields, and errors that name the field."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from api_server import BASE, Api
+from weft.errors import InvalidRequestError
+from weft.server.http.json_body import parse_json
+
+pytestmark = pytest.mark.anyio
+GOOD = {"model": BASE, "prompt": "x", "max_tokens": 2}
+DEEP_CURSOR = base64.urlsafe_b64encode(b"[" * 3000).decode()
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b"{}x",
+        b'{"a": 1, "a": 2}',
+        b'{"x": {"a": 1, "a": 2}}',
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\\udc00\\ud800"}',
+        b'{"a": "\\u0000"}',
+        b'{"a": "\\\\\\u0000"}',
+        b'{"a": "\x00"}',
+        b'{"a": "\xff"}',
+        b'{"a": "\xed\xa0\x80"}',
+        b"\xef\xbb\xbf{}",
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b"[" * 100_000,
+        b'{"a": 01}',
+        b"{'a': 1}",
+        b'{"a": 1,}',
+    ],
+)
+async def test_ambiguous_or_broken_json_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_json(raw)
+    assert refused.value.code == "invalid_json"
+
+
+async def test_text_that_only_looks_like_an_escape_passes() -> None:
+    assert parse_json(b'{"a": "\\\\u0000", "b": "\\ud83d\\ude00"}') == {"a": "\\u0000", "b": "\U0001f600"}
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"n": True}, "n"),
+    ({"n": "5"}, "n"),
+    ({"n": 5.0}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 10**30}, "n"),
+    ({"n": 17}, "n"),
+    ({"best_of": 0}, "best_of"),
+    ({"best_of": 17}, "best_of"),
+    ({"best_of": 2.0}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 9, "prompt": ["a", "b"]}, "prompt"),
+    ({"use_beam_search": 1}, "use_beam_search"),
+    ({"use_beam_search": True, "stream": True}, "use_beam_search"),
+    ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
+    ({"use_beam_search": True, "n": 17}, "n"),
+    ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+    ({"use_beam_search": True, "top_p": 0.9}, "top_p"),
+    ({"use_beam_search": True, "top_k": 5}, "top_k"),
+    ({"use_beam_search": True, "min_p": 0.1}, "min_p"),
+    ({"use_beam_search": True, "presence_penalty": 1}, "presence_penalty"),
+    ({"use_beam_search": True, "frequency_penalty": 1}, "frequency_penalty"),
+    ({"use_beam_search": True, "repetition_penalty": 1.5}, "repetition_penalty"),
+    ({"use_beam_search": True, "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"use_beam_search": True, "stop": "x"}, "stop"),
+    ({"use_beam_search": True, "echo": True}, "echo"),
+    ({"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
+    ({"use_beam_search": True, "early_stopping": "always"}, "early_stopping"),
+    ({"use_beam_search": True, "early_stopping": 1}, "early_stopping"),
+    ({"length_penalty": 2}, "length_penalty"),
+    ({"early_stopping": True}, "early_stopping"),
+    ({"early_stopping": "never"}, "early_stopping"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"seed": 1 << 63}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": "x" * 257}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", [1]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["x"] * 17}, "prompt"),
+    ({"model": ""}, "model"),
+    ({"model": 5}, "model"),
+]
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"nonsense": 1}, "nonsense"),
+    ({"nonsense": None}, "nonsense"),
+    ({"suffix": "x"}, "suffix"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"cache_salt": "s"}, "cache_salt"),
+    ({"lora_path": "/etc"}, "lora_path"),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"use_beam_search": True, "n": 2, "stream": True}, "use_beam_search"),
+    ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+]
+
+
+async def test_wrong_fields_are_400_and_named(api: Api) -> None:
+    client = await api.tenant("acme")
+    wrong = []
+    for route, base, cases in (
+        ("/v1/completions", GOOD, [*BAD_FIELDS, *UNSUPPORTED]),
+        ("/v1/chat/completions", CHAT, BAD_CHATS),
+    ):
+        for fields, param in cases:
+            answer = await client.post(route, json={**base, **fields})
+            error = answer.json().get("error", {})
+            if (answer.status_code, error.get("param")) != (400, param):
+                wrong.append((fields, answer.status_code, answer.json()))
+    assert wrong == []
+    assert api.engine.requests == []
+    answer = await client.post("/v1/completions", json=GOOD)
+    assert answer.status_code == 200
+
+
+async def test_what_weft_lacks_is_called_unsupported(api: Api) -> None:
+    client = await api.tenant("acme")
+    for fields, _ in UNSUPPORTED:
+        answer = await client.post("/v1/completions", json={**GOOD, **fields})
+        assert answer.json()["error"]["code"] == "unsupported_parameter", fields
+
+
+async def test_neutral_and_ignored_fields_pass(api: Api) -> None:
+    client = await api.tenant("acme")
+    neutral = {
+        "best_of": 1,
+        "use_beam_search": False,
+        "length_penalty": 1,
+        "early_stopping": False,
+        "suffix": None,
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "stop": None,
+        "seed": None,
+        "temperature": None,
+        "logprobs": None,
+        "stream": None,
+        "n": None,
+        "response_format": {"type": "text"},
+        "prompt_logprobs": None,
+        "skip_special_tokens": True,
+    }
+    answer = await client.post("/v1/completions", json={**GOOD, **neutral})
+    assert answer.status_code == 200, answer.text
+    history = [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}]},
+        {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "audio": None, "annotations": []},
+        {"role": "user", "content": "x", "name": "joe"},
+    ]
+    lacking = {"tools": None, "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}
+    answer = await client.post("/v1/chat/completions", json={**CHAT, **lacking, "messages": history})
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_prompt_beyond_the_context_is_400_with_the_numbers(api: Api) -> None:
+    client = await api.tenant("acme")
+    for fields in ({"prompt": [5] * 255, "max_tokens": 2}, {"max_tokens": 300}, {"prompt": "x" * 40_000}):
+        answer = await client.post("/v1/completions", json={**GOOD, **fields})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "256" in answer.json()["error"]["message"]
+    long_chat = [{"role": "user", "content": "open " * 300}]
+    answer = await client.post("/v1/chat/completions", json={"model": BASE, "messages": long_chat})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_body_over_the_limit_is_413(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={**GOOD, "prompt": "x" * (1 << 20)})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "payload_too_large"
+
+
+async def test_other_content_types_are_400(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    answer = await client.post("/v1/completions", content=b"{broken")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_the_tokenizer_answers_over_http(api: Api) -> None:
+    client = await api.tenant("acme")
+    made = (
+        await client.post("/tokenize", json={"model": BASE, "prompt": "we are open", "return_token_strs": True})
+    ).json()
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    bare = (await client.post("/tokenize", json={"prompt": "we are open", "add_special_tokens": False})).json()
+    back = await client.post("/detokenize", json={"tokens": bare["tokens"]})
+    assert back.json() == {"prompt": "we are open"}
+    chat = await client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})
+    assert chat.json()["count"] > 1
+    for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
+        assert (await client.post("/tokenize", json=body)).status_code == 400
+    assert (await client.post("/detokenize", json={"tokens": [10**6]})).status_code == 400
+    assert (await client.post("/tokenize", json={"model": "nope", "prompt": "x"})).status_code == 404
+
+
+async def test_admin_bodies_are_checked_too(api: Api) -> None:
+    await api.key("acme")
+    async with api.admin as admin:
+        for method, path, body, status in (
+            ("POST", "/v1/tenants", {"name": "Bad Name"}, 400),
+            ("POST", "/v1/tenants", {"name": "a..b"}, 400),
+            ("POST", "/v1/tenants", {"name": "x", "id": "t"}, 400),
+            ("POST", "/v1/tenants", {}, 400),
+            ("POST", "/v1/tenants", {"name": "acme"}, 409),
+            ("GET", "/v1/tenants/none", None, 404),
+            ("GET", "/v1/tenants?limit=0", None, 400),
+            ("POST", "/v1/tenants/none/keys", {}, 404),
+            ("POST", "/v1/tenants/acme/keys", {"scopes": ["root"]}, 400),
+            ("POST", "/v1/tenants/acme/keys", {"scopes": []}, 400),
+            ("POST", "/v1/tenants/acme/keys", {"role": "admin"}, 400),
+            ("POST", "/v1/tenants/acme/keys", {"expires_at": "2001-01-01T00:00:00Z"}, 400),
+            ("POST", "/v1/tenants/acme/keys", {"expires_at": "2101-01-01T00:00:00"}, 400),
+            ("POST", "/v1/tenants/acme/keys", {"expires_at": 5}, 400),
+            ("POST", "/v1/tenants/acme/keys", {"expires_at": "2101-01-01T00:00:00Z"}, 201),
+            ("POST", "/v1/tenants/acme/keys", {"expires_at": "9999-12-31T23:59:59-23:00"}, 400),
+            ("POST", "/v1/tenants/acme/keys", {"expires_at": "9999-12-31T23:59:59Z"}, 201),
+            ("GET", "/v1/usage?gruop_by=tenant", None, 400),
+            ("GET", "/v1/usage?group_by=model", None, 400),
+            ("GET", "/v1/usage?start=yesterday", None, 400),
+            ("GET", "/v1/usage?start=2026-01-02&end=2026-01-01", None, 400),
+            ("GET", "/v1/usage?bucket=2h", None, 400),
+            ("GET", "/v1/usage?end=0001-01-01", None, 400),
+            ("GET", "/v1/usage?end=0001-01-03", None, 200),
+            ("GET", "/v1/usage?start=0001-01-01T00:00:00%2B05:00", None, 400),
+            ("GET", "/v1/usage?end=9999-12-31T23:59:59-05:00", None, 400),
+            ("GET", f"/v1/usage?after={DEEP_CURSOR}", None, 400),
+        ):
+            answer = await admin.request(method, path, json=body)
+            assert answer.status_code == status, (path, body, answer.text)

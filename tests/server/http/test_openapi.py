@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from api_server import Api
+from weft.server.adapters import schemas as adapters
+from weft.server.generation import schemas as generation
+from weft.server.http.bodies import Body
+from weft.server.http.openapi import IDEMPOTENCY_KEY
+from weft.server.http.public import PUBLIC_PATHS
+from weft.server.tenants import schemas as tenants
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_page_is_public_and_complete(api: Api) -> None:
+    async with api.client() as client:
+        page = (await client.get("/openapi.json")).json()
+    text = json.dumps(page)
+    for name in page["components"]["schemas"]:
+        assert f'"{name}"' in text
+    referred = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert referred <= set(page["components"]["schemas"])
+    assert "HTTPValidationError" not in text
+    bodies = {
+        cls.__name__
+        for module in (adapters, generation, tenants)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, Body)
+    }
+    assert {name for name in bodies if name.endswith("Body")} - {"Body", "GenerationBody"} <= referred
+    assert page["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+
+
+async def test_every_operation_names_its_errors(api: Api) -> None:
+    for path, operations in api.app.openapi()["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            expected = {"400", "401", "405", "503"}
+            expected |= set() if path in PUBLIC_PATHS else {"403", "404", "429"}
+            expected |= {"408", "413"} if "requestBody" in operation else set()
+            assert expected <= set(responses), (method, path)
+            keys = [given for given in operation.get("parameters", ()) if given["name"] == IDEMPOTENCY_KEY]
+            assert ("422" in responses) == bool(keys), (method, path)
+            for status in set(responses) - {"200", "201", "204"}:
+                schema = responses[status]["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorView"}, (method, path, status)
+
+
+async def test_fields_that_pass_are_described(api: Api) -> None:
+    fields = api.app.openapi()["components"]["schemas"]["CompletionBody"]["properties"]
+    assert fields["min_tokens"]["enum"] == [0, None]
+    assert "ignored" in fields["metadata"]["description"]
+    assert {"type": "null"} in fields["temperature"]["anyOf"]
+
+
+async def test_fields_of_best_of_and_beam_search_are_described(api: Api) -> None:
+    schemas = api.app.openapi()["components"]["schemas"]
+    for name in ("CompletionBody", "ChatBody"):
+        fields = schemas[name]["properties"]
+        assert "all are billed" in fields["best_of"]["description"]
+        assert {"type": "boolean"} in fields["use_beam_search"]["anyOf"]
+        assert {"type": "number", "minimum": -10.0, "maximum": 10.0} in fields["length_penalty"]["anyOf"]
+        assert "never" in str(fields["early_stopping"]["anyOf"])

@@ -1,0 +1,584 @@
+"""Limits over HTTP: what is refused with which words, what is given back, and what a month remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from api_adapters import sound, upload
+from api_server import BASE, Api, eventually, new_client
+from api_server import api as open_api
+from weft.engine.request import RequestError
+from weft.errors import CapacityError
+from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
+from weft.server.generation import routes as routes_generation
+
+pytestmark = pytest.mark.anyio
+PROMPT = [5, 6, 7, 8]
+SHORT = {"model": BASE, "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+LONG = {**SHORT, "max_tokens": 200}
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
+MAY = datetime(2026, 5, 31, 23, 50, tzinfo=UTC)
+
+
+class Clocks:
+    """The server's clocks, which move when told to."""
+
+    def __init__(self, api: Api, now: datetime = MAY) -> None:
+        self.seconds = 5000.0
+        self.now = now
+        self.services = replace(api.services, monotonic=lambda: self.seconds, now=lambda: self.now)
+        api.services = api.app.state.services = self.services
+
+
+@pytest.fixture
+def clocks(api: Api) -> Clocks:
+    return Clocks(api)
+
+
+async def limited(api: Api, key: dict[str, int] | None = None, **limits: int) -> httpx.AsyncClient:
+    """A client of tenant `acme`, whose limits become these; `key` are those of a key of its own."""
+    async with api.admin as admin:
+        await api.key("acme")
+        answer = await admin.patch("/v1/tenants/acme", json={"limits": limits})
+        assert answer.status_code == 200, answer.text
+        if key is None:
+            return await api.tenant("acme")
+        made = await admin.post("/v1/tenants/acme/keys", json={"limits": key})
+        return api.client(made.json()["key"])
+
+
+async def complete(client: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={**SHORT, **fields})
+
+
+async def used(client: httpx.AsyncClient, holder: str = "tenant") -> dict[str, int]:
+    me = (await client.get("/v1/me")).json()
+    return dict(me["used"][holder])
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["type"], error["code"]
+
+
+RATE = (429, "rate_limit_error", "rate_limit_exceeded")
+QUOTA = (429, "insufficient_quota", "insufficient_quota")
+
+
+async def test_requests_beyond_the_limit_wait_a_minute(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, requests_per_minute=2)
+    for remaining in (1, 0):
+        answer = await complete(client)
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "2"
+        assert answer.headers["x-ratelimit-remaining-requests"] == str(remaining)
+        assert answer.headers["x-ratelimit-reset-requests"] == "1m1s"
+        assert "x-ratelimit-limit-tokens" not in answer.headers
+    clocks.seconds += 58.5
+    refused = await complete(client)
+    assert refusal(refused) == RATE
+    assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("3", "2500")
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.headers["x-ratelimit-reset-requests"] == "3s"
+    assert "x-should-retry" not in refused.headers
+    assert len(api.engine.requests) == 2
+    clocks.seconds += 2.5
+    assert (await complete(client)).status_code == 200
+
+
+async def test_openais_client_waits_as_long_as_it_is_told(api: Api) -> None:
+    late = 59.2 - time.monotonic() % 1
+    ahead = 0.0
+    api.app.state.services = replace(api.services, monotonic=lambda: time.monotonic() + ahead)
+    await limited(api, requests_per_minute=1)
+    seen: list[int] = []
+
+    async def note(answer: Any) -> None:
+        seen.append(answer.status_code)
+
+    async with (
+        api.listening() as url,
+        openai.DefaultAsyncHttpxClient(event_hooks={"response": [note]}, trust_env=False) as http,
+    ):
+        client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=await api.key("acme"), http_client=http, max_retries=1
+        )
+        await client.completions.create(model=BASE, prompt=PROMPT, max_tokens=2)
+        ahead += late
+        started = time.monotonic()
+        await client.completions.create(model=BASE, prompt=PROMPT, max_tokens=2)
+        assert time.monotonic() - started > 0.5
+    assert seen == [200, 429, 200]
+
+
+async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, requests_per_minute=100)
+    for path in ("/v1/models", "/v1/adapters", "/v1/usage", "/v1/me"):
+        answer = await client.get(path)
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+    assert (await used(client))["requests_per_minute"] == 0
+    for method, path, body in (
+        ("POST", "/v1/completions", SHORT),
+        ("POST", "/v1/chat/completions", CHAT),
+        ("POST", "/tokenize", {"prompt": "x"}),
+        ("POST", "/detokenize", {"tokens": [5]}),
+        ("GET", "/tokenizer_info", None),
+    ):
+        answer = await client.request(method, path, json=body)
+        assert answer.status_code == 200
+        assert "x-ratelimit-remaining-requests" in answer.headers
+    assert (await used(client))["requests_per_minute"] == 5
+
+
+async def test_tokens_are_reserved_first_and_become_what_was_used(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, tokens_per_minute=100)
+    answer = await complete(client, prompt=[PROMPT, PROMPT], n=2, max_tokens=3)
+    tokens = answer.json()["usage"]["total_tokens"]
+    assert tokens == 2 * 4 + 4 * 3
+    assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - tokens)
+    early = await complete(client, max_tokens=76, ignore_eos=False)
+    spoken = early.json()["usage"]["total_tokens"]
+    assert spoken < 20
+    assert (await used(client))["tokens_per_minute"] == tokens + spoken
+    refused = await complete(client, max_tokens=90)
+    assert refusal(refused) == RATE
+    assert refused.headers["retry-after"] == "61"
+    never = await complete(client, max_tokens=97)
+    assert (refusal(never), never.headers["x-should-retry"]) == (RATE, "false")
+    assert "retry-after" not in never.headers
+    several = await complete(client, n=4, max_tokens=25)
+    assert (refusal(several), several.headers["x-should-retry"]) == (RATE, "false")
+    assert len(api.engine.requests) == 5
+    assert (await used(client))["requests_per_minute"] == 2
+
+
+async def test_a_chat_without_a_bound_takes_part_of_the_limit_and_is_not_refused(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, tokens_per_minute=60)
+    answer = await client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200
+    taken = answer.json()["usage"]["total_tokens"]
+    assert (await used(client))["tokens_per_minute"] == taken
+    clocks.seconds += 61
+    client = await limited(api, tokens_per_minute=3)
+    never = await client.post("/v1/chat/completions", json=CHAT)
+    assert (refusal(never), never.headers["x-should-retry"]) == (RATE, "false")
+
+
+@pytest.mark.parametrize("limit", ["tokens_per_minute", "tokens_per_month"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_without_a_bound_ends_where_the_limit_does(
+    api: Api, clocks: Clocks, limit: str, stream: bool
+) -> None:
+    """Each token beyond its reservation is taken as it comes, so requests beside it are refused."""
+    api.engine.token_s = 0.001
+    client = await limited(api, None, **{limit: 150})
+    account = api.services.accounts.of((await client.get("/v1/me")).json()["tenant"]["id"], 0.0)
+    body = {**CHAT, "ignore_eos": True, "stream": stream, "n": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await eventually(lambda: account.reserved > 140)
+        refused = await complete(client, max_tokens=16)
+        answer = await running
+    assert refused.status_code == 429
+    prompt, *rest = [len(request.prompt_token_ids) for request in api.engine.requests]
+    assert rest == [prompt]
+    reasons = re.findall(r'"finish_reason":"(\w+)"', answer.text)
+    assert reasons == ["length", "length"]
+    totals = (await client.get("/v1/usage")).json()["totals"]
+    assert totals["prompt_tokens"] + totals["completion_tokens"] == 150
+    assert (await used(client))[limit] == 150
+    computed = sum(work.output_tokens for work in api.engine.work.values())
+    assert totals["completion_tokens"] <= computed <= totals["completion_tokens"] + 4  # until the engine was told
+    assert refusal(await complete(client, prompt=[5], max_tokens=1)) == (
+        RATE if limit == "tokens_per_minute" else QUOTA
+    )
+
+
+async def test_a_chat_without_a_bound_is_free_to_grow_where_nothing_limits(api: Api) -> None:
+    client = await limited(api)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes_generation, "OPEN_TOKENS", 10)
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})
+    assert answer.json()["usage"]["total_tokens"] == api.services.ready.max_model_len
+    assert (await used(client))["tokens_per_minute"] == api.services.ready.max_model_len
+
+
+async def hang_up(api: Api, client: httpx.AsyncClient, body: dict[str, Any], after_s: float) -> int:
+    """Leave a request some time after the engine met it; its status, 0 if it was not answered by then."""
+    num_before = len(api.engine.work)
+    asked = asyncio.create_task(client.post("/v1/completions", json=body))
+    await eventually(lambda: asked.done() or len(api.engine.work) > num_before)
+    await asyncio.sleep(after_s)
+    asked.cancel()
+    (answer,) = await asyncio.gather(asked, return_exceptions=True)
+    return answer.status_code if isinstance(answer, httpx.Response) else 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_long_prompt", [False, True])
+async def test_what_is_computed_for_clients_that_hang_up_stays_within_the_limit(
+    api: Api, clocks: Clocks, stream: bool, is_long_prompt: bool
+) -> None:
+    api.engine.token_s, api.engine.chunk_tokens = 0.001, 4
+    body = {**SHORT, "prompt": [7] * (150 if is_long_prompt else 5), "max_tokens": 100, "stream": stream}
+    await limited(api, tokens_per_minute=600)
+    statuses = Counter[int]()
+    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
+        while statuses[429] < 4:
+            statuses[await hang_up(api, client, body, after_s=0.001 * (statuses.total() % 20))] += 1
+            await eventually(lambda: not api.engine.running and not api.services.drain.num_running)
+            computed = sum(work.prompt_tokens + work.output_tokens for work in api.engine.work.values())
+            assert computed == (await used(client))["tokens_per_minute"] <= 600
+        totals = (await client.get("/v1/usage")).json()["totals"]
+    assert totals["prompt_tokens"] + totals["completion_tokens"] == computed > 300
+    assert statuses[0] >= 4
+
+
+async def test_the_streams_refusal_is_a_real_one(api: Api, clocks: Clocks) -> None:
+    await limited(api, requests_per_minute=1, tokens_per_minute=50)
+    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
+        streamed = await complete(client, stream=True)
+        assert streamed.status_code == 200
+        assert streamed.headers["x-ratelimit-remaining-requests"] == "0"
+        assert streamed.headers["x-ratelimit-remaining-tokens"] == "44"
+        refused = await complete(client, stream=True)
+    assert refusal(refused) == RATE
+    assert refused.headers["content-type"] == "application/json"
+
+
+async def test_as_many_run_at_once_as_may(api: Api) -> None:
+    api.engine.token_s = 0.005
+    await limited(api, concurrent_requests=2)
+    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
+        running = [asyncio.create_task(complete(client, max_tokens=100)) for _ in range(2)]
+        await eventually(lambda: len(api.engine.running) == 2)
+        refused = await complete(client)
+        assert (refusal(refused), refused.headers["retry-after"]) == (RATE, "1")
+        assert (await used(client))["concurrent_requests"] == 2
+        assert [(await answer).status_code for answer in running] == [200, 200]
+        for _ in range(30):  # whoever has seen the end may come again at once
+            assert (await complete(client, max_tokens=1)).status_code == 200
+
+
+async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) -> None:
+    """Whoever has seen the end may come again at once."""
+    held = []
+    client = await limited(api, concurrent_requests=1)
+    tenant_id = (await client.get("/v1/me")).json()["tenant"]["id"]
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        async def seen(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                account = api.services.accounts.of(tenant_id, 0.0)
+                held.append((account.in_flight, account.reserved))
+            await send(message)
+
+        await api.app(scope, receive, seen)
+
+    transport = httpx.ASGITransport(app=watched)
+    async with new_client(await api.key("acme"), "http://test", transport) as client:
+        statuses = [
+            (await complete(client, **fields)).status_code
+            for fields in ({}, {"stream": True}, {"max_tokens": 4096}, {"temperature": -1})
+        ]
+    assert statuses == [200, 200, 400, 400]
+    assert held == [(0, 0)] * 4
+
+
+async def test_the_keys_limits_hold_beside_the_tenants(api: Api, clocks: Clocks) -> None:
+    tight = await limited(api, {"requests_per_minute": 1}, requests_per_minute=3)
+    assert (await complete(tight)).status_code == 200
+    refused = await complete(tight)
+    assert (refusal(refused), "key's" in refused.json()["error"]["message"]) == (RATE, True)
+    wide = await api.tenant("acme")
+    assert [(await complete(wide)).status_code for _ in range(2)] == [200, 200]
+    assert "tenant's" in (await complete(wide)).json()["error"]["message"]
+
+
+async def test_an_admin_who_acts_for_a_tenant_takes_of_its_limits(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, requests_per_minute=2)
+    async with api.admin as admin:
+        assert (await admin.post("/v1/completions?tenant=acme", json=SHORT)).status_code == 200
+        assert (await complete(client)).status_code == 200
+        assert refusal(await admin.post("/v1/completions?tenant=acme", json=SHORT)) == RATE
+        for _ in range(4):
+            assert (await admin.post("/v1/completions", json=SHORT)).status_code == 200
+        me = (await admin.get("/v1/me?tenant=acme")).json()
+    assert (me["role"], me["tenant"]["name"], me["key"]) == ("admin", "acme", None)
+    assert (me["limits"], me["used"]["key"]) == ({"tenant": {"requests_per_minute": 2}, "key": {}}, {})
+    assert me["used"]["tenant"]["requests_per_minute"] == 2
+
+
+async def test_a_changed_limit_is_in_force_at_once(api: Api) -> None:
+    client = await limited(api, {"requests_per_minute": 1}, requests_per_minute=1)
+    me = (await client.get("/v1/me")).json()
+    assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]
+    await limited(api, requests_per_minute=3)
+    assert (await complete(client)).status_code == 429
+    async with api.admin as admin:
+        changed = await admin.patch(f"/v1/keys/{me['key']['id']}", json={"limits": {"requests_per_minute": 2}})
+        assert changed.json()["limits"] == {"requests_per_minute": 2}
+        assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]
+        await admin.patch(f"/v1/keys/{me['key']['id']}", json={"limits": {}, "name": "open"})
+    assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]
+    await limited(api)
+    assert [(await complete(client)).status_code for _ in range(2)] == [200, 200]
+    assert (await client.get("/v1/me")).json()["key"]["name"] == "open"
+
+
+async def test_a_key_sees_its_state(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, {"tokens_per_month": 500}, requests_per_minute=9, adapters=3)
+    await complete(client)
+    me = (await client.get("/v1/me")).json()
+    assert me["object"] == "me"
+    assert (me["role"], me["tenant"]["name"]) == ("tenant", "acme")
+    assert set(me["key"]) >= {"id", "name", "prefix", "scopes", "expires_at"}
+    assert "key" not in me["key"]
+    assert me["limits"] == {"tenant": {"requests_per_minute": 9, "adapters": 3}, "key": {"tokens_per_month": 500}}
+    counts = {"requests_per_minute": 1, "tokens_per_minute": 6, "concurrent_requests": 0, "tokens_per_month": 6}
+    nothing = {"adapters": 0, "stored_bytes": 0, "pinned_pages": 0}
+    assert me["used"] == {"tenant": counts | nothing, "key": counts}
+    made = (await upload(client, "support")).json()
+    await client.patch("/v1/adapters/support", json={"pinned": True})
+    held = {"adapters": 1, "stored_bytes": made["size_bytes"], "pinned_pages": made["pages"]}
+    assert (await client.get("/v1/me")).json()["used"]["tenant"].items() >= held.items()
+    async with api.admin as admin:
+        me = (await admin.get("/v1/me")).json()
+    assert (me["role"], me["tenant"], me["key"], me["used"]) == ("admin", None, None, {"tenant": {}, "key": {}})
+
+
+async def test_limits_that_do_not_exist_are_refused_by_name(api: Api) -> None:
+    wrong: list[Any] = [{"tokens_per_day": 1}, {"adapters": -1}, {"adapters": 1.0}, {"adapters": "1"}, [], "x"]
+    async with api.admin as admin:
+        await api.key("acme")
+        for bad in wrong:
+            for method, path, body in (
+                ("POST", "/v1/tenants", {"name": "new", "limits": bad}),
+                ("PATCH", "/v1/tenants/acme", {"limits": bad}),
+                ("POST", "/v1/tenants/acme/keys", {"limits": bad}),
+            ):
+                answer = await admin.request(method, path, json=body)
+                assert answer.status_code == 400, (bad, answer.text)
+        unknown = await admin.patch("/v1/tenants/acme", json={"limits": {"tokens_per_day": 1}})
+        assert all(name in unknown.json()["error"]["message"] for name in TENANT_LIMITS)
+        unknown = await admin.post("/v1/tenants/acme/keys", json={"limits": {"adapters": 1}})
+        assert set(re.findall(r"\w+_\w+", unknown.json()["error"]["message"])) == set(KEY_LIMITS)
+        nulls = await admin.patch("/v1/tenants/acme", json={"limits": {"adapters": 3, "stored_bytes": None}})
+        assert nulls.json()["limits"] == {"adapters": 3}
+
+
+async def test_refusals_are_counted_by_limit(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, requests_per_minute=1)
+    for _ in range(3):
+        await complete(client)
+    client = await limited(api, tokens_per_minute=2)
+    await complete(client)
+    async with api.admin as admin:
+        metrics = (await admin.get("/metrics")).text
+    found = dict(re.findall(r'weft_limited_total{limit="(\w+)"} (\S+)', metrics))
+    assert found == {
+        **dict.fromkeys(TENANT_LIMITS, "0.0"),
+        "requests_per_minute": "2.0",
+        "tokens_per_minute": "1.0",
+    }
+
+
+async def test_a_month_used_up_is_not_worth_a_retry(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, tokens_per_month=20)
+    for _ in range(3):
+        assert (await complete(client)).status_code == 200
+    refused = await complete(client)
+    assert (refusal(refused), refused.headers["x-should-retry"]) == (QUOTA, "false")
+    assert "retry-after" not in refused.headers
+    assert (await complete(client, prompt=[5], max_tokens=1)).status_code == 200
+    assert (await used(client))["tokens_per_month"] == 20
+    refused = await complete(client, prompt=[5], max_tokens=1)
+    assert refusal(refused) == QUOTA
+
+
+async def test_a_months_sum_survives_a_restart(tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def started() -> AsyncIterator[Api]:
+        async with open_api(tmp_path) as api:
+            Clocks(api)
+            yield api
+
+    async with started() as api:
+        client = await limited(api, {"tokens_per_month": 1000}, tokens_per_month=1000)
+        secret = client.headers["authorization"].removeprefix("Bearer ")
+        for _ in range(4):
+            await complete(client)
+        assert (await used(client))["tokens_per_month"] == 24
+    async with started() as api:
+        client = api.client(secret)
+        assert (await complete(client)).status_code == 200
+        assert (await used(client)).items() >= (await used(client, "key")).items()
+        assert (await used(client))["tokens_per_month"] == 30
+        async with api.admin as admin:
+            await admin.patch("/v1/tenants/acme", json={"limits": {"tokens_per_month": 30}})
+        assert refusal(await complete(client)) == QUOTA
+
+
+async def test_a_new_month_begins_with_nothing_and_clock_jumps_change_nothing(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, tokens_per_month=10)
+    assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]
+    clocks.now += timedelta(minutes=10)
+    assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]
+    clocks.now -= timedelta(days=1)
+    assert refusal(await complete(client)) == QUOTA
+    assert (await used(client))["tokens_per_month"] == 6
+    clocks.now += timedelta(days=2)
+    assert refusal(await complete(client)) == QUOTA
+    assert (await used(client))["tokens_per_month"] == 6
+    clocks.now += timedelta(days=365)
+    assert (await complete(client)).status_code == 200
+
+
+async def test_jumps_of_the_wall_clock_leave_rates_alone(api: Api, clocks: Clocks) -> None:
+    client = await limited(api, requests_per_minute=1)
+    assert (await complete(client)).status_code == 200
+    for days in (1, -2, 400):
+        clocks.now += timedelta(days=days)
+        assert refusal(await complete(client)) == RATE
+    clocks.now -= timedelta(days=30)
+    clocks.seconds += 61
+    assert (await complete(client)).status_code == 200
+
+
+async def test_what_ends_while_the_month_is_read_counts_once(api: Api, clocks: Clocks) -> None:
+    """Requests without a quota run while the first that has one asks the ledger."""
+    plain = await limited(api)
+    for _ in range(5):
+        burst = [asyncio.create_task(complete(plain)) for _ in range(20)]
+        await asyncio.sleep(random.uniform(0, 0.02))
+        read = await used(plain)
+        assert {answer.status_code for answer in await asyncio.gather(*burst)} == {200}
+        async with api.admin as admin:
+            report = (
+                await admin.get("/v1/usage?tenant=acme&start=2026-05-01T00:00:00Z&end=2026-06-01T00:00:00Z")
+            ).json()
+        billed = report["totals"]["prompt_tokens"] + report["totals"]["completion_tokens"]
+        assert read["tokens_per_month"] <= billed
+        assert (await used(plain))["tokens_per_month"] == billed
+        api.services.accounts._accounts.clear()
+
+
+async def test_a_quota_that_cannot_be_read_lets_nobody_pass(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = await limited(api, tokens_per_month=1000)
+
+    async def down(*_: object) -> int:
+        raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(api.services.registry.usage, "tokens", down)
+        answer = await complete(client)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "db.unavailable")
+    assert (await complete(client)).status_code == 200
+    assert (await used(client))["tokens_per_month"] == 6
+
+
+async def test_a_thousand_mixed_ends_leave_nothing_behind(api: Api) -> None:
+    chance = random.Random(11)
+    many = 1_000_000
+    limits = dict.fromkeys(KEY_LIMITS, many)
+    client = await limited(api, limits, **limits)
+    secret = client.headers["authorization"].removeprefix("Bearer ")
+    statuses: dict[int, int] = {}
+
+    async def once(client: httpx.AsyncClient) -> None:
+        kind = chance.choice(["good", "stream", "leave", "invalid", "long", "unknown", "open"])
+        if kind == "leave":
+            async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+                async for _ in answer.aiter_raw():
+                    break
+            return
+        bodies: dict[str, Any] = {
+            "good": SHORT,
+            "stream": {**SHORT, "stream": True},
+            "invalid": {**SHORT, "temperature": -1},
+            "long": {**SHORT, "max_tokens": 4096},
+            "unknown": {**SHORT, "model": "nobody"},
+            "open": CHAT,
+        }
+        path = "/v1/chat/completions" if kind == "open" else "/v1/completions"
+        answer = await client.post(path, json=bodies[kind])
+        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+
+    refusals = (
+        None,
+        RequestError(kind="capacity", code="engine_overloaded", message="full"),
+        RequestError(kind="internal", code="internal_error", message="broken"),
+    )
+    async with api.listening() as url, new_client(secret, url) as socket_client:
+        for turn in range(50):
+            # a fault of ours writes a long trace: few are enough
+            api.engine.refusal = refusals[2] if turn == 25 else chance.choice(refusals[:2])
+            api.engine.failure_after = chance.choice([None, None, 0, 1])
+            await asyncio.gather(*(once(socket_client) for _ in range(20)))
+        await eventually(lambda: not api.engine.running and not api.services.drain.num_running)
+        api.engine.refusal = api.engine.failure_after = None
+        accounts = list(api.services.accounts._accounts.values())
+        await eventually(lambda: not any(account.in_flight for account in accounts))
+    assert set(statuses) >= {200, 400, 404, 500, 503}
+    totals = (await client.get("/v1/usage")).json()["totals"]
+    billed = totals["prompt_tokens"] + totals["completion_tokens"]
+    assert billed > 1000
+    for account in accounts:
+        assert (account.in_flight, account.reserved, account.month_tokens) == (0, 0, billed)
+        far = api.services.monotonic() + 61
+        assert account.tokens.total(far) == account.requests.total(far) == 0
+
+
+async def test_pins_stay_within_the_tenants_pages(api: Api) -> None:
+    client = await limited(api, pinned_pages=10_000)
+    pages = {}
+    for index, name in enumerate(("one", "two")):
+        pages[name] = (await upload(client, name, sound(alpha=8 + index))).json()["pages"]
+    big = (await upload(client, "one", sound(rank=64), activate="false")).json()["pages"]
+    assert big > pages["one"]
+    client = await limited(api, pinned_pages=pages["one"] + pages["two"] - 1)
+    assert (await client.patch("/v1/adapters/one", json={"pinned": True})).status_code == 200
+    assert (await client.patch("/v1/adapters/one", json={"pinned": True})).status_code == 200
+    refused = await client.patch("/v1/adapters/two", json={"pinned": True, "description": "d"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "quota.pinned_pages")
+    async with api.admin as admin:
+        refused = await admin.patch("/v1/adapters/two?tenant=acme", json={"pinned": True})
+        assert refused.status_code == 403
+        metrics = (await admin.get("/metrics")).text
+    assert 'weft_limited_total{limit="pinned_pages"} 2.0' in metrics
+    shown = (await client.get("/v1/adapters/two")).json()
+    assert (shown["pinned"], shown["description"]) == (False, None)
+    moved = await client.patch("/v1/adapters/one", json={"aliases": {"default": 2}})
+    assert (moved.status_code, moved.json()["error"]["code"]) == (403, "quota.pinned_pages")
+    split = await client.patch("/v1/adapters/one", json={"aliases": {"default": {"1": 9, "2": 1}}})
+    assert (split.status_code, split.json()["error"]["code"]) == (403, "quota.pinned_pages")
+    uploaded = await upload(client, "one", sound(alpha=32, rank=64))
+    assert (uploaded.status_code, uploaded.json()["error"]["code"]) == (403, "quota.pinned_pages")
+    assert (await upload(client, "one", sound(alpha=32, rank=64), activate="false")).status_code == 201
+    assert (await client.patch("/v1/adapters/one", json={"aliases": {"beta": 2}})).status_code == 200
+    free = {"aliases": {"default": 2}, "pinned": False}
+    assert (await client.patch("/v1/adapters/one", json=free)).status_code == 200
+    assert (await client.patch("/v1/adapters/two", json={"pinned": True})).status_code == 200
+
+
+async def test_without_keys_the_default_tenants_limits_hold(tmp_path: Path) -> None:
+    async with open_api(tmp_path, auth="off") as api, api.client() as client:
+        assert (await complete(client)).status_code == 200
+        await client.patch("/v1/tenants/default", json={"limits": {"requests_per_minute": 2}})
+        assert [(await complete(client)).status_code for _ in range(2)] == [200, 429]

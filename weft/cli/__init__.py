@@ -1,0 +1,49 @@
+"""The `weft` command. Each command is a module of `weft.cli`; nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from weft.errors import ConfigError, WeftError
+
+USAGE_ERROR = 2
+FAILURE = 1
+COMMANDS = (
+    *("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage"),
+    *("audit", "config", "dashboard", "db", "version", "whoami"),
+)
+"""Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
+
+
+def make_app() -> typer.Typer:
+    """All commands."""
+    from weft.benchmarks import command as bench
+
+    app = typer.Typer(
+        name="weft",
+        help="Serve thousands of LoRA adapters over one shared base model.",
+        no_args_is_help=True,
+        rich_markup_mode="markdown",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for name in COMMANDS:
+        module = importlib.import_module(f"weft.cli.{name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(getattr(module, name))
+    bench.register(app)
+    return app
+
+
+def main() -> None:
+    """Run the command line; wrong input exits with 2, failures with 1."""
+    try:
+        make_app()()
+    except WeftError as error:
+        sys.stderr.write(f"weft: {error.message}\n")
+        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else FAILURE)

@@ -1,0 +1,5 @@
+"""`python -m weft.cli`."""
+
+from weft.cli import main
+
+main()

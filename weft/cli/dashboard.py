@@ -1,0 +1,40 @@
+"""`weft dashboard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.client import DEFAULT_URL, JSON, KEY, URL, call, fail, show
+
+DataDir = Annotated[
+    Path, typer.Option(help="Where the server keeps its data: without a key, the admin key that lies there is used.")
+]
+
+
+def dashboard(
+    url: URL = DEFAULT_URL, key: KEY = None, data_dir: DataDir = Path("weft-data"), as_json: JSON = False
+) -> None:
+    """Print a link that opens the dashboard, signed in like the key, once and within ten minutes."""
+    made = call(url, key or _admin_key(data_dir), "POST", "/v1/session/links")
+    address = f"{url.rstrip('/')}/#link={made['link']}"
+    if as_json:
+        show({"url": address, "expires_at": made["expires_at"]}, True, ())
+    else:
+        typer.echo(address)
+
+
+def _admin_key(data_dir: Path) -> str:
+    from weft.config import environment
+    from weft.server.auth.admin_key import FILE, VARIABLE
+
+    given = environment().get(VARIABLE)
+    if given:
+        return given
+    try:
+        return (data_dir / FILE).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        place = data_dir / FILE
+        fail(f"no key: set --key or WEFT_KEY, or name the server's folder with --data-dir (there is no {place}).", 2)

@@ -1,0 +1,43 @@
+"""`weft db`: look after the registry's database where no server runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Look after the registry's database.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Make `upgrade` a command of its own, which one command alone would not be."""
+
+
+@app.command()
+def upgrade(
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="WEFT_REGISTRY__DATABASE_URL",
+            show_envvar=False,
+            help="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE. [env: WEFT_REGISTRY__DATABASE_URL]",
+        ),
+    ] = None,
+    data_dir: Annotated[Path, typer.Option(help="Folder of the database where no URL is given.")] = Path("weft-data"),
+) -> None:
+    """Bring the schema to this version's. `weft serve` does so too when it starts."""
+    import asyncio
+
+    from weft.registry.db.database import Database
+
+    async def run() -> tuple[str | None, str | None]:
+        database = await Database.open(database_url, data_dir)
+        await database.close()
+        return database.revision_before, database.revision
+
+    if database_url is None:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    before, after = asyncio.run(run())
+    typer.echo(f"schema {after}: up to date" if before == after else f"schema {before or 'none'} -> {after}")

@@ -1,0 +1,75 @@
+"""Removes what the demo traffic left: its usage, and the keys it was sent with. Needs no server, and allows none."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft import demo
+from weft.cli.demo.round import TENANTS
+from weft.cli.demo.traffic import KEY_NAME
+from weft.config import Config, environment
+from weft.errors import ConfigError, NotFoundError
+from weft.registry.db.database import database_url
+from weft.registry.records import Key
+from weft.registry.registry import Registry
+from weft.server.auth.admin_key import given_pepper
+from weft.server.settings import load_config
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What is gone."""
+
+    events: int
+    keys: int
+
+
+def reset_demo(data_dir: Path) -> Removed:
+    """Remove the demo traffic's usage from the ledger, and revoke its keys; all else stays as it is.
+
+    Args:
+        data_dir: The demo's folder.
+
+    Raises:
+        ConfigError: There is no demo, or a server uses the folder.
+        CapacityError: Database or journal cannot be written now.
+    """
+    config = load_config({"model": {"path": str(demo.MODEL)}, "server": {"data_dir": data_dir}}, environment())
+    url = database_url(config.registry.database_url, data_dir)
+    has_database = url.get_backend_name() != "sqlite" or Path(str(url.database)).is_file()
+    if not (data_dir.is_dir() and has_database):  # opening the registry would make both
+        raise _no_demo(data_dir)
+    return asyncio.run(_reset(config, data_dir))
+
+
+async def _reset(config: Config, data_dir: Path) -> Removed:
+    registry = await Registry.open(config.registry.database_url, data_dir, pepper=given_pepper(environment()))
+    try:
+        keys = await _traffic_keys(registry)
+        if keys is None:
+            raise _no_demo(data_dir)
+        living = [key for key in keys if key.revoked_at is None]
+        for key in living:
+            await registry.keys.revoke_key(key.id)
+        return Removed(await registry.usage.erase([key.id for key in keys]) if keys else 0, len(living))
+    finally:
+        await registry.close()
+
+
+async def _traffic_keys(registry: Registry) -> list[Key] | None:
+    """The traffic's keys, also those that somebody revoked by hand; None where the demo never was."""
+    found: list[Key] = []
+    is_demo = False
+    for tenant in TENANTS:
+        try:
+            found += [key for key in await registry.keys.list_keys(tenant, with_revoked=True) if key.name == KEY_NAME]
+        except NotFoundError:
+            continue
+        is_demo = True
+    return found if is_demo else None
+
+
+def _no_demo(data_dir: Path) -> ConfigError:
+    return ConfigError(f"There is no demo in {data_dir}. Name its folder with --data-dir.", param="data_dir")

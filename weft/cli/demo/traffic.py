@@ -1,0 +1,211 @@
+"""A minute of marked traffic through the demo's server, so that no chart of the dashboard is empty.
+
+Real requests, drawn from a seed: each time the same, at the same moments. They are sent with keys of their own, by
+which their usage is told apart and can be removed. Knows nothing of how the server was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+
+from weft import demo
+from weft.cli.demo.client import DemoClient
+from weft.cli.demo.round import BASE_NAME, TENANTS
+from weft.errors import WeftError
+
+KEY_NAME = "demo traffic"
+"""Of the keys that the traffic is sent with, one per tenant."""
+DURATION_S = 60.0
+MAX_AT_ONCE = 6
+LEFT = "left early"
+"""How a request ended for a client that did not wait."""
+
+_SEED = 0
+_RHYTHM = (2, 3, 5, 3, 0, 0, 1, 4, 8, 6, 2, 1)
+"""Requests of one second after another, over and over: bursts and quiet. Most come at the second's beginning."""
+_SPEAKERS = {
+    ("pirate", "harbour"): 9,
+    (BASE_NAME, "harbour"): 5,
+    ("french", "atelier"): 5,
+    (BASE_NAME, "atelier"): 3,
+    ("shout", "harbour"): 3,
+    ("json", "harbour"): 2,
+    ("haiku", "atelier"): 2,
+}
+"""Model and tenant, by weight."""
+_MANNERS = {"question": 12, "talk": 6, "cut": 2, "text": 3, "leave": 1}
+"""Ways to ask, by weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A request to come."""
+
+    at_s: float
+    """Seconds after the start."""
+    tenant: str
+    path: str
+    body: Mapping[str, Any]
+    leaves_after: int | None = None
+    """Completion tokens that its client reads before it goes away; None for one that stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the client of one request was told."""
+
+    request_id: str
+    end: str
+    """A finish reason, `LEFT`, or the code of an error."""
+    is_whole: bool
+    """Whether it read the answer to its end."""
+    tokens: Mapping[str, int]
+    """The answer's usage, or as much of it as was read: prompt, cached and completion tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What was sent, and what came back."""
+
+    since: datetime
+    """Before the first request."""
+    key_ids: tuple[str, ...]
+    told: list[Told] = field(default_factory=list)
+
+
+def plan(duration_s: float = DURATION_S) -> list[Planned]:
+    """The requests of the first `duration_s` seconds, in order."""
+    rng = random.Random(_SEED)  # noqa: S311 - the same traffic each time
+    asked, recorded = (json.loads(path.read_text(encoding="utf-8")) for path in (demo.QUESTIONS, demo.EXPECTED))
+    planned = []
+    for second in range(math.ceil(duration_s)):
+        moments = sorted(second + rng.random() ** 3 for _ in range(_RHYTHM[second % len(_RHYTHM)]))
+        planned += [_draw(rng, moment, asked, recorded["questions"]) for moment in moments]
+    return [each for each in planned if each.at_s < duration_s]
+
+
+async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Traffic:
+    """Send the plan's requests when they are due, at most `MAX_AT_ONCE` at a time, until all have ended.
+
+    Args:
+        url: A server where `demo_round.play` was, without /v1.
+        admin_key: Its admin key.
+        duration_s: Seconds of the plan.
+
+    Raises:
+        WeftError: The server refused the keys, or does not answer any more.
+    """
+    async with DemoClient(url) as client:
+        keys = {tenant: await _key(client, admin_key, tenant) for tenant in TENANTS}
+    traffic = Traffic(since=datetime.now(UTC), key_ids=tuple(key["id"] for key in keys.values()))
+    places, loop = asyncio.Semaphore(MAX_AT_ONCE), asyncio.get_running_loop()
+    started = loop.time()
+
+    async def send(http: httpx.AsyncClient, number: int, planned: Planned) -> None:
+        try:
+            traffic.told.append(await _send(http, keys[planned.tenant]["key"], f"demo-{number:04}", planned))
+        finally:
+            places.release()
+
+    lost: ExceptionGroup[httpx.TransportError] | None = None
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http, asyncio.TaskGroup() as clients:
+            for number, planned in enumerate(plan(duration_s), 1):
+                await asyncio.sleep(max(started + planned.at_s - loop.time(), 0))
+                await places.acquire()
+                clients.create_task(send(http, number, planned))
+    except* httpx.TransportError as errors:
+        lost = errors
+    if lost is not None:
+        raise WeftError(f"The server does not answer any more ({lost.exceptions[0]}).") from lost
+    return traffic
+
+
+async def _key(client: DemoClient, admin_key: str, tenant: str) -> dict[str, Any]:
+    """The tenant's key for traffic, made when it is missing, with a new secret: nobody knows the one before."""
+    found = (await client.call("GET", f"/v1/tenants/{tenant}/keys", admin_key))["data"]
+    for key in found:
+        if key["name"] == KEY_NAME:
+            return await client.call("POST", f"/v1/keys/{key['id']}/rotate", admin_key, json={})
+    body = {"name": KEY_NAME, "scopes": ["infer"]}
+    return await client.call("POST", f"/v1/tenants/{tenant}/keys", admin_key, json=body)
+
+
+def _draw(rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Planned:
+    (model, tenant), manner = _pick(rng, _SPEAKERS), _pick(rng, _MANNERS)
+    question = rng.choice(asked["questions"])
+    body: dict[str, Any] = {"model": model, "temperature": rng.choice((0, 0, 0.7)), "seed": rng.randrange(1 << 31)}
+    body["messages"] = [{"role": "user", "content": question}]
+    path, leaves_after = "/v1/chat/completions", None
+    if manner == "question":
+        body["max_tokens"] = 96
+    elif manner == "talk":
+        body.update(messages=_talk(rng, model, asked["system_prompts"], recorded), max_tokens=64)
+    elif manner == "cut":
+        body["max_tokens"] = rng.randint(3, 8)
+    elif manner == "text":
+        del body["messages"]
+        path = "/v1/completions"
+        body.update(prompt=question, max_tokens=rng.randint(40, 160), ignore_eos=True)
+    else:
+        body.update(max_tokens=400, ignore_eos=True)
+        leaves_after = rng.randint(5, 60)
+    if leaves_after is not None or rng.random() < 0.6:
+        options = {"include_usage": True, "continuous_usage_stats": leaves_after is not None}
+        body.update(stream=True, stream_options=options)
+    return Planned(at_s=at_s, tenant=tenant, path=path, body=body, leaves_after=leaves_after)
+
+
+def _pick(rng: random.Random, weighted: Mapping[Any, int]) -> Any:  # noqa: ANN401 - whatever was weighted
+    return rng.choices(list(weighted), list(weighted.values()))[0]
+
+
+def _talk(
+    rng: random.Random, model: str, system_prompts: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
+    """One of two conversations with the adapter, some turns on: what was said before lies in the prefix cache."""
+    style = "base" if model == BASE_NAME else model
+    told = recorded[:: rng.choice((1, -1))][: rng.randint(3, 6)]
+    messages = [{"role": "system", "content": system_prompts.get(style, "You are a helpful assistant.")}]
+    for exchange in told:
+        messages.append({"role": "user", "content": exchange["question"]})
+        messages.append({"role": "assistant", "content": exchange["answers"][style]})
+    return messages[:-1]
+
+
+async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Planned) -> Told:
+    headers = {"Authorization": f"Bearer {key}", "x-request-id": request_id}
+    usage: dict[str, Any] = {}
+    end: str | None = None
+    async with http.stream("POST", planned.path, headers=headers, json=planned.body) as answer:
+        async for line in answer.aiter_lines():  # of a stream, or the body, which is one line
+            data = line.removeprefix("data: ")
+            if not data.startswith("{"):
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                return _told(request_id, str(event["error"]["code"]), usage)
+            usage = event.get("usage") or usage
+            end = next((choice["finish_reason"] for choice in event["choices"]), end)
+            is_enough = usage.get("completion_tokens", 0) >= (planned.leaves_after or math.inf)
+            if end is None and is_enough:
+                return _told(request_id, LEFT, usage)
+    return _told(request_id, end or "cut off", usage, is_whole=end is not None)
+
+
+def _told(request_id: str, end: str, usage: Mapping[str, Any], *, is_whole: bool = False) -> Told:
+    tokens = {
+        "prompt_tokens": usage.get("prompt_tokens", 0),
+        "cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+        "completion_tokens": usage.get("completion_tokens", 0),
+    }
+    return Told(request_id=request_id, end=end, is_whole=is_whole, tokens=tokens)

@@ -1,0 +1,168 @@
+"""`weft doctor`: looks at this machine and says what to do about what is wrong."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from weft.cli.client import JSON
+
+MIN_DISK_GIB = 2
+MIN_FILES = 1024
+MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    result: Literal["ok", "warn", "fail"]
+    detail: str
+    hint: str | None = None
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Folder of a base model to look at.")] = None,
+    data_dir: Annotated[Path, typer.Option(help="Where `weft serve` would keep its data.")] = Path("weft-data"),
+    port: Annotated[int, typer.Option(help="Port that `weft serve` would bind.")] = 8000,
+    blob_url: Annotated[str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")] = None,
+    as_json: JSON = False,
+) -> None:
+    """Check that Weft can run here. Exits with 1 if something would stop it."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        _torch,
+        lambda: _disk(data_dir),
+        lambda: _port(port),
+        _open_files,
+    ]
+    if model is not None:
+        checks.append(lambda: _model(Path(model)))
+    if blob_url is not None:
+        checks.append(lambda: _blobs(blob_url))
+    findings = [finding for check in checks for finding in check()]
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            hint = f" -> {finding.hint}" if finding.hint else ""
+            typer.echo(f"{MARKS[finding.result]}  {finding.check}: {finding.detail}{hint}")
+    raise typer.Exit(int(any(finding.result == "fail" for finding in findings)))
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("torch", "fail", f"cannot be imported: {error}", "install Weft again: pip install weft")
+        return
+    yield Finding("torch", "ok", torch.__version__)
+    try:
+        yield Finding("triton", "ok", metadata.version("triton"))
+    except metadata.PackageNotFoundError:
+        yield Finding("triton", "warn", "not installed", "needed on a GPU only: pip install triton")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+            yield Finding("device", "ok", f"{name}, sm_{major}{minor}, {free >> 30} of {total >> 30} GiB free")
+    else:
+        yield Finding("device", "ok", f"CPU, {torch.get_num_threads()} threads; no CUDA device")
+        yield _cpu_kernels()
+
+
+def _cpu_kernels() -> Finding:
+    from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_library
+
+    try:
+        load_library(FLAGS)
+    except NativeUnavailableError as error:
+        return Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
+    return Finding("CPU kernels", "ok", "compiled for this CPU")
+
+
+def _disk(data_dir: Path) -> Iterator[Finding]:
+    existing = next(folder for folder in (data_dir.absolute(), *data_dir.absolute().parents) if folder.exists())
+    free_gib = shutil.disk_usage(existing).free / (1 << 30)
+    result: Literal["ok", "warn"] = "ok" if free_gib >= MIN_DISK_GIB else "warn"
+    hint = None if result == "ok" else "free some space, or choose another --data-dir"
+    yield Finding("disk", result, f"{free_gib:.1f} GiB free at {existing}", hint)
+
+
+def _blobs(url: str) -> Iterator[Finding]:
+    from weft.adapters.blobs.store import open_blobs
+    from weft.config import RegistryConfig
+    from weft.errors import CapacityError, ConfigError
+
+    started = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            open_blobs(RegistryConfig(blob_url=url), Path(folder)).probe()
+    except (ConfigError, CapacityError) as error:
+        yield Finding("blob store", "fail", error.message)
+    except OSError as error:
+        yield Finding("blob store", "fail", f"cannot be written: {error.strerror}", "choose another --blob-url")
+    else:
+        yield Finding("blob store", "ok", f"stores and gives back, {1000 * (time.perf_counter() - started):.0f} ms")
+
+
+def _port(port: int) -> Iterator[Finding]:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OverflowError:
+            yield Finding("port", "fail", f"{port} is no port", "use a --port from 1 to 65535")
+            return
+        except OSError as error:
+            yield Finding("port", "warn", f"{port} cannot be bound: {error.strerror}", "use another --port")
+            return
+    yield Finding("port", "ok", f"{port} is free")
+
+
+def _open_files() -> Iterator[Finding]:
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft >= MIN_FILES
+    yield Finding(
+        "open files", "ok" if enough else "warn", f"limit {soft}", None if enough else f"ulimit -n {MIN_FILES}"
+    )
+
+
+def _model(folder: Path) -> Iterator[Finding]:
+    from weft.engine.model.spec import read_spec
+    from weft.engine.text.tokenizer import Tokenizer
+    from weft.errors import ConfigError
+
+    try:
+        spec = read_spec(folder)
+        yield Finding("model", "ok", f"{spec.architecture}, {spec.num_parameters / 1e6:.1f}M parameters")
+        tokenizer = Tokenizer(folder)
+    except ConfigError as error:
+        yield Finding("model", "fail", error.message, "choose a folder with a supported Hugging Face checkpoint")
+        return
+    yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
+    if tokenizer.has_chat_template:
+        yield Finding("chat template", "ok", "there is one")
+    else:
+        yield Finding("chat template", "warn", "there is none", "use /v1/completions")

@@ -1,0 +1,180 @@
+"""`weft fit`: would these adapters be on the device all at once, and how much KV cache is left? Needs no server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.adapter import adapter_files
+from weft.cli.client import JSON, fail
+from weft.cli.serve import Setting
+from weft.cli.table import print_table
+
+if TYPE_CHECKING:
+    from weft.server.adapters.fit import AdapterFit, FitItem
+    from weft.server.adapters.planned_room import PlannedRoom
+
+HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
+NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
+DOES_NOT_FIT = 1
+USAGE_ERROR = 2
+
+
+def fit(  # noqa: PLR0913 - one parameter per option
+    adapters: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="ADAPTER", help="Folders of PEFT adapters, or weights files.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")
+    ] = None,
+    ranks: Annotated[list[int] | None, typer.Option("--rank", help="Rank of adapters to come; repeatable.")] = None,
+    count: Annotated[int, typer.Option(help="How many adapters of each --rank.")] = 1,
+    targets: Annotated[str, typer.Option(help="Their modules: all, or some of q,k,v,o,gate,up,down.")] = "all",
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
+    free_gib: Annotated[float | None, typer.Option(help="Plan for a device with so many GiB free.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    max_rank: Annotated[int | None, typer.Option(help="Largest rank served. [default: 64]")] = None,
+    config: Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")] = None,
+    settings: Setting = None,
+    as_json: JSON = False,
+) -> None:
+    """Tell whether adapters fit on the device all at once, and how much KV cache is left beside them.
+
+    Exits with 0 if they fit, with 1 if not. Adapters that do not fit at once can still be served: they take turns.
+    """
+    from weft.config import environment
+    from weft.errors import ConfigError
+    from weft.server.adapters.fit import find_fit
+    from weft.server.adapters.planned_room import plan_room
+    from weft.server.settings import load_config, merge_trees, parse_assignments
+
+    if not adapters and not ranks:
+        fail("name folders of adapters, or give --rank for adapters to come.", USAGE_ERROR)
+    modules = _modules(targets)
+    _check_count(count)
+    options: dict[str, dict[str, object]] = {
+        "model": {"path": model, "device": device, "dtype": dtype, "max_model_len": max_model_len},
+        "memory": {"gib": memory_gib},
+        "adapter": {"max_rank": max_rank},
+    }
+    try:
+        loaded = load_config(merge_trees(options, parse_assignments(settings or [])), environment(), config)
+        planned = plan_room(loaded, free_gib)
+    except ConfigError as error:
+        fail(error.message, USAGE_ERROR)
+    items = [_on_disk(path, planned) for path in adapters or []]
+    items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
+    found = find_fit(items, planned.room)
+    _show(found, planned, as_json)
+    raise typer.Exit(0 if found.fits else DOES_NOT_FIT)
+
+
+def _modules(targets: str) -> list[str]:
+    """Names of modules; none means all."""
+    from weft.server.http.bodies import ALL_LINEAR, MODULE_NAMES
+
+    if targets in ("all", ALL_LINEAR):
+        return []
+    names = [name.removesuffix("_proj") + "_proj" for name in targets.split(",")]
+    if not set(names) <= set(MODULE_NAMES):
+        known = ", ".join(name.removesuffix("_proj") for name in MODULE_NAMES)
+        fail(f"--targets takes all, or some of {known} with commas between them, got {targets!r}.", USAGE_ERROR)
+    return names
+
+
+def _check_count(count: int) -> None:
+    from weft.server.adapters.schemas import MAX_PLANNED
+
+    if not 1 <= count <= MAX_PLANNED:
+        fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.", USAGE_ERROR)
+
+
+def _on_disk(path: Path, planned: PlannedRoom) -> FitItem:
+    from weft.errors import WeftError
+    from weft.server.adapters.files import item_of_files
+
+    config, weights = (None, path) if path.is_file() else adapter_files(path)
+    try:
+        return item_of_files(str(path), config, weights, planned.base, planned.config.adapter.max_rank, planned.room)
+    except WeftError as error:
+        fail(f"{path} cannot be served: {error.message} ({error.code})", USAGE_ERROR)
+    except OSError as error:
+        fail(f"{path} cannot be read: {error.strerror}.", USAGE_ERROR)
+
+
+def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) -> FitItem:
+    from weft.config import MAX_RANK_LIMIT
+    from weft.server.adapters.fit import planned_item
+
+    max_rank = planned.config.adapter.max_rank
+    if not 1 <= rank <= max_rank:
+        advice = " Raise --max-rank for larger ones." if max_rank < rank <= MAX_RANK_LIMIT else ""
+        fail(f"--rank must be 1 to {max_rank}, got {rank}.{advice}", USAGE_ERROR)
+    return planned_item(rank, modules, count, planned.base, planned.room)
+
+
+def _show(found: AdapterFit, planned: PlannedRoom, as_json: bool) -> None:
+    advice = None if found.fits else _advice(found, planned)
+    if as_json:
+        from weft.server.adapters.views import fit_view
+
+        body = {**fit_view(found).model_dump(), "requests_left": found.requests_left, "advice": advice}
+        typer.echo(json.dumps({**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False))
+        return
+    page_bytes = planned.room.geometry.page_bytes
+    print_table(HEADER, [_row(item, page_bytes) for item in found.items], NUMBERS)
+    memory = planned.memory
+    name = str(planned.dtype).removeprefix("torch.")
+    typer.echo("")
+    typer.echo(f"{planned.config.model.path} on {planned.device.type} in {name}, weights {_size(memory.weight_bytes)}")
+    typer.echo(
+        f"pages  {memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)}): "
+        f"{found.pages_needed:,} needed, {found.pages_left:,} left"
+    )
+    typer.echo(f"slots  {planned.room.slots:,}: {found.slots_needed:,} needed, {found.slots_left:,} left")
+    typer.echo(found.message)
+    if advice:
+        typer.echo(advice)
+
+
+def _row(item: FitItem, page_bytes: int) -> tuple[str, ...]:
+    targets = ",".join(name.removesuffix("_proj") for name in item.target_modules)
+    return (
+        item.adapter or "(to come)",
+        str(item.rank),
+        targets,
+        f"{item.count:,}",
+        f"{item.pages:,}",
+        _size(item.pages * page_bytes),
+        f"{item.waste:.1%}",
+    )
+
+
+def _advice(found: AdapterFit, planned: PlannedRoom) -> str:
+    """What to do so that all fit at once."""
+    from weft.config import AdapterConfig
+    from weft.errors import ConfigError
+
+    wanted = []
+    try:
+        if found.pages_needed + planned.room.geometry.num_groups > planned.room.pages:
+            wanted.append(f"--memory-gib {planned.least_gib(found):g}")
+        if found.slots_needed > planned.room.slots:
+            AdapterConfig(slots=found.slots_needed)
+            wanted.append(f"--set adapter.slots={found.slots_needed}")
+    except ConfigError as error:
+        return f"No setting makes room for all at once here: {error.message}."
+    return f"To have all at once: {' '.join(wanted)}"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes / 1024:.0f} KiB"

@@ -1,0 +1,70 @@
+"""`weft ps`: what is in the running engine's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from weft.cli.client import DEFAULT_URL, JSON, KEY, URL, call, show
+from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table
+
+HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
+NUMBERS = ("PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS")
+TIERS = ("device", "loading", "host")
+SHORT_DIGEST = len("sha256:") + 12
+
+
+def ps(url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
+    """List the adapters in memory and say what the pages hold; needs the admin key.
+
+    PREFIX counts pages of cached KV that were computed with the adapter, HITS the requests that have run with it since
+    it came to memory.
+    """
+    body = call(url, key, "GET", "/v1/engine")
+    if as_json:
+        show(body, True, ())
+        return
+    residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), adapter_name(resident)))
+    if residents:
+        print_table(HEADER, [_row(resident) for resident in residents], NUMBERS)
+        typer.echo("")
+    for line in _summary(body):
+        typer.echo(line)
+
+
+def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:
+    counts = (resident[name] for name in ("pages", "prefix_pages", "running", "holds", "uses"))
+    return (
+        adapter_name(resident),
+        resident["tier"],
+        *(f"{count:,}" for count in counts),
+        "yes" if resident["pinned"] else "",
+    )
+
+
+def adapter_name(resident: Mapping[str, Any]) -> str:
+    """The first name, and how many others mean the same bytes; a digest that no version has any more is shortened."""
+    names = resident["adapters"]
+    if not names:
+        return str(resident["digest"])[:SHORT_DIGEST]
+    return f"{names[0]} (+{len(names) - 1})" if len(names) > 1 else str(names[0])
+
+
+def _summary(body: Mapping[str, Any]) -> list[str]:
+    ready = body["ready"]
+    on_device = sum(resident["tier"] == "device" for resident in body["residents"])
+    queries, hits = body["prefix_queries"], body["prefix_hits"]
+    share = f" ({hits / queries:.1%})" if queries else ""
+    return [
+        f"{body['model']} on {ready['device']}: {body['running']:,} running ({num_paused(body):,} paused), "
+        f"{body['waiting']:,} waiting, {on_device:,} of {body['slots']:,} adapter slots in use",
+        f"waiting     {counts_text(in_words(body['waiting_reasons'], REASONS))}",
+        f"pages       {ready['memory']['num_pages']:,}: {counts_text(body['pages'])}",
+        f"host pages  {ready['memory']['host_pages']:,}: {counts_text(body['host_pages'])}",
+        f"prefix      {hits:,} of {queries:,} prompt tokens found{share}",
+        f"evictions   {counts_text(body['evictions'])}",
+        f"preemptions {counts_text(body['preemptions'])}",
+        f"loads       {counts_text(body['loads'])}",
+    ]

@@ -1,0 +1,78 @@
+"""Tables on standard output: with rich on a terminal, as plain aligned columns for files and pipes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import typer
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
+    """Print a table.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells, one for each column.
+        numbers: Columns that are set to the right.
+    """
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        print_rows([header, *rows], [index for index, name in enumerate(header) if name in numbers])
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def print_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:
+    """Print rows in aligned columns, those of the indices `numbers` set to the right. Nothing is cut or folded."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        typer.echo("  ".join(cells).rstrip())
+
+
+REASONS = {
+    "LOADING": "loading",
+    "NO_ROOM": "no room",
+    "NO_PAGES": "no pages",
+    "FORK": "shared prompt",
+    "NEW": "in line",
+}
+"""Why requests wait: for their adapter to be loaded; for pages or a slot for it; for pages of KV cache; for the prompt
+that choices of one request share; for their tenant's turn."""
+REFUSALS = {
+    "limit.queue": "over share",
+    "server.overloaded": "overload",
+    "engine_overloaded": "queue full",
+    "deadline.queue": "too late",
+}
+"""Why requests were refused; other codes are shown as they are."""
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """Counts with what they count, in a row."""
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"
+
+
+def in_words(counts: Mapping[str, int], words: Mapping[str, str]) -> dict[str, int]:
+    """Counts by plain words, the largest first; what is 0 is left out."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return {words.get(code, code): count for code, count in ordered if count}
+
+
+def num_paused(body: Mapping[str, Any]) -> int:
+    """Running requests that sat out the last step, from the body of `GET /v1/engine`."""
+    return sum(load["paused"] for load in body["tenants"].values())

@@ -1,0 +1,186 @@
+"""What `weft top` shows of one snapshot of the engine: a frame for a terminal, or one line."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from weft.cli.ps import TIERS, adapter_name
+from weft.cli.table import REASONS, counts_text, in_words, num_paused
+from weft.cli.top import tenants as top_tenants
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleDimensions, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+LABEL = 11
+"""Columns before the facts."""
+BAR = {
+    "kv": ("█", "cyan"),
+    "prefix": ("▓", "blue"),
+    "adapter": ("▒", "magenta"),
+    "quarantine": ("░", "yellow"),
+    "free": ("·", "bright_black"),
+}
+"""How a page of each kind is drawn."""
+HEADER = ("ADAPTER", "TIER", "PAGES", "RUNNING", "WAITING", "HITS", "LOADS", "LOAD P95")
+IDLE_S = 2.0
+"""After so long without a step nothing is computed."""
+MIN_TENANT_LINES = 4
+"""An empty line, the header, one tenant, the others."""
+
+
+def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, trouble: str | None = None) -> RenderableType:
+    """A snapshot for a terminal of this size.
+
+    Args:
+        body: As `GET /v1/engine` gives it.
+        age_s: How old it is.
+        size: What there is room for.
+        trouble: Why there is no newer one.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [Text(f"{body['model']} on {body['ready']['device']}, {body['ready']['dtype']}", "bold")]
+    if trouble is not None:
+        lines.append(Text(trouble, "bold red"))
+    for label, fact in _facts(body, age_s):
+        lines.append(Text.assemble((label.ljust(LABEL), "bold"), fact))
+        if label == "pages":
+            lines.append(Text(" " * LABEL) + _bar(body["pages"], size.width - LABEL))
+    shown: list[RenderableType] = [
+        Text(line.plain, line.style, spans=line.spans, no_wrap=True, overflow="ellipsis") for line in lines
+    ]
+    room = size.height - len(lines)
+    tenants = top_tenants.tenant_rows(body)
+    num_lines = min(len(tenants) + 2, room // 2) if tenants else 0
+    if num_lines >= min(len(tenants) + 2, MIN_TENANT_LINES) > 2:
+        shown += [Text(), _tenants(tenants, num_lines - 2, size.width)]
+        room -= num_lines
+    return Group(*shown, Text(), _adapters(body, room - 2))
+
+
+def line(body: Mapping[str, Any], age_s: float) -> str:
+    """A snapshot in one line, for a file or a pipe."""
+    generated, prompt = token_rates(body, age_s)
+    return (
+        f"{_running(body)}, {body['waiting']:,} waiting; step "
+        f"{_step_times(body)}; {generated:,.0f} generated + {prompt:,.0f} prompt tokens/s; pages "
+        f"{counts_text(body['pages'])}"
+    )
+
+
+def token_rates(body: Mapping[str, Any], age_s: float) -> tuple[float, float]:
+    """Tokens generated, and tokens of prompts computed, per second of the last second that steps took."""
+    last_age_s = body["last_step_age_s"]
+    if last_age_s is None or last_age_s + age_s > IDLE_S:
+        return 0.0, 0.0
+    seconds = tokens = prompt = 0.0
+    for step in reversed(body["last_steps"]):
+        seconds += step["seconds"]
+        tokens += step["tokens"]
+        prompt += step["prefill_tokens"]
+        if seconds >= 1.0:
+            break
+    return ((tokens - prompt) / seconds, prompt / seconds) if seconds else (0.0, 0.0)
+
+
+def shares(counts: Sequence[int], width: int) -> list[int]:
+    """`width` divided about in proportion to counts, with at least 1 for what there is any of."""
+    total, parts = sum(counts), [int(count > 0) for count in counts]
+    rest = width - sum(parts)
+    if not total or rest < 0:
+        return [0] * len(counts)
+    ends = [round(rest * upto / total) for upto in accumulate(counts)]
+    return [part + end - start for part, start, end in zip(parts, [0, *ends], ends, strict=False)]
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A time as people say it."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def _facts(body: Mapping[str, Any], age_s: float) -> Iterator[tuple[str, str]]:
+    generated, prompt = token_rates(body, age_s)
+    idle_s = (body["last_step_age_s"] or 0.0) + age_s
+    idle = f", idle for {idle_s:,.0f} s" if body["num_steps"] and idle_s > IDLE_S else ""
+    reasons = f" ({counts_text(in_words(body['waiting_reasons'], REASONS))})" if body["waiting"] else ""
+    yield "requests", f"{_running(body)}, {body['waiting']:,} waiting{reasons}"
+    yield "steps", f"{_step_times(body)}; {body['num_steps']:,} since start{idle}"
+    yield "tokens/s", f"{generated:,.0f} generated, {prompt:,.0f} of prompts"
+    yield "pages", f"{sum(body['pages'].values()):,}: {counts_text(body['pages'])}"
+    yield "loads", _loads(body)
+    on_device = sum(resident["tier"] == "device" for resident in body["residents"])
+    yield "adapters", f"{on_device:,} of {body['slots']:,} slots in use, {len(body['residents']):,} in memory"
+
+
+def _step_times(body: Mapping[str, Any]) -> str:
+    times = sorted(step["seconds"] for step in body["last_steps"])
+    if not times:
+        return "-"
+    return f"{seconds_text(statistics.median(times))}, p95 {seconds_text(times[math.ceil(0.95 * len(times)) - 1])}"
+
+
+def _running(body: Mapping[str, Any]) -> str:
+    return f"{body['running']:,} running ({body['base_running']:,} base, {num_paused(body):,} paused)"
+
+
+def _loads(body: Mapping[str, Any]) -> str:
+    p95 = (f"{path} p95 {seconds_text(seconds)}" for path, seconds in body["load_p95_s"].items())
+    return "; ".join([counts_text(body["loads"]), *p95])
+
+
+def _bar(pages: Mapping[str, int], width: int) -> Text:
+    from rich.text import Text
+
+    parts = shares([pages[kind] for kind in BAR], max(width, 0))
+    return Text.assemble(*((glyph * part, colour) for (glyph, colour), part in zip(BAR.values(), parts, strict=True)))
+
+
+def _tenants(rows: Sequence[top_tenants.TenantRow], height: int, width: int) -> Table:
+    """The most served first, as many as there is room for; the others as one. Only its texts are cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    shown = list(top_tenants.cells(rows, len(rows) if len(rows) <= height else height - 1))
+    header = [name for name in shown[0] if width >= top_tenants.MIN_WIDE or name not in top_tenants.WIDE_ONLY]
+    for name in header:
+        is_text = name in top_tenants.TEXTS
+        longest = max(len(name), *(len(row[name]) for row in shown))
+        table.add_column(name, justify="left" if is_text else "right", width=None if is_text else longest)
+    for row in shown:
+        table.add_row(*(Text(row[name], no_wrap=True, overflow="ellipsis") for name in header))
+    return table
+
+
+def _adapters(body: Mapping[str, Any], height: int) -> Table:
+    """Who is at work first, as many as there is room for."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    for name in HEADER:
+        is_text = name in HEADER[:2]
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+    ranked = sorted(body["residents"], key=_rank)
+    num_shown = len(ranked) if len(ranked) <= height else max(height - 1, 0)
+    for resident in ranked[:num_shown]:
+        counts = (f"{resident[name]:,}" for name in ("pages", "running", "holds", "uses", "loads"))
+        cells = (adapter_name(resident), resident["tier"], *counts, seconds_text(resident["load_p95_s"]))
+        table.add_row(*(Text(cell) for cell in cells), style="" if resident["running"] else "bright_black")
+    if height > 0 and num_shown < len(ranked):
+        table.add_row(Text(f"and {len(ranked) - num_shown:,} more", "italic"))
+    return table
+
+
+def _rank(resident: Mapping[str, Any]) -> tuple[int, int, int, int, str]:
+    busy = -resident["running"], -resident["holds"]
+    return *busy, TIERS.index(resident["tier"]), -resident["uses"], adapter_name(resident)

@@ -1,0 +1,87 @@
+"""`weft usage`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Any
+from zoneinfo import ZoneInfo
+
+import typer
+
+from weft.cli.client import DEFAULT_URL, JSON, KEY, TENANT, URL, body_of, call, reach, show
+
+SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
+EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s", "key", "request_id")
+
+
+def usage(  # noqa: PLR0913 - one parameter per option
+    by: Annotated[str, typer.Option(help="tenant, adapter, version, key, status; comma-separated.")] = "tenant,adapter",
+    bucket: Annotated[str | None, typer.Option(help="1m, 1h or 1d.")] = None,
+    start: Annotated[str | None, typer.Option(help="ISO-8601. [default: 30 days ago]")] = None,
+    end: Annotated[str | None, typer.Option(help="ISO-8601. [default: now]")] = None,
+    tz: Annotated[str | None, typer.Option(help="Zone of days and of times without offset: Europe/Berlin.")] = None,
+    top: Annotated[int | None, typer.Option(help="Only the largest groups; all others are one row per bucket.")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat.")] = None,
+    status: Annotated[
+        list[str] | None, typer.Option(help="Only stop, length, aborted, error or interrupted; repeat.")
+    ] = None,
+    events: Annotated[
+        bool, typer.Option("--events", help="The single events, without --by, --bucket, --tz and --top.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    tenant: TENANT = None,
+    url: URL = DEFAULT_URL,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Show who used how many tokens."""
+    params: dict[str, Any] = {"start": start, "end": end, "tenant": tenant, "adapter": adapter, "status": status}
+    path = "/v1/usage/events" if events else "/v1/usage"
+    if not events:
+        params |= {"group_by": by, "bucket": bucket, "tz": tz, "top": top}
+    if as_csv:
+        _print_csv(url, key, path, params)
+        return
+    body = page = call(url, key, "GET", path, params=params)
+    while page.get("next"):
+        page = call(url, key, "GET", path, params={**params, "after": page["next"]})
+        body["data"] += page["data"]
+    body["next"] = None
+    if events:
+        show(body, as_json, EVENT)
+        return
+    groups = [name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")]
+    if not as_json:
+        body["data"] = [_readable(row, groups, tz) for row in body["data"]]
+    sums = [*SUMS, *(("cost",) if "currency" in body else ())]
+    show(body, as_json, [*(("start",) if bucket else ()), *groups, *(("other",) if top else ()), *sums])
+    if not as_json:
+        totals = "  ".join(f"{name} {body['totals'][name]}" for name in sums)
+        typer.echo(f"total {totals} {body.get('currency', '')}".rstrip())
+
+
+def _readable(row: dict[str, Any], groups: Sequence[str], tz: str | None) -> dict[str, Any]:
+    """A row with a word where there is no name, and its start by the clocks of the zone that was asked for."""
+    words: dict[str, str] = dict.fromkeys(groups, "(other)") if row.get("other") else NAMELESS
+    for name in groups:
+        if name in words and row.get(name) is None:
+            row[name] = words[name]
+    if tz:
+        row["start"] = datetime.fromisoformat(row["start"]).astimezone(ZoneInfo(tz)).isoformat(timespec="minutes")
+    return row
+
+
+def _print_csv(url: str, key: str | None, path: str, params: dict[str, Any]) -> None:
+    """All pages as one table."""
+    after = None
+    while True:
+        answer = reach(url, key, "GET", path, params={**params, "format": "csv", "after": after})
+        if answer.is_error:
+            body_of(answer, url, key)
+        header, _, rows = answer.text.replace("\r\n", "\n").partition("\n")
+        typer.echo(rows if after else f"{header}\n{rows}", nl=False)
+        after = answer.headers.get("x-weft-next")
+        if after is None:
+            return

@@ -3,7 +3,8 @@
     PYTHONPATH=tests/support .venv/bin/python scripts/time_planning.py [--running 256] [--waiting 20000] ...
 
 By default 256 requests have rows and 20,000 wait, of 1,000 tenants with 5,000 adapters, all of which are on the device,
-and in every step 4 requests end and as many arrive and start; with longer answers fewer do. No tokens are computed.
+and in every step two requests end, as many arrive, and some change places; with shorter answers more do. No tokens are
+computed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--waiting", type=int, default=20_000)
     parser.add_argument("--tenants", type=int, default=1_000)
     parser.add_argument("--adapters", type=int, default=5_000)
-    parser.add_argument("--output-tokens", type=int, default=64, help="of an answer, on average (default 64)")
+    parser.add_argument("--output-tokens", type=int, default=128, help="of an answer, on average (default 128)")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--policy", choices=("fair", "fcfs"), default="fair")
     return parser.parse_args()

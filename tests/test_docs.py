@@ -63,6 +63,10 @@ def test_files_named_in_documents_exist(document: str) -> None:
         text,
     ):
         assert (ROOT / path).exists(), path
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = {Path(path).name for path in tracked}
+    for name in re.findall(r"`([a-z_]+\.py)`", text):
+        assert name in names, name
 
 
 def test_the_map_has_every_package_and_where_to_begin_in_it() -> None:

@@ -42,8 +42,9 @@ INTERACTIVE_WEIGHT, BATCH_WEIGHT = 0.95, 0.05
 MAX_STOPPED_PER_ROW = 2
 """Requests of one adapter take rows from each other only until so many for each row wait to have theirs back."""
 STOPPED_SHARE = 0.5
+"""Equal shares take no more turns when so many requests are stopped for each one in the step."""
 MIN_STOPPED = 4
-"""Turns of equal shares end when so many are stopped for each request in the step, or this many where that is more."""
+"""However small a step is, so many may be stopped."""
 
 
 class _Rows:

@@ -19,7 +19,7 @@ class PlanBuilder:
     """Of each row whose prompt is not computed yet: its turn in the fair order, the tokens left, and whether it is in
     the batch lane."""
     needed: int = 0
-    """Pages that those need first whose adapters are on their way, of the requests that the plan has looked at."""
+    """Pages for the first tokens of requests whose adapters are on their way to the device."""
     started: set[str] = field(default_factory=set)
     """Requests that got pages in this plan."""
     chunks: list[Chunk] = field(default_factory=list)

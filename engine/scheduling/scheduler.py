@@ -26,8 +26,8 @@ no lease, so nobody waits for it but a fork (5), and what nobody runs with can b
    a quantum ahead of its own, if these have enough. If not, it is overtaken in at most `MAX_BYPASSES` steps. Then it is
    overdue: only requests of shares that are more than a quantum behind its own may still be admitted before it, which
    their service ends, and the pages of those that run come to it. While its adapter is still to be read, which may
-   hang, others go on. An adapter is brought for it when there are pages for both, or such requests have them, and in
-   any case once it is overdue.
+   hang, others go on. Its adapter is brought when there are pages for both of them, or when it may take enough from
+   such requests, and in any case once it is overdue.
 4. When nothing can be computed although something wants to, only adapters can be in the way: cached prefixes that
    nobody runs with are evicted for whoever needs the pages. All holds but those of the first in line are dropped, so
    that their adapters can be evicted too. If that changes nothing while nothing is being copied and no freed page is in

@@ -346,6 +346,18 @@ def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_besid
     assert simulator.num_preemptions - before <= len(flood)
 
 
+def test_a_running_request_that_lacks_pages_leaves_loads_alone_that_have_none() -> None:
+    simulator = Simulator(num_pages=4, max_running=2, load_ticks=40, adapter_pages=2, costs=RECOMPUTES)
+    simulator.residency.known_pages = False
+    simulator.core.submit(request("old", prompt=4, max_tokens=9))
+    simulator.core.submit(request("new", prompt=4, max_tokens=9))
+    simulator.core.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
+    while simulator.num_preemptions == 0:
+        simulator.pump()
+        assert simulator.residency.num_holds() == 1
+    simulator.run()
+
+
 def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
     simulator = Simulator(num_pages=14, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
     simulator.core.submit(request("old", prompt=8, max_tokens=49))  # 14 pages in the end

@@ -27,6 +27,8 @@ DOCUMENTS = (
     "docs/batches.md",
     "docs/operations.md",
     "docs/dashboard.md",
+    "docs/internals.md",
+    "docs/fit.md",
 )
 
 

@@ -31,7 +31,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from weft.adapters.ref import LoraSpec
-from weft.errors import NotFoundError
 from weft.registry import audit, grants
 from weft.registry.aliases import (
     DEFAULT_ALIAS,
@@ -48,7 +47,7 @@ from weft.registry.db.clock import from_micros, to_micros
 from weft.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
 from weft.registry.grants import EVERY_VERSION, may_call
 from weft.registry.limits import check_adapters, check_storage
-from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name
+from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name, no_such
 from weft.registry.records import (
     Adapter,
     AdapterIdentity,
@@ -101,7 +100,7 @@ class Adapters(Transactions):
         async with self._change(self._resolved) as session:
             owner = await session.get(TenantRow, tenant_id)
             if owner is None:
-                raise NotFoundError("There is no such tenant.")
+                raise no_such("tenant", tenant_id)
             own = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
             row = await session.scalar(own)
             if row is None:
@@ -283,7 +282,7 @@ class Adapters(Transactions):
             row, owner = await own_row(session, tenant_id, name)
             versions = set(await session.scalars(select(VersionRow.version).where(VersionRow.adapter_id == row.id)))
             if version is not None and version not in versions:
-                raise NotFoundError("There is no such version.")
+                raise no_such("version", f"{name}@{version}")
             is_whole = version is None or versions == {version}
 
             def is_doomed(other: type[VersionRow]) -> ColumnElement[bool]:
@@ -402,7 +401,7 @@ async def own_row(session: AsyncSession, tenant_id: str, name: str) -> tuple[Ada
     own = _with_owner(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
     found = (await session.execute(own)).one_or_none() if is_name(name) else None
     if found is None:
-        raise NotFoundError("There is no such adapter.")
+        raise no_such("adapter", name)
     adapter, owner = found
     return adapter, owner
 

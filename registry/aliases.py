@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry.db.models import AliasRow, VersionRow
-from weft.registry.names import check_alias, check_integer, is_name
+from weft.registry.names import check_alias, check_integer, is_name, shown
 from weft.registry.records import AdapterVersion, Shares
 
 MAX_ALIASES = 100
@@ -109,9 +109,8 @@ class Selector:
 
 def model_not_found(text: str) -> NotFoundError:
     """The one answer to a model that is unknown, malformed, or not for this caller."""
-    shown = text.encode("ascii", "backslashreplace").decode()[:200]
     return NotFoundError(
-        f"The model `{shown}` does not exist or you may not use it.", code="model_not_found", param="model"
+        f"The model `{shown(text)}` does not exist or you may not use it.", code="model_not_found", param="model"
     )
 
 

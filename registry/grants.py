@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry.db.clock import from_micros, to_micros
 from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
-from weft.registry.names import check_integer, check_text
+from weft.registry.names import check_integer, check_text, no_such
 from weft.registry.records import Grant
 
 EVERY_VERSION = 0
@@ -35,7 +35,7 @@ async def add_grant(
     if version is not None:
         check_integer(version, "version", low=1, high=(1 << 31) - 1)
         if await session.get(VersionRow, (adapter.id, version)) is None:
-            raise NotFoundError("There is no such version.", param="version")
+            raise no_such("version", f"{adapter.name}@{version}", param="version")
     row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
     is_new = row is None
     if row is None:
@@ -58,7 +58,8 @@ async def remove_grant(session: AsyncSession, adapter: AdapterRow, grantee: str,
     other = await _grantee(session, grantee)
     row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
     if row is None:
-        raise NotFoundError("There is no such grant.")
+        granted = adapter.name if version is None else f"{adapter.name}@{version}"
+        raise NotFoundError(f"`{granted}` is not granted to `{other.name}`.")
     await session.delete(row)
 
 
@@ -86,7 +87,7 @@ def may_call(tenant_id: BindParameter[str]) -> ColumnElement[bool]:
 async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
     found = await session.get(TenantRow, check_text(tenant_id, "tenant", 512))
     if found is None:
-        raise NotFoundError("There is no such tenant.", param="tenant")
+        raise no_such("tenant", tenant_id, param="tenant")
     return found
 
 

@@ -19,7 +19,7 @@ from typing import cast
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import AuthenticationError, InvalidRequestError, NotFoundError
+from weft.errors import AuthenticationError, InvalidRequestError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Changes, ReadThroughCache
@@ -27,7 +27,7 @@ from weft.registry.db.clock import Clock, from_micros, iso, to_micros
 from weft.registry.db.database import Database
 from weft.registry.db.models import KeyRow, TenantRow
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
-from weft.registry.names import check_text
+from weft.registry.names import check_text, no_such
 from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
 from weft.registry.sessions import find_session
 from weft.registry.tenants import tenant_row
@@ -286,7 +286,7 @@ async def _living(session: AsyncSession, key_id: str) -> tuple[KeyRow, str]:
     living = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
     found = (await session.execute(living)).one_or_none()
     if found is None:
-        raise NotFoundError("There is no such key.")
+        raise no_such("key", key_id)
     return found[0], found[1].name
 
 

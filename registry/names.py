@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from weft.errors import InvalidRequestError
+from weft.errors import InvalidRequestError, NotFoundError
 
 MAX_INTEGER = (1 << 63) - 1
 MAX_DESCRIPTION = 4096
@@ -47,6 +47,16 @@ def check_alias(text: str) -> str:
     if text.isdigit():
         raise InvalidRequestError("An alias must not be a number: those are versions.", param="aliases")
     return text
+
+
+def no_such(kind: str, name: str, param: str | None = None) -> NotFoundError:
+    """The error for a name or id that does not exist; the message repeats it."""
+    return NotFoundError(f"There is no {kind} `{shown(name)}`.", param=param)
+
+
+def shown(text: str) -> str:
+    """`text` as a message may repeat it: printable ASCII of at most 200 characters."""
+    return text.encode("unicode_escape").decode()[:200]
 
 
 def check_text(text: str, param: str, max_length: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, InvalidRequestError, NotFoundError
+from weft.errors import ConflictError, InvalidRequestError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
 from weft.registry.db.clock import from_micros, to_micros
@@ -22,7 +22,7 @@ from weft.registry.limits import (
     known_limits,
     stored_bytes,
 )
-from weft.registry.names import check_integer, check_name, check_text, is_name
+from weft.registry.names import check_integer, check_name, check_text, is_name, no_such
 from weft.registry.records import Page, Removed, Tenant
 from weft.registry.references import only_referenced_by
 from weft.registry.transactions import Transactions
@@ -146,7 +146,7 @@ async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
     """
     row = await session.scalar(select(TenantRow).where(TenantRow.name == name)) if is_name(name) else None
     if row is None:
-        raise NotFoundError("There is no such tenant.")
+        raise no_such("tenant", name)
     return row
 
 

@@ -16,12 +16,12 @@ from typing import Any, cast
 from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, InvalidRequestError, NotFoundError
+from weft.errors import ConflictError, InvalidRequestError
 from weft.registry.db.clock import Clock, from_micros, to_micros
 from weft.registry.db.database import Database
 from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
 from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
-from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text
+from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, no_such
 from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, UploadState
 
 KEPT = timedelta(hours=24)
@@ -219,7 +219,7 @@ class Uploads:
         now = self._clock()
         async with self._database.write() as session:
             if await session.get(TenantRow, tenant_id) is None:
-                raise NotFoundError("There is no such tenant.")
+                raise no_such("tenant", tenant_id)
             await _check_open(session, tenant_id, now)
             row = UploadRow(
                 # Ids that begin with the time are in the order in which the uploads were made.
@@ -314,7 +314,7 @@ async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datet
     own = (UploadRow.id == check_text(upload_id, "upload", 64), UploadRow.tenant_id == tenant_id)
     row = await session.scalar(select(UploadRow).where(*own, UploadRow.expires_at > to_micros(now)))
     if row is None:
-        raise NotFoundError("There is no such upload.")
+        raise no_such("upload", upload_id)
     return row
 
 

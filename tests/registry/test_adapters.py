@@ -304,7 +304,7 @@ async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
 @pytest.mark.parametrize("version", [2, 0, -1])
 async def test_a_version_that_is_not_there_cannot_be_deleted(registry: Registry, acme: Tenant, version: int) -> None:
     await registry.adapters.publish_version(acme.id, "support", facts("a"))
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match=f"There is no version `support@{version}`"):
         await registry.adapters.delete_adapter(acme.id, "support", version)
 
 

@@ -49,7 +49,7 @@ async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry
 
     await registry.adapters.withdraw_grant(acme.id, "support", other.id)
     assert await may_call(registry, other, "acme/support", "acme/support@1") == [False, False]
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match="`support` is not granted to `other`"):
         await registry.adapters.withdraw_grant(acme.id, "support", other.id)
     assert await registry.adapters.list_granted(other.id) == ()
 

@@ -106,7 +106,7 @@ async def test_a_key_is_revoked_once(registry: Registry) -> None:
     key, _ = await registry.keys.create_key("acme")
     await registry.keys.revoke_key(key.id)
     for key_id in (key.id, "key_unknown"):
-        with pytest.raises(NotFoundError):
+        with pytest.raises(NotFoundError, match=f"There is no key `{key_id}`"):
             await registry.keys.revoke_key(key_id)
     with pytest.raises(InvalidRequestError):
         await registry.keys.revoke_key("\x00")

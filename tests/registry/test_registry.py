@@ -106,6 +106,7 @@ async def test_another_tenants_adapter_looks_like_one_that_does_not_exist(regist
     for name in ("support", "missing"):
         with pytest.raises(NotFoundError) as caught:
             await TENANT_SCOPED[question](registry, mallory.id, name)
+        assert f"`{name}`" in caught.value.message
         answers.append((caught.value.code, caught.value.param, caught.value.message.replace(name, "NAME")))
     assert answers[0] == answers[1]
     assert await registry.adapters.get_adapter(acme.id, "support") == before

@@ -30,8 +30,9 @@ async def test_a_name_is_given_once(registry: Registry) -> None:
 
 @pytest.mark.parametrize("name", ["nobody", "No Name", "\x00", "a/../b"])
 async def test_an_unknown_tenant_is_not_found_whatever_its_name(registry: Registry, name: str) -> None:
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as refused:
         await registry.tenants.get_tenant(name)
+    assert refused.value.message == f"There is no tenant `{name}`.".replace("\x00", r"\x00")
     with pytest.raises(NotFoundError):
         await registry.tenants.update_tenant(name, {})
     with pytest.raises(NotFoundError):

@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = {
-    "kernels": ("kernels", "Time each operation against what the machine can do."),
-    "step": ("step", "Time decode steps and prompts against their floor, part by part."),
-    "overhead": ("overhead", "Time what planning, processes and HTTP add to a step."),
-    "serve": ("serve", "Start a server and load it over HTTP."),
-    "compare": ("compare", "Load Weft and another OpenAI-compatible server in turns."),
-    "fairness": ("fairness", "Ask quietly while another tenant floods the server."),
-    "overload": ("overload", "Send more requests than the server can answer."),
-    "batching": ("batching", "Compare static, windowed and continuous batching."),
-    "offline": ("offline", "Compare with transformers and PEFT in one process."),
-    "floor": ("floor", "Time the linear layers alone."),
-    "adapters": ("adapter_count", "Serve from 5 to 2,000 adapters with room for 20."),
-    "adapters-http": ("adapters_http", "Ask a server for 5 to 2,000 adapters, popular and rare ones."),
-    "cliff": ("cliff", "Serve more adapters than fit."),
-    "unified": ("unified", "Compare one pool with two halves."),
-    "stall": ("step_stall", "Time steps while adapters load."),
-    "batches": ("batch_lane", "Time interactive requests alone and beside a batch."),
-    "waste": ("page_waste", "Print how much of their pages adapters leave empty."),
+    "kernels": ("engine.kernels", "Time each operation against what the machine can do."),
+    "step": ("engine.step", "Time decode steps and prompts against their floor, part by part."),
+    "overhead": ("http.overhead", "Time what planning, processes and HTTP add to a step."),
+    "serve": ("http.serve", "Start a server and load it over HTTP."),
+    "compare": ("http.compare", "Load Weft and another OpenAI-compatible server in turns."),
+    "fairness": ("http.fairness", "Ask quietly while another tenant floods the server."),
+    "overload": ("http.overload", "Send more requests than the server can answer."),
+    "batching": ("pool.batching", "Compare static, windowed and continuous batching."),
+    "offline": ("engine.offline", "Compare with transformers and PEFT in one process."),
+    "floor": ("engine.floor", "Time the linear layers alone."),
+    "adapters": ("pool.adapter_count", "Serve from 5 to 2,000 adapters with room for 20."),
+    "adapters-http": ("http.adapters_http", "Ask a server for 5 to 2,000 adapters, popular and rare ones."),
+    "cliff": ("pool.cliff", "Serve more adapters than fit."),
+    "unified": ("pool.unified", "Compare one pool with two halves."),
+    "stall": ("engine.step_stall", "Time steps while adapters load."),
+    "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
+    "waste": ("pool.page_waste", "Print how much of their pages adapters leave empty."),
 }
 """Module and help by command, in the order of the help."""
 
@@ -50,7 +50,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark; returns the exit status."""
     from weft.benchmarks.report import tell  # the command line lists the benchmarks without what prints tables
 
-    return tell(BENCHMARKS[name][0].replace("_", "-"), make_parser(name).parse_args(arguments), _module(name).measure)
+    result_name = BENCHMARKS[name][0].rpartition(".")[2].replace("_", "-")
+    return tell(result_name, make_parser(name).parse_args(arguments), _module(name).measure)
 
 
 def _module(name: str) -> Any:  # noqa: ANN401 - each has the same two functions

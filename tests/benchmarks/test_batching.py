@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.batching import MODES, Batches
 from weft.benchmarks.main import main
+from weft.benchmarks.pool.batching import MODES, Batches
 
 
 @pytest.mark.parametrize(

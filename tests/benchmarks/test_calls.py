@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
-from weft.benchmarks.flood import Stream, flood
-from weft.benchmarks.generator import Reply, closed_loop
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.http.calls import Calls, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.http.flood import Stream, flood
+from weft.benchmarks.http.generator import Reply, closed_loop
+from weft.benchmarks.http.http_stream import EventClient
 
 
 @pytest.fixture
@@ -158,7 +158,8 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
 
 
 def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.benchmarks.flood._run", operator.truediv)  # of a pipe and a list: dies of a TypeError
+    # Dividing a pipe by a list raises a TypeError, of which the process dies.
+    monkeypatch.setattr("weft.benchmarks.http.flood._run", operator.truediv)
     stream = Stream(url="", key="", models=("a",), count=1, prompt_tokens=1, output_tokens=1, vocab_size=64, seed=1)
     with pytest.raises(EOFError), flood([stream]):
         pass

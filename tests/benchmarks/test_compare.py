@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.compare import _ratio
+from weft.benchmarks.http.compare import _ratio
 from weft.benchmarks.main import main
 
 
@@ -46,6 +46,7 @@ def test_both_get_the_same_requests_under_their_own_names(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as of a script, however the tests were started
     monkeypatch.setattr(sys, "argv", ["weft", "bench", "compare", "--key", "our-secret", "--peer-key", "their-secret"])
     status, result = compare(servers, tmp_path / "r.json", "--peer-models", "b,l0")
     assert status == 0

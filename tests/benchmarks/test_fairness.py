@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.fairness import make_result
+from weft.benchmarks.http.fairness import make_result
 from weft.benchmarks.main import main
 
 

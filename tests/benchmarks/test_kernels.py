@@ -11,8 +11,8 @@ import torch
 
 from weft.adapters.base_shape import SITES
 from weft.adapters.lora.layout import adapter_pages
-from weft.benchmarks import kernels
-from weft.benchmarks.kernels import MIXES, KernelBench, Machine, Work, arena_pages, figures
+from weft.benchmarks.engine import kernels
+from weft.benchmarks.engine.kernels import MIXES, KernelBench, Machine, Work, arena_pages, figures
 from weft.benchmarks.main import main
 from weft.benchmarks.model_shapes import MODELS, ModelShape
 

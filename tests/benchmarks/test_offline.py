@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.offline import Timed, make_cases, make_result
+from weft.benchmarks.engine.offline import Timed, make_cases, make_result
 from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, base_config
 from weft.benchmarks.report import without_nan
 

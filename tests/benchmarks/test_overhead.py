@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shop_window import shop_window
-from weft.benchmarks import overhead
+from weft.benchmarks.http import overhead
+from weft.benchmarks.http.overhead import make_result, over_http
+from weft.benchmarks.http.own_server import Served
 from weft.benchmarks.main import main
-from weft.benchmarks.overhead import make_result, over_http
-from weft.benchmarks.own_server import Served
 from weft.errors import WeftError
 
 OPTIONS = argparse.Namespace(requests=2, output_tokens=3, repeats=2)

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.calls import Calls
-from weft.benchmarks.generator import Call, Reply
-from weft.benchmarks.http_stream import EventClient
-from weft.benchmarks.main import main
-from weft.benchmarks.overload import (
+from weft.benchmarks.http.calls import Calls
+from weft.benchmarks.http.generator import Call, Reply
+from weft.benchmarks.http.http_stream import EventClient
+from weft.benchmarks.http.overload import (
     QUIET,
     SHARES,
     Phase,
@@ -28,6 +27,7 @@ from weft.benchmarks.overload import (
     plan_visits,
     vary_lengths,
 )
+from weft.benchmarks.main import main
 
 OPTIONS = argparse.Namespace(seed=0, seconds=60.0, output_tokens=2, ttft_s=10.0, tpot_ms=100.0)
 

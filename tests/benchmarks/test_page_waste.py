@@ -10,7 +10,7 @@ import pytest
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.benchmarks.main import main
 from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, QUERY_AND_VALUE, ModelShape
-from weft.benchmarks.page_waste import KINDS, waste_of
+from weft.benchmarks.pool.page_waste import KINDS, waste_of
 from weft.engine.model.spec import base_shape, read_spec
 
 MAX_WASTE = 0.05

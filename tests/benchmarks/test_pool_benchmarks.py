@@ -12,11 +12,11 @@ import pytest
 
 from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.checkpoint.reader import check_weights
-from weft.benchmarks import unified
 from weft.benchmarks.main import main
-from weft.benchmarks.pool_run import PoolEngine, pool_engine
-from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.split_pool import build_split_engine
+from weft.benchmarks.pool import unified
+from weft.benchmarks.pool.pool_run import PoolEngine, pool_engine
+from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from weft.benchmarks.pool.split_pool import build_split_engine
 from weft.benchmarks.workloads import TimedRequest
 from weft.errors import WeftError
 from weft.memory.eviction import PageCosts

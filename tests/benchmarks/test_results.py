@@ -78,7 +78,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         }
     },
     "adapter-count-cpu": {
-        "command": "python -P -m weft.benchmarks.adapter_count",
+        "command": "python -P -m weft.benchmarks.pool.adapter_count",
         "load": {"room": 20},
         "output_tokens_per_s": {
             "5": spread(1500.0),
@@ -96,7 +96,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         },
     },
     "cliff-cpu": {
-        "command": "python -P -m weft.benchmarks.cliff",
+        "command": "python -P -m weft.benchmarks.pool.cliff",
         "load": {"room": 20, "load": 0.6},
         "copy_ms": 2.25,
         "adapters": {
@@ -105,7 +105,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         },
     },
     "unified-cpu": {
-        "command": "python -P -m weft.benchmarks.unified",
+        "command": "python -P -m weft.benchmarks.pool.unified",
         "loads": {
             "S2: KV cache needs more": {
                 "output_tokens_per_s": {"unified": spread(900.0), "split": spread(700.0)},
@@ -114,7 +114,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         },
     },
     "step-stall-cpu": {
-        "command": "python -P -m weft.benchmarks.step_stall",
+        "command": "python -P -m weft.benchmarks.engine.step_stall",
         "requests": 16,
         "adapters": 8,
         "ratios": {"swaps / quiet, p50": 1.12, "swaps / quiet, p99": 1.08},
@@ -138,7 +138,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         },
     },
     "page-waste": {
-        "command": "python -P -m weft.benchmarks.page_waste",
+        "command": "python -P -m weft.benchmarks.pool.page_waste",
         "adapters": [
             {"model": "A", "adapter": "q, v, rank 8", "waste": 0.3},
             {"model": "A", "adapter": "all linear, rank 8", "waste": 0.07},

@@ -13,12 +13,12 @@ from drive_core import run_all
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 from weft.adapters.blobs.local import LocalBlobs
-from weft.benchmarks import step
+from weft.benchmarks.engine import step
+from weft.benchmarks.engine.own_engine import own_engine
+from weft.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
+from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.main import make_parser
-from weft.benchmarks.own_engine import own_engine
-from weft.benchmarks.part_clock import PARTS, PartClock, timed_parts
 from weft.benchmarks.qwen_shape import VOCAB_SIZE
-from weft.benchmarks.stored import store_adapters
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import build_engine
 from weft.engine.request import GenerationRequest

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from weft.benchmarks.engine.step_stall import make_result
 from weft.benchmarks.main import main, make_parser
-from weft.benchmarks.step_stall import make_result
 
 
 def test_ratios_compare_percentiles_with_the_quiet_phase() -> None:

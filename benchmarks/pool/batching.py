@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool_run import PoolEngine, add_pool_options, measure_pool_costs, pool_engine
-from weft.benchmarks.pool_shape import RANKS, make_pool_shape
+from weft.benchmarks.pool.pool_run import PoolEngine, add_pool_options, measure_pool_costs, pool_engine
+from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
 from weft.benchmarks.report import spread
 from weft.benchmarks.rounds import take_turns
 from weft.benchmarks.workloads import TimedRequest, slora_trace

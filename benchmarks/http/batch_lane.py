@@ -21,10 +21,10 @@ from typing import Any
 import httpx
 import uvloop
 
-from weft.benchmarks import load, serve
 from weft.benchmarks.arguments import positive
+from weft.benchmarks.http import load, serve
+from weft.benchmarks.http.own_server import call
 from weft.benchmarks.metrics import RequestRecord, percentile
-from weft.benchmarks.own_server import call
 from weft.benchmarks.report import goal
 from weft.errors import WeftError
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
-from weft.benchmarks.http_stream import EventClient, HttpStatusError
+from weft.benchmarks.http.http_stream import EventClient, HttpStatusError
 from weft.benchmarks.metrics import RequestRecord
 
 REFUSED_PAUSE_S = 0.25

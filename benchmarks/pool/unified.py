@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.benchmarks.main import main
-from weft.benchmarks.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
-from weft.benchmarks.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
+from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from weft.benchmarks.pool.split_pool import build_split_engine
 from weft.benchmarks.report import SHOWN, chosen, spread
 from weft.benchmarks.rounds import ratios, take_turns
-from weft.benchmarks.split_pool import build_split_engine
 from weft.benchmarks.workloads import slora_trace
 from weft.engine.build import EngineParts, build_engine
 
@@ -119,7 +117,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--adapters", type=int, default=200)
     add("--batch", type=int, default=8, help="mean requests, each with an adapter of its own, that all pages hold")
     add("--in-flight", type=int, default=24)
-
-
-if __name__ == "__main__":
-    sys.exit(main("unified", sys.argv[1:]))

@@ -18,14 +18,14 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks import load
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.generator import PlannedRequest
+from weft.benchmarks.http import load
+from weft.benchmarks.http.generator import PlannedRequest
+from weft.benchmarks.http.own_server import Served
+from weft.benchmarks.http.serve import add_server_options, target
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.own_server import Served
 from weft.benchmarks.report import spread
 from weft.benchmarks.rounds import take_turns
-from weft.benchmarks.serve import add_server_options, target
 from weft.errors import ConfigError, WeftError
 
 FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {

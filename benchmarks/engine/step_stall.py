@@ -25,11 +25,11 @@ from typing import Any
 
 from weft import demo
 from weft.adapters.ref import AdapterRef
+from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
+from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.metrics import distribution
-from weft.benchmarks.own_engine import OwnEngine, own_engine
 from weft.benchmarks.qwen_shape import make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, chosen
-from weft.benchmarks.stored import store_adapters
 from weft.config import Dtype, MemoryConfig, ModelConfig, SchedulerConfig
 
 PROMPT = list(range(10, 18))

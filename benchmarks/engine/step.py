@@ -23,12 +23,12 @@ from typing import Any
 
 from weft.adapters.ref import AdapterRef
 from weft.benchmarks.arguments import counts, positive
-from weft.benchmarks.floor import LinearPass
-from weft.benchmarks.own_engine import OwnEngine, own_engine
-from weft.benchmarks.part_clock import GROUPS, PARTS, PartClock, timed_parts
+from weft.benchmarks.engine.floor import LinearPass
+from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
+from weft.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
+from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, chosen
-from weft.benchmarks.stored import store_adapters
 from weft.config import MemoryConfig, ModelConfig, SchedulerConfig
 
 PROMPT_TOKENS = 64

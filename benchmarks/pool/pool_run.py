@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from weft.adapters.ref import AdapterRef
+from weft.benchmarks.engine.stored import greedy_request
 from weft.benchmarks.metrics import RequestRecord
-from weft.benchmarks.pool_shape import DTYPE, NUM_FILES, VOCAB_SIZE, PoolShape
+from weft.benchmarks.pool.pool_shape import DTYPE, NUM_FILES, VOCAB_SIZE, PoolShape
 from weft.benchmarks.report import DEFAULT_CACHE
-from weft.benchmarks.stored import greedy_request
 from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine

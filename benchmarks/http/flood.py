@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from weft.benchmarks.calls import Calls, watch_delay
-from weft.benchmarks.generator import Call, Reply, closed_loop
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.http.calls import Calls, watch_delay
+from weft.benchmarks.http.generator import Call, Reply, closed_loop
+from weft.benchmarks.http.http_stream import EventClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

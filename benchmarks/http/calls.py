@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.benchmarks.generator import Call, LoadSettings, PlannedRequest, Reply, make_call
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.http.generator import Call, LoadSettings, PlannedRequest, Reply, make_call
+from weft.benchmarks.http.http_stream import EventClient
 
 _TICK_S = 0.005
 

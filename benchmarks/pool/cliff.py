@@ -16,7 +16,7 @@ import contextlib
 from typing import Any
 
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool_run import (
+from weft.benchmarks.pool.pool_run import (
     PoolEngine,
     PoolRun,
     add_pool_options,
@@ -24,7 +24,7 @@ from weft.benchmarks.pool_run import (
     measure_pool_costs,
     pool_engine,
 )
-from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
+from weft.benchmarks.pool.pool_shape import RANKS, PoolShape, make_pool_shape
 from weft.benchmarks.report import SHOWN, chosen, spread
 from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.workloads import TimedRequest, slora_trace

@@ -32,10 +32,10 @@ from typing import Any
 import uvloop
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.calls import Calls, first_error, tokens_per_s, watch_delay
-from weft.benchmarks.generator import Call, Reply, closed_loop
+from weft.benchmarks.http.calls import Calls, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.http.generator import Call, Reply, closed_loop
+from weft.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import Objective, distribution
-from weft.benchmarks.own_server import OwnServer, add_demo_options, plain_server
 from weft.benchmarks.report import goal
 from weft.benchmarks.workloads import gamma_arrivals
 from weft.errors import WeftError

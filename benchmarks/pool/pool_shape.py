@@ -21,8 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.benchmarks.engine.stored import adapter_ref, random_lora, store_blob
 from weft.benchmarks.model_shapes import ALL_LINEAR, ModelShape
-from weft.benchmarks.stored import adapter_ref, random_lora, store_blob
 from weft.config import GIB, MemoryConfig
 from weft.memory.geometry import PageGeometry
 

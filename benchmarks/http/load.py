@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest, Reply, run_load
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.http.generator import LoadSettings, PlannedRequest, Reply, run_load
+from weft.benchmarks.http.http_stream import EventClient
+from weft.benchmarks.http.own_server import Served
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.own_server import Served
 from weft.benchmarks.workloads import PATTERNS, assign_adapters, gamma_arrivals
 from weft.errors import ConfigError
 

@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
-from weft.benchmarks.pool_shape import RANKS, PoolShape, make_pool_shape
+from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
+from weft.benchmarks.pool.pool_shape import RANKS, PoolShape, make_pool_shape
 from weft.benchmarks.report import chosen, spread
 from weft.benchmarks.rounds import ratios, take_turns
 from weft.benchmarks.workloads import slora_trace

@@ -19,8 +19,8 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks import load
-from weft.benchmarks.own_server import READY_WITHIN_S, Served, own_server, server_names
+from weft.benchmarks.http import load
+from weft.benchmarks.http.own_server import READY_WITHIN_S, Served, own_server, server_names
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE
 from weft.errors import ConfigError

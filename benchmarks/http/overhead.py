@@ -19,15 +19,15 @@ from typing import Any
 import uvloop
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.generator import LoadSettings, PlannedRequest
-from weft.benchmarks.load import send
-from weft.benchmarks.own_engine import OwnEngine
-from weft.benchmarks.own_server import Served, own_server
-from weft.benchmarks.part_clock import PartClock
+from weft.benchmarks.engine.own_engine import OwnEngine
+from weft.benchmarks.engine.part_clock import PartClock
+from weft.benchmarks.engine.step import PROMPT_TOKENS, Case, step_engine, timed_steps
+from weft.benchmarks.http.generator import LoadSettings, PlannedRequest
+from weft.benchmarks.http.load import send
+from weft.benchmarks.http.own_server import Served, own_server
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, chosen, spread
 from weft.benchmarks.rounds import take_turns
-from weft.benchmarks.step import PROMPT_TOKENS, Case, step_engine, timed_steps
 from weft.errors import ConfigError, WeftError
 
 MAX_STEPS = 256

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from weft.adapters.ref import AdapterRef
-from weft.benchmarks.stored import greedy_request
+from weft.benchmarks.engine.stored import greedy_request
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine
 from weft.errors import EngineError

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 
 from weft import demo
-from weft.benchmarks.calls import Calls
-from weft.benchmarks.http_stream import EventClient
+from weft.benchmarks.http.calls import Calls
+from weft.benchmarks.http.http_stream import EventClient
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
 from weft.server.server_process import server_process

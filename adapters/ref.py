@@ -1,4 +1,4 @@
-"""The name by which everything below the registry knows an adapter version. No torch."""
+"""An adapter version as all code below the registry knows it: its name, and where it is in memory. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+AdapterTier = Literal["stored", "host", "device"]
+"""The nearest memory that has the adapter: only the blob store, host memory (packed), or device memory (usable)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,31 @@ class AdapterRef:
     weights_sha256: str
     """64 hex digits: the blob with the safetensors file."""
     config: LoraSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentAdapter:
+    """An adapter that is in device or host memory, or on its way there."""
+
+    digest: str
+    tier: AdapterTier | Literal["loading"]
+    pages: int
+    """Pages of its image; 0 while unknown."""
+    running: int
+    """Running requests that use it."""
+    pinned: bool = False
+    holds: int = 0
+    """Requests that wait for it."""
+    uses: int = 0
+    """Requests that began to run with it since it came to memory."""
+    prefix_pages: int = 0
+    """Pages of cached KV that were computed with it."""
+    slot: int = -1
+    """Its adapter slot; -1 without one: in host memory, or still loading."""
+    loads: int = 0
+    """How often it came to the device, as long as it is remembered."""
+    load_p95_s: float | None = None
+    """Seconds that 95 % of its last 32 loads took at most, from the first hold on; None before the first load."""
 
 
 def content_digest(spec: LoraSpec, weights_sha256: str) -> str:

@@ -242,6 +242,6 @@ def _runner(decoder: Decoder, memory: _Memory, residency: Residency) -> ModelRun
         arena=arena,
         slab=memory.slab,
         lora=PagedLora(arena, tables, tables.base),
-        check_slot=residency.check_slot,
+        check_lease=residency.check_lease,
         sampler=Sampler(kernels_for(decoder.device, torch.float32)),
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.adapters.ref import AdapterRef
+from weft.adapters.ref import AdapterRef, AdapterTier
 from weft.engine.sampling_params import BeamParams, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-AdapterState = Literal["base", "device", "host", "stored"]
+AdapterState = AdapterTier | Literal["base"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

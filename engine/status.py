@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.residency.resident import ResidentAdapter as ResidentAdapter
+from weft.adapters.ref import ResidentAdapter as ResidentAdapter
 from weft.engine.fairness.prices import Prices
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_map import PageMap

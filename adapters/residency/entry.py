@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import NamedTuple
 
-from weft.adapters.ref import AdapterRef
+from weft.adapters.ref import AdapterRef, AdapterTier
 from weft.adapters.residency.images import HostImage
 from weft.adapters.residency.load_threads import LAST_TURN, LoadJob
+from weft.errors import WeftError
 from weft.memory.eviction import UseCount
 from weft.memory.pool import PageKind
 
@@ -94,6 +95,13 @@ class KnownAdapters:
         self._known.pop(digest, None)
 
 
+class LoadFailure(NamedTuple):
+    """An adapter that could not be loaded; reported once."""
+
+    digest: str
+    error: WeftError
+
+
 class Stage(Enum):
     """How far it is."""
 
@@ -116,7 +124,7 @@ class Entry:
     kind: PageKind = "adapter"
     depth: int = 0
     stage: Stage = Stage.QUEUED
-    origin: Literal["stored", "host"] = "stored"
+    origin: AdapterTier = "stored"
     holds: int = 0
     running: int = 0
     held_pages: int = 0

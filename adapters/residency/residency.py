@@ -19,15 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.entry import Entry, KnownAdapters, LoadTimes, Stage
+from weft.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
+from weft.adapters.residency.entry import Entry, KnownAdapters, LoadFailure, LoadTimes, Stage
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.adapters.residency.load_threads import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
 from weft.adapters.residency.loader import AdapterLoader
 from weft.adapters.residency.pins import Pins
-from weft.adapters.residency.resident import LoadFailure, ResidentAdapter
-from weft.adapters.residency.slots import AdapterSlots
-from weft.adapters.residency.slots import SlotLease as SlotLease
+from weft.adapters.residency.slots import AdapterSlots, SlotLease
 from weft.adapters.residency.view import check_entries, check_sums, residents
 from weft.errors import EngineError, PageAccountingError, WeftError
 from weft.memory.arena import PageCopier
@@ -141,7 +139,7 @@ class Residency:
             entry in self._evictor for entry in self._by_stage[Stage.DEVICE].values()
         )
 
-    def state(self, digest: str) -> Literal["device", "host", "stored"]:
+    def state(self, digest: str) -> AdapterTier:
         """Where the adapter can be had from now."""
         entry = self._entries.get(digest)
         if entry is not None and entry.stage is Stage.DEVICE:
@@ -241,13 +239,13 @@ class Residency:
             entry.is_counted = False
         self._settle(entry)
 
-    def check_slot(self, slot: int, generation: int, digest: str) -> None:
+    def check_lease(self, lease: SlotLease) -> None:
         """Verify that a slot still is what a lease says.
 
         Raises:
             StaleSlotError: The slot was reused or freed, or never held that adapter.
         """
-        self._slots.check_lease(SlotLease(slot, generation, digest))
+        self._slots.check_lease(lease)
 
     def pin(self, ref: AdapterRef, pinned: bool) -> None:
         """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
@@ -352,7 +350,7 @@ class Residency:
         else:
             self._held.pop(entry.ref.digest, None)
 
-    def _origin(self, digest: str) -> Literal["stored", "host"]:
+    def _origin(self, digest: str) -> AdapterTier:
         return "host" if digest in self._images else "stored"
 
     def _num_under_way(self) -> Counter[str]:

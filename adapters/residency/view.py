@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from weft.adapters.ref import AdapterRef
+from weft.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
 from weft.adapters.residency.entry import Entry, KnownAdapters, Stage
 from weft.adapters.residency.images import HostImages
 from weft.adapters.residency.pins import Pins
-from weft.adapters.residency.resident import ResidentAdapter
 from weft.adapters.residency.slots import AdapterSlots
 from weft.errors import PageAccountingError
 from weft.memory.eviction import Evictor
@@ -111,7 +110,7 @@ def check_sums(
         raise PageAccountingError("a pinned adapter is said to be missing, and is there")
 
 
-def _tier(stage: Stage) -> Literal["device", "host", "loading"]:
+def _tier(stage: Stage) -> AdapterTier | Literal["loading"]:
     if stage is Stage.DEVICE:
         return "device"
     return "loading" if stage in (Stage.LOADING, Stage.COPYING) else "host"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from weft.adapters.lora.step import LoraBatcher, LoraStep
+from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import Batch, build_batch
 from weft.engine.execution.sampler import Sampler
 from weft.engine.model.decoder import Decoder, KvViews
@@ -17,7 +18,6 @@ from weft.errors import EngineError, PageAccountingError
 from weft.memory.arena import Arena
 from weft.memory.host_slab import HostSlab
 
-CheckSlot = Callable[[int, int, str], None]
 """(slot, generation, digest): raises StaleSlotError unless the adapter slot still is what the plan says."""
 LOGPROB_ROWS = 64
 """Prompt rows whose logits are held at once."""
@@ -31,7 +31,7 @@ class ModelRunner:
         arena: Its pages.
         slab: Host pages, for KV that is swapped out.
         lora: The adapters.
-        check_slot: Called for every adapter of a step before it runs.
+        check_lease: Called for every adapter of a step before it runs.
         sampler: Chooses tokens.
     """
 
@@ -42,7 +42,7 @@ class ModelRunner:
         arena: Arena,
         slab: HostSlab,
         lora: LoraBatcher,
-        check_slot: CheckSlot,
+        check_lease: Callable[[SlotLease], None],
         sampler: Sampler,
     ) -> None:
         self._decoder = decoder
@@ -50,7 +50,7 @@ class ModelRunner:
         self._mover = PageMover(arena, slab)
         self._kv = KvViews.of(arena)
         self._lora = lora
-        self._check_slot = check_slot
+        self._check_lease = check_lease
         self._sampler = sampler
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class ModelRunner:
             else None
         )
         for adapter in batch.adapters.values() if batch is not None else ():
-            self._check_slot(*adapter)
+            self._check_lease(adapter)
         moved = self._mover.carry_out(plan)
         try:
             return self._compute(plan, batch) if batch is not None else []

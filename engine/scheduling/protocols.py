@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from weft.adapters.ref import AdapterRef
+from weft.adapters.ref import AdapterRef, AdapterTier
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.status import ResidentAdapter
 
@@ -24,7 +24,7 @@ class AdapterResidency(Protocol):
     def lacks_slot(self) -> bool:
         """Whether no slot is free or on its way to be, because requests run with, or hold, all that have one."""
 
-    def state(self, digest: str, /) -> Literal["device", "host", "stored"]:
+    def state(self, digest: str, /) -> AdapterTier:
         """Where the adapter is now."""
 
     def pages_needed(self, ref: AdapterRef, /) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import BigInteger, ColumnElement, RowMapping, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from weft.adapters.ref import AdapterTier
 from weft.errors import InvalidRequestError
 from weft.registry.db.clock import DAY_US, HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageLatencyRow
@@ -24,7 +25,7 @@ LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
 MAX_COUNTS = 50_000
 """Most hourly counts, summed up by row, that one answer is made of."""
 PERCENTS = (50, 95, 99)
-PLACES = ("device", "host", "stored")
+PLACES: tuple[AdapterTier, ...] = ("device", "host", "stored")
 """Where an adapter can be when a request for it arrives."""
 STATES = (*PLACES, "base", "unknown")
 """And requests for the base, which has nothing to find; and those that ended before anybody looked."""

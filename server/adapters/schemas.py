@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from weft.adapters.ref import AdapterTier
 from weft.config import MAX_RANK_LIMIT
 from weft.errors import InvalidRequestError
 from weft.registry.names import MAX_DESCRIPTION
@@ -46,7 +47,7 @@ class VersionView(View):
     applied_modules: AppliedModules
     parameters: int
     size_bytes: int
-    residency: Literal["stored", "host", "device"]
+    residency: AdapterTier
     created_at: Moment
     report: ReportView | None
     """Null for versions from before there were reports."""
@@ -73,7 +74,7 @@ class AdapterView(View):
     size_bytes: int
     pages: int | None
     """Pages it takes on the device; null where its weights cannot be read now."""
-    residency: Literal["stored", "host", "device"]
+    residency: AdapterTier
     load_p95_s: float | None
     """Seconds that 95 % of its last 32 loads onto the device took at most; null while it is in no memory."""
     pinned: bool

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from weft.adapters.ref import AdapterTier
 from weft.engine.status import EngineStatus
 from weft.errors import EngineUnavailableError
 from weft.registry.records import WEIGHTS_FILE, Adapter, AdapterUsage, AdapterVersion, Shares, Upload
@@ -22,7 +23,6 @@ from weft.server.services import Services
 
 STATUS_S = 2.0
 """Longest wait for the engine's word where the answer works without it."""
-Residency = Literal["stored", "host", "device"]
 _OF_VERSION = ("version", "digest", "rank", "target_modules", "parameters", "size_bytes", "created_at")
 _OF_ADAPTER = ("id", "name", "tenant", "pinned", "description", "created_at")
 
@@ -96,12 +96,12 @@ class ResidencyMap:
 
     def __init__(self, status: EngineStatus | None) -> None:
         residents = status.residents if status else []
-        self._tiers: dict[str, Residency] = {
+        self._tiers: dict[str, AdapterTier] = {
             resident.digest: "device" if resident.tier == "device" else "host" for resident in residents
         }
         self._load_p95_s = {resident.digest: resident.load_p95_s for resident in residents}
 
-    def of(self, digest: str) -> Residency:
+    def of(self, digest: str) -> AdapterTier:
         """Device, host, or stored for what is nowhere nearer."""
         return self._tiers.get(digest, "stored")
 

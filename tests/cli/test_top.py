@@ -26,7 +26,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from api_server import ADMIN_KEY, BASE, Api, eventually
-from weft.adapters.residency.resident import ResidentAdapter
+from weft.adapters.ref import ResidentAdapter
 from weft.cli import make_app, top
 from weft.cli.top.frame import frame, shares, token_rates
 from weft.cli.top.tenants import cells, tenant_rows

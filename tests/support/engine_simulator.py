@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.adapters.residency.entry import LoadFailure
 from weft.adapters.residency.residency import Residency
-from weft.adapters.residency.resident import LoadFailure
 from weft.adapters.residency.slots import SlotLease
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore

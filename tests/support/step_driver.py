@@ -85,16 +85,16 @@ class StepDriver:
             arena=self.arena,
             slab=self.slab,
             lora=self.lora,
-            check_slot=self.check_slot,
+            check_lease=self.check_lease,
             sampler=Sampler(kernels_for(CPU, torch.float32)),
         )
         self._num_steps = 0
         self._num_requests = 0
 
-    def check_slot(self, slot: int, generation: int, digest: str) -> None:
+    def check_lease(self, lease: SlotLease) -> None:
         """As the residency does it."""
-        if self.slots[slot] != SlotLease(slot=slot, generation=generation, digest=digest):
-            raise StaleSlotError(f"slot {slot} is now {self.slots[slot]}")
+        if self.slots[lease.slot] != lease:
+            raise StaleSlotError(f"slot {lease.slot} is now {self.slots[lease.slot]}")
 
     def load_adapter(self, folder: Path) -> SlotLease:
         """Read a PEFT checkpoint and put it into the pages and the next slot."""

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from residency_parts import ResidencyParts, prepare
-from weft.adapters.ref import AdapterRef
+from weft.adapters.ref import AdapterRef, ResidentAdapter
 from weft.adapters.residency.entry import NUM_LOADS, LoadTimes
-from weft.adapters.residency.resident import ResidentAdapter
 
 
 @pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 32])

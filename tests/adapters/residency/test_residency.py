@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import pytest
 import torch
 
 from adapters_factory import Q_AND_V, random_lora
 from residency_parts import make_residency, prepare, store
+from weft.adapters.ref import AdapterTier
 from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.residency import MAX_UNDER_WAY
+from weft.adapters.residency.slots import SlotLease
 from weft.errors import (
     AdapterIncompatibleError,
     AdapterUnavailableError,
@@ -23,6 +26,9 @@ from weft.errors import (
     PageAccountingError,
     StaleSlotError,
 )
+from weft.registry.usage.latency import PLACES
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_path: Path) -> None:
@@ -65,11 +71,11 @@ def test_an_adapter_that_runs_is_never_evicted(tmp_path: Path) -> None:
     assert lease is not None
     parts.load(second)
     assert parts.evict_all() == pages
-    residency.check_slot(*lease)
+    residency.check_lease(lease)
     residency.release(first.digest)
     assert parts.evict_all() == pages
     with pytest.raises(StaleSlotError):
-        residency.check_slot(*lease)
+        residency.check_lease(lease)
 
 
 def test_idle_adapters_make_way_least_recently_used_first(tmp_path: Path) -> None:
@@ -109,7 +115,7 @@ def test_pages_and_slot_of_an_evicted_adapter_wait_for_the_step_that_may_read_th
     parts.residency.forget(first.digest)
     assert parts.pool.num_quarantined == pages
     with pytest.raises(StaleSlotError):
-        parts.residency.check_slot(*lease)
+        parts.residency.check_lease(lease)
     parts.residency.want(first)
     parts.settle(step=6)
     assert parts.residency.waiting_reason(first.digest) == "NO_ROOM"
@@ -129,16 +135,16 @@ def test_a_slot_that_was_reused_is_noticed(tmp_path: Path) -> None:
     new = parts.residency.acquire(second.digest)
     assert new is not None
     assert new.slot == old.slot
-    for slot, generation, digest in (
+    for stale in (
         old,
-        (old.slot, new.generation, first.digest),
-        (old.slot, old.generation, second.digest),
-        (-1, 1, first.digest),
-        (5, 1, first.digest),
+        SlotLease(old.slot, new.generation, first.digest),
+        SlotLease(old.slot, old.generation, second.digest),
+        SlotLease(-1, 1, first.digest),
+        SlotLease(5, 1, first.digest),
     ):
         with pytest.raises(StaleSlotError):
-            parts.residency.check_slot(slot, generation, digest)
-    parts.residency.check_slot(*new)
+            parts.residency.check_lease(stale)
+    parts.residency.check_lease(new)
 
 
 def test_adapters_that_only_wait_hold_at_most_a_quarter_of_the_pool(tmp_path: Path) -> None:
@@ -258,7 +264,7 @@ def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
     assert lease is not None
     residency.unwant(ref.digest)
     residency.forget(ref.digest)  # running
-    residency.check_slot(*lease)
+    residency.check_lease(lease)
     residency.release(ref.digest)
     assert residency.state(ref.digest) == "stored"
     parts.load(other)
@@ -573,3 +579,11 @@ def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path) -> None
     residency.unwant(refs[2].digest)
     residency.drop_holds()
     residency.tick(1)
+
+
+def test_the_places_of_an_adapter_are_listed_in_one_type() -> None:
+    folders = ("adapters", "benchmarks", "engine", "registry", "server", "weft")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    found = {path.relative_to(ROOT) for path in files if re.search(r'Literal\[[^\]]*"host"', path.read_text())}
+    assert found == {Path("adapters/ref.py")}
+    assert set(PLACES) == set(get_args(AdapterTier))

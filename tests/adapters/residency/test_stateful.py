@@ -16,7 +16,7 @@ from adapters_factory import Q_AND_V, random_lora, tiny_base
 from residency_parts import make_residency, store
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.entry import Stage
-from weft.adapters.residency.residency import SlotLease
+from weft.adapters.residency.slots import SlotLease
 from weft.memory.host_slab import SwapSpace
 from weft.memory.prefix_cache import PrefixBlock
 
@@ -279,7 +279,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def every_lease_points_at_its_own_weights(self) -> None:
         for index, lease, _ in self.running:
             if lease is not None and index is not None:
-                self.residency.check_slot(*lease)
+                self.residency.check_lease(lease)
                 assert self.parts.matches(lease.slot, LORAS[index])
 
     @invariant()

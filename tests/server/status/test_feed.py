@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from api_server import ADMIN_KEY, Api, eventually, new_client
-from weft.adapters.residency.resident import ResidentAdapter
+from weft.adapters.ref import ResidentAdapter
 from weft.engine.status import StepBatches, TenantLoad
 from weft.errors import CapacityError
 from weft.memory.page_map import PageMap, PageUse

@@ -185,7 +185,7 @@ class Simulation:
             device=self.device,
             host=self.slab.host_pages,
             tables=tables,
-            check_slot=self.residency.check_slot,
+            check_lease=self.residency.check_lease,
             truths=self._truths,
             fail=self.failures.append,
             raises=scenario.step_raises,

@@ -28,7 +28,7 @@ class SimulatedRunner:
         device: The arena.
         host: The slab's pages.
         tables: Where adapters lie.
-        check_slot: As the real runner gets it.
+        check_lease: As the real runner gets it.
         truths: What each request must read, by id.
         fail: Takes note of what must not happen.
         see: Is shown every plan before it is carried out.
@@ -47,7 +47,7 @@ class SimulatedRunner:
         device: DevicePages,
         host: list[HostPage],
         tables: SimulatedTables,
-        check_slot: Callable[[int, int, str], None],
+        check_lease: Callable[[SlotLease], None],
         truths: Mapping[str, Truth],
         fail: Fail,
         see: Callable[[StepPlan], None],
@@ -62,7 +62,7 @@ class SimulatedRunner:
         self._pages = device.contents
         self._host = host
         self._tables = tables
-        self._check_slot = check_slot
+        self._check_lease = check_lease
         self._truths = truths
         self._fail = fail
         self._see = see
@@ -104,7 +104,7 @@ class SimulatedRunner:
     def _check_adapters(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
             if chunk.adapter is not None:
-                self._check_slot(chunk.adapter.slot, chunk.adapter.generation, chunk.adapter.digest)
+                self._check_lease(chunk.adapter)
 
     def _move_pages(self, plan: StepPlan) -> None:
         pages = self._pages

@@ -1,6 +1,7 @@
 """The engine's heart: one call of `pump` is one step. Runs in the engine process, in `weft.LLM`, and in tests alike.
 
-Knows neither transport nor text. A failing request or step never takes the engine down.
+Knows neither transport nor text. One request or step that fails does not end the engine. Where the device is lost, or
+plans or steps fail several times in a row, `pump` raises, and the supervisor starts a fresh engine.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+
+import torch
 
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.residency import Residency
@@ -27,8 +30,10 @@ from weft.memory.prefix_cache import PrefixCache
 logger = logging.getLogger(__name__)
 
 NUM_KEPT_TENANTS = 256
-MAX_FAILED_PLANS = 3
-"""Plans in a row that may fail before the engine gives up; the supervisor starts a fresh one."""
+MAX_FAILURES = 3
+"""The engine gives up when this many plans or steps failed with no good step between them."""
+DEVICE_LOST = ("CUDA error", "Triton Error [CUDA]")
+"""What errors of a device say that are not of the class `torch.AcceleratorError`. After one, every step fails."""
 CHECK_SHARE = 100
 """An engine that falls idle may verify its accounts for one in so many seconds; a request may come meanwhile."""
 
@@ -75,7 +80,7 @@ class EngineCore:
         self._clock = clock
         self._status_seq = 0
         self._completed_step = 0
-        self._failed_plans = 0
+        self._num_failures = 0
         self._is_checked = True
         self._next_check_s = 0.0
         self._history = StepHistory()
@@ -115,7 +120,8 @@ class EngineCore:
         """Finish loads, plan a step, compute it, and return what it did; nothing to compute is fine.
 
         Raises:
-            EngineError: Planning failed several times in a row, or pages were lost: this engine cannot go on.
+            EngineError: The device is lost, plans or steps failed `MAX_FAILURES` times in a row, or pages were lost.
+                This engine cannot go on; its requests get no further output.
         """
         for failure in self._residency.tick(self._completed_step):
             self._scheduler.fail_adapter(failure.digest, failure.error)
@@ -184,21 +190,20 @@ class EngineCore:
             plan = self._scheduler.plan()
         except Exception as error:
             logger.exception("planning a step failed")
-            self._failed_plans += 1
-            if self._failed_plans >= MAX_FAILED_PLANS:
-                raise EngineError("planning failed several times in a row") from error
+            self._note_failure(error)
             self._scheduler.fail_running()
             self.check()
             return None
-        self._failed_plans = 0
         return plan
 
     def _run(self, plan: StepPlan) -> list[RequestOutput]:
         started_s = self._clock()
         try:
             outputs = self._scheduler.commit(plan, self._runner.execute(plan))
-        except Exception:
+            self._num_failures = 0
+        except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.chunks))
+            self._note_failure(error)
             self._scheduler.fail_step(plan)
             outputs = self._scheduler.take_outputs()
         self._completed_step = plan.step
@@ -207,6 +212,16 @@ class EngineCore:
         self._scheduler.note_step(self._last_step_s - started_s)
         self._history.record(plan, self._last_step_s - started_s)
         return outputs
+
+    def _note_failure(self, error: Exception) -> None:
+        """Count a plan or step that failed, and give up where the next one would fail too."""
+        self._num_failures += 1
+        if isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in DEVICE_LOST):
+            raise EngineError("the device is lost; the engine must be started again") from error
+        if self._num_failures >= MAX_FAILURES:
+            raise EngineError(
+                f"{MAX_FAILURES} plans or steps in a row failed; the engine must be started again"
+            ) from error
 
     def _check_when_idle(self) -> None:
         started_s = self._clock()

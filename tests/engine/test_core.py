@@ -5,9 +5,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from engine_simulator import Simulator, adapter, expected_tokens, request
-from weft.engine.core import CHECK_SHARE, MAX_FAILED_PLANS
+from weft.engine.core import CHECK_SHARE, MAX_FAILURES
 from weft.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
 from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey
@@ -94,13 +95,45 @@ def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: 
     assert simulator.last("two").finish_reason == "length"
 
 
-def test_an_engine_that_can_never_plan_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["plan", "execute"])
+def test_an_engine_that_fails_several_times_in_a_row_gives_up(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
-    monkeypatch.setattr(simulator.scheduler, "plan", lambda: 1 / 0)
-    simulator.core.submit(request("one"))
-    for _ in range(MAX_FAILED_PLANS - 1):
+    monkeypatch.setattr(simulator.scheduler if part == "plan" else simulator.runner, part, lambda *_: 1 / 0)
+    for index in range(MAX_FAILURES - 1):
+        simulator.core.submit(request(str(index)))
         simulator.pump()
-    with pytest.raises(EngineError):
+    simulator.core.submit(request("last"))
+    with pytest.raises(EngineError, match="3 plans or steps in a row failed; the engine must be started again"):
+        simulator.pump()
+
+
+def test_steps_that_fail_with_good_ones_between_do_not_end_the_engine() -> None:
+    simulator = Simulator()
+    simulator.runner.fail_on = set(range(100)) - set(range(0, 100, MAX_FAILURES))
+    for index in range(20):
+        simulator.core.submit(request(str(index), max_tokens=2))
+        simulator.run()
+        assert simulator.last(str(index)).finish_reason == "error"
+    assert simulator.core.num_steps > 2 * MAX_FAILURES
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("an illegal memory access was encountered", 700),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+)
+def test_an_engine_that_has_lost_its_device_gives_up_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator()
+
+    def execute(_: StepPlan) -> list[ChunkResult]:
+        raise error
+
+    monkeypatch.setattr(simulator.runner, "execute", execute)
+    simulator.core.submit(request("one"))
+    with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
         simulator.pump()
 
 

@@ -20,6 +20,7 @@ from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig, environment
+from weft.engine.core import MAX_FAILURES
 from weft.engine.process import client as client_module
 from weft.engine.process.client import EngineClient
 from weft.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
@@ -383,6 +384,56 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
         assert tokens_of(after) == tokens_of(before)
 
     engine.run(main())
+
+
+FAILING_WORKER = """
+import sys
+from pathlib import Path
+from weft.engine.execution.runner import ModelRunner
+from weft.engine.process import worker
+
+execute = ModelRunner.execute
+
+def fail_while_the_file_is_there(runner, plan):
+    if Path(sys.argv[1]).exists():
+        raise RuntimeError("no kernel runs any more")
+    return execute(runner, plan)
+
+ModelRunner.execute = fail_while_the_file_is_there
+sys.exit(worker.main())
+"""
+
+
+def test_an_engine_whose_steps_all_fail_is_replaced_and_answers_again(
+    config: Config, prompt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, is_broken = subprocess.Popen, tmp_path / "broken"
+
+    def start_failing(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return start([sys.executable, "-P", "-c", FAILING_WORKER, str(is_broken)], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_failing)
+    engine = Engine(config)
+    client = engine.client
+
+    async def is_back() -> bool:
+        return client.restarts == 1
+
+    async def main() -> None:
+        before = await collect(client, question("before", prompt))
+        is_broken.touch()
+        for index in range(MAX_FAILURES - 1):
+            (refusal,) = await collect(client, question(f"broken{index}", prompt))
+            assert refusal.error is not None
+            assert refusal.error.code == "internal_error"
+        with pytest.raises(EngineUnavailableError, match="being restarted; send the request again"):
+            await collect(client, question("last", prompt))
+        is_broken.unlink()
+        await eventually(is_back)
+        assert tokens_of(await collect(client, question("after", prompt))) == tokens_of(before)
+
+    engine.run(main())
+    engine.close()
 
 
 def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(

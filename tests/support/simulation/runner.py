@@ -11,6 +11,7 @@ from simulation.pages import DevicePages, Fail, HostPage, Keys, Weights
 from simulation.truth import Truth, next_token
 from simulation.virtual_time import VirtualTime
 from weft.adapters.residency.slots import SlotLease
+from weft.engine.core import MAX_FAILURES
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from weft.memory.geometry import PageGeometry
@@ -32,7 +33,8 @@ class SimulatedRunner:
         truths: What each request must read, by id.
         fail: Takes note of what must not happen.
         see: Is shown every plan before it is carried out.
-        raises: Share of steps that raise half way; of those that swap out, more.
+        raises: Share of steps that raise half way; of those that swap out, more. Never so many in a row that the engine
+            gives up.
         unsound: Share of chunks whose scores are no numbers.
         token_s: Seconds of a step per token.
     """
@@ -69,6 +71,8 @@ class SimulatedRunner:
         self._raises = raises
         self._unsound = unsound
         self._token_s = token_s
+        self._num_raised = 0
+        """Steps in a row."""
         self.num_steps = 0
         self.num_moves = 0
         self.num_copies = 0
@@ -91,11 +95,13 @@ class SimulatedRunner:
         self._check_adapters(plan)
         for stage, work in enumerate((self._move_pages, self._write, None)):
             self._time.advance(pause_s)
-            if stage == raises_at:
+            if stage == raises_at and self._num_raised < MAX_FAILURES - 1:
+                self._num_raised += 1
                 self.hit.update(chunk.request_id for chunk in plan.chunks)
                 raise PlannedError("the device is on fire")
             if work is not None:
                 work(plan)
+        self._num_raised = 0
         return [self._result(chunk) for chunk in plan.chunks]
 
     def close(self) -> None:

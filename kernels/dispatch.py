@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_slots import KvSlots
@@ -90,6 +91,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 
     Raises:
         ValueError: There are none for this kind of device.
+        ConfigError: The device needs Triton, which is not installed.
     """
     if device.type == "cpu":
         return native_kernels() if dtype in NATIVE_DTYPES and native_library() else torch_kernels()
@@ -117,12 +119,22 @@ def torch_kernels() -> Kernels:
 
 @functools.cache
 def triton_kernels() -> Kernels:
-    """The Triton operations; Triton is imported only here, because it is large and the CPU does without it.
+    """The Triton operations. Triton is an optional dependency: it is large, and only a GPU needs it.
 
     On CPU tensors they run only where TRITON_INTERPRET=1 was set before Triton was first imported.
-    """
-    from weft.kernels.triton import attention, rows, sampling, sgmv
 
+    Raises:
+        ConfigError: Triton is not installed.
+    """
+    try:
+        from weft.kernels.triton import attention, rows, sampling, sgmv
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ConfigError(
+            "model.device: a CUDA device needs Triton, which is not installed: pip install 'weft[triton]'",
+            param="model.device",
+        ) from error
     return _kernels_of(rows, attention, sgmv, sampling)
 
 

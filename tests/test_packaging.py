@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.config import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 PARTS = ("adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
@@ -47,6 +49,28 @@ def test_no_part_is_importable_by_its_bare_name(part: str) -> None:
 def test_light_modules_do_not_bring_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert not [line for line in project["dependencies"] if line.startswith("triton")]
+    assert extras["triton"][0].startswith("triton>=")
+    assert "weft[postgres,s3,triton]" in extras["dev"]
+    (tmp_path / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n")
+    code = (
+        "import sys, weft.cli.serve, weft.server.app, weft.engine.process.worker\n"
+        "from weft import LLM\n"
+        "with LLM(sys.argv[1], device='cpu', memory_gib=0.05, host_gib=0.05, threads=1) as llm:\n"
+        "    adapter = llm.load_adapter(sys.argv[2])\n"
+        "    print(len(llm.generate(['Hello', 'Hello'], None, [None, adapter])))\n"
+        "sys.exit('triton' in sys.modules)\n"
+    )
+    demo = ROOT / "weft" / "demo"
+    command = [sys.executable, "-P", "-c", code, str(demo / "model"), str(demo / "adapters" / "pirate")]
+    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "runpy", "code"}

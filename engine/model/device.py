@@ -8,6 +8,7 @@ import torch
 
 from weft.engine.model.linear import has_native_bfloat16, has_native_float16
 from weft.errors import ConfigError
+from weft.kernels.dispatch import triton_kernels
 
 SINGLE_THREAD_BELOW_BYTES = 64 << 20
 """Models with fewer bytes of weights are computed by one thread: their matrices are so small that a second one costs
@@ -20,12 +21,13 @@ def choose_device(setting: str) -> torch.device:
     """The device for `model.device`; auto takes a CUDA device when there is one.
 
     Raises:
-        ConfigError: cuda is asked for and there is none.
+        ConfigError: cuda is asked for and there is none, or there is one and Triton is not installed.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("model.device: cuda is asked for, but torch finds no CUDA device", param="model.device")
+    triton_kernels()  # where Triton is missing, this fails before weights are read
     return torch.device("cuda", torch.cuda.current_device())
 
 

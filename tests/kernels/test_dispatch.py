@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from dataclasses import asdict
 
@@ -6,12 +5,15 @@ import pytest
 import torch
 
 from cpu_kernels import BF16, F16, F32, needs_compiler
+from weft.engine.model.device import choose_device
+from weft.errors import ConfigError
 from weft.kernels import dispatch
 from weft.kernels.dispatch import kernels_for, native_kernels, torch_kernels
 from weft.kernels.native import sgmv as sgmv_native
 from weft.kernels.plain import sampling as sampling_cpu
 
 CPU = torch.device("cpu")
+TRITON_KERNELS = "weft.kernels.triton"
 
 
 @needs_compiler
@@ -40,16 +42,16 @@ def test_other_devices_are_refused() -> None:
         kernels_for(torch.device("meta"), F32)
 
 
-def test_the_cpu_path_does_not_import_triton() -> None:
-    program = (
-        "import sys, torch\n"
-        "before = 'triton' in sys.modules\n"
-        "from weft.kernels.dispatch import kernels_for\n"
-        "kernels_for(torch.device('cpu'), torch.float32)\n"
-        "kernels_for(torch.device('cpu'), torch.float16)\n"
-        "sys.exit('triton' in sys.modules and not before)"
-    )
-    assert subprocess.run([sys.executable, "-P", "-c", program], check=False, timeout=120).returncode == 0
+def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton" or name.startswith(TRITON_KERNELS)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    dispatch.triton_kernels.cache_clear()
+    for choose in (lambda: kernels_for(torch.device("cuda"), BF16), lambda: choose_device("auto")):
+        with pytest.raises(ConfigError, match=r"pip install 'weft\[triton\]'") as raised:
+            choose()
+        assert raised.value.param == "model.device"
 
 
 @pytest.mark.gpu

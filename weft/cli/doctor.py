@@ -74,11 +74,11 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", "fail", f"cannot be imported: {error}", "install Weft again: pip install weft")
         return
     yield Finding("torch", "ok", torch.__version__)
-    try:
-        yield Finding("triton", "ok", metadata.version("triton"))
-    except metadata.PackageNotFoundError:
-        yield Finding("triton", "warn", "not installed", "needed on a GPU only: pip install triton")
     if torch.cuda.is_available():
+        try:
+            yield Finding("triton", "ok", metadata.version("triton"))
+        except metadata.PackageNotFoundError:
+            yield Finding("triton", "fail", "not installed; a GPU needs it", "pip install 'weft[triton]'")
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)

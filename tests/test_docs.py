@@ -28,6 +28,7 @@ DOCUMENTS = (
     "docs/operations.md",
     "docs/dashboard.md",
     "docs/internals.md",
+    "docs/scheduling.md",
     "docs/fit.md",
 )
 

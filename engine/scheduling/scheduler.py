@@ -1,45 +1,11 @@
 """Decides what each step computes. Knows pages, digests and tokens; no tensors, no names, no transport.
 
-Being in memory and being in the step are two things. A step has at most `max_running` rows, one per request; requests
-with pages may be more. The fair order (`weft.engine.fairness.fair_order`) chooses who has the rows. A request without a
-row is paused: it keeps its pages and its adapter, and is the first to give pages up. In a step every row that decodes
-has one token, and chunks of prompts share the rest of the token budget, the most entitled first.
+A step has at most `max_running` rows, one per request; more requests may have pages. One with pages and without a row
+is paused. The fair order (`weft.engine.fairness.fair_order`) chooses who gets the rows. docs/scheduling.md says what a
+step is, what always holds, and why every request moves on.
 
 `request_table` has the books of who is where, `rows` fills the rows, `chunks` says what each row computes, `preemption`
 takes pages from others, `stall` acts when nothing can be computed, and `outcomes` takes in what steps yield.
-
-Why everything that waits moves on. The fair order's `place` says who is most entitled to pages; shares change with the
-service that was given, so whoever is not served becomes the most entitled. A request that waits has no device pages and
-no lease, so nobody waits for it but a fork (5), and what nobody runs with can be evicted.
-
-1. Among requests with rows the most entitled goes first. For a page it evicts idle adapters and cached prefixes, then
-   drops the holds of waiting requests, the newest first, then preempts requests that are less entitled: paused ones
-   before those with rows. One that finds nothing keeps its pages and sits the step out. Pages that are swapped out are
-   free only after the step that copies them: they are promised to those who made others give them up, who sit out
-   this one step. Such a step may compute nothing at all; each has a preemption, so (2) bounds them.
-2. A preempted request returns with a row, and with pages for one page of progress beyond where it stood. It keeps both
-   until it has made that progress. Meanwhile it needs no pages, so it advances in every step in which it gets tokens;
-   hence no request is preempted twice without progress, and the most entitled sits out only while such requests
-   advance. That holds whether its KV cache comes back from the host, from the prefix cache, or is computed anew, since
-   "where it stood" is kept.
-3. A waiting request that lacks pages, or a slot for its adapter, takes them from requests of shares that are more than
-   a quantum ahead of its own, if these have enough. If not, it is overtaken in at most `MAX_BYPASSES` steps. Then it is
-   overdue: only requests of shares that are more than a quantum behind its own may still be admitted before it, which
-   their service ends, and the pages of those that run come to it. While its adapter is still to be read, which may
-   hang, others go on. Its adapter is brought when there are pages for both of them, or when it may take enough from
-   such requests, and in any case once it is overdue.
-4. When nothing can be computed although something wants to, only adapters can be in the way: cached prefixes that
-   nobody runs with are evicted for whoever needs the pages. All holds but those of the first in line are dropped, so
-   that their adapters can be evicted too. If that changes nothing while nothing is being copied and no freed page is in
-   quarantine, the first in line cannot fit beside what is pinned, and is refused. First in line is the most entitled
-   that runs, or else the first whose adapter has been read.
-5. A fork waits for the prompt of its leader, an older request of its lane, tenant and adapter, which waits for no
-   younger one. It stops waiting when the leader has computed its prompt, was preempted or has ended; forks of forks go
-   back to ever older requests, so there is no circle.
-6. A beam with a result is idle: it waits, with or without a row or pages, for the other beams of its search, which are
-   as old as it is. When nothing can be computed, idle beams are in the way of the first in line: those of other
-   searches are preempted, the least entitled first, protected or not. So the first search in line always gets its
-   pages and rows, which (by its check on arrival) are not more than there are.
 """
 
 from __future__ import annotations

@@ -83,10 +83,9 @@ _MERGE_OR_RETRAIN = "Retrain without {field}, or merge the adapter into a base m
 
 FEATURES = {
     "use_dora": Feature((False, None), "DoRA", "Retrain with use_dora=false."),
-    "modules_to_save": Feature(
-        (None, []), "full copies of base modules", "Retrain with modules_to_save=null, or save without them."
-    ),
-    "bias": Feature(("none", None), "trained biases", 'Retrain with bias="none".'),
+    "modules_to_save": Feature((None, []), "full copies of base modules", "Retrain with modules_to_save=null."),
+    # Trained biases stand in the file as tensors, which are refused by name; a base without biases has none to train.
+    "bias": Feature(("none", "all", "lora_only", None), "biases of this kind", 'Retrain with bias="none".'),
     "lora_bias": Feature((False, None), "a bias on lora_B", "Retrain with lora_bias=false."),
     "fan_in_fan_out": Feature((False, None), "transposed base weights (Conv1D)", "Set it to false for linear layers."),
     "layer_replication": Feature((None, []), "repeated layers", _MERGE_OR_RETRAIN),

@@ -41,36 +41,44 @@ _SAVE_ADAPTER_ALONE = (
     "PeftModel, before merge_and_unload, and upload the adapter_model.safetensors that this writes."
 )
 _VOCABULARY = (
-    "It belongs to the embedding or the output head, so the vocabulary was changed or trained: leave embed_tokens and "
-    "lm_head out of target_modules and modules_to_save, do not resize the embedding, and save with "
-    "save_embedding_layers=False."
+    "LoRA on the embedding or the output head is not served: drop embed_tokens and lm_head from target_modules, and "
+    "retrain."
 )
+_VOCABULARY_COPY = (
+    "It is a full copy of the embedding or the output head: retrain without modules_to_save and without resizing the "
+    "vocabulary. If neither was done, save again with save_embedding_layers=False."
+)
+_LORA_BIAS = "It is a bias on lora_B, which is not served: retrain with lora_bias=false."
 _MEGATRON = "It belongs to a fused layer of Megatron or NeMo: convert the adapter to the layout of Hugging Face PEFT"
-_SEES = "It changes the part that sees, and only language is served: retrain on the language model's layers alone."
-_CLASSIFIES = "It belongs to a head that classifies, and only text is written here: retrain for CAUSAL_LM."
+_VISION = "It belongs to the vision model, which is not served: retrain on the language model's layers alone."
+_CLASSIFIER = "It belongs to a classification head, and adapters here generate text: retrain for CAUSAL_LM."
 _HINTS = (
     ("lora_magnitude_vector", "It belongs to DoRA: retrain with use_dora=false."),
     ("token_adapter", "It changes single token embeddings: retrain without trainable_token_indices."),
     ("trainable_tokens", "It changes single token embeddings: retrain without trainable_token_indices."),
     ("modules_to_save", "It is a copy of a base module: retrain with modules_to_save=null."),
+    ("lora_B.bias", _LORA_BIAS),
+    ("lora_B.default.bias", _LORA_BIAS),
+    (".bias", 'It is a trained bias, which is not served: retrain with bias="none".'),
     ("lora_embedding_", _VOCABULARY),
-    ("embed_tokens", _VOCABULARY),
-    ("lm_head", _VOCABULARY),
+    ("embed_tokens.lora_", _VOCABULARY),
+    ("lm_head.lora_", _VOCABULARY),
+    ("embed_tokens", _VOCABULARY_COPY),
+    ("lm_head", _VOCABULARY_COPY),
     ("experts", "Mixture-of-experts layers are not served."),
     ("base_layer", "It is a copy of a base weight: save with PEFT's save_pretrained, which leaves it out."),
     ("v_head", "It belongs to a value head, which training alone uses: leave tensors of v_head out of the file."),
-    (".score.", _CLASSIFIES),
-    (".classifier.", _CLASSIFIES),
+    (".score.", _CLASSIFIER),
+    (".classifier.", _CLASSIFIER),
     ("ia3_", "It belongs to IA3: retrain as LoRA."),
-    (".bias", 'Biases are not served: retrain with bias="none".'),
     ("linear_qkv", f"{_MEGATRON}, with q_proj, k_proj and v_proj apart."),
     ("linear_fc1", f"{_MEGATRON}, with gate_proj and up_proj apart."),
     ("linear_fc2", f"{_MEGATRON}, where it is down_proj."),
     ("linear_proj", f"{_MEGATRON}, where it is o_proj."),
     ("qkv", "It belongs to a fused layer: split it into q_proj, k_proj and v_proj."),
     ("gate_up_proj", "It belongs to a fused layer: split it into gate_proj and up_proj."),
-    ("vision", _SEES),
-    ("visual", _SEES),
+    ("vision", _VISION),
+    ("visual", _VISION),
 )
 
 

@@ -140,14 +140,14 @@ def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_mended(
     page, watch = watched
     watch.allowed.add(422)
     tensors = {**q_and_v(demo_ready().base), "base_model.model.lm_head.weight": tensor((8, 64))}
-    bad = Upload(config_bytes(use_dora=True, bias="all"), weights_bytes(tensors))
+    bad = Upload(config_bytes(use_dora=True, fan_in_fan_out=True), weights_bytes(tensors))
     sign_in(page, server.tenants[OWNER], "/adapters")
     dialog = choose(page, payloads(bad), "mended")
     send(dialog)
     expect(dialog.get_by_text("3 things are wrong with it; nothing of it was kept.")).to_be_visible()
     findings = dialog.locator("ol.findings > li")
     expect(findings).to_have_count(3)
-    expect(findings.nth(0)).to_contain_text('Hint: Retrain with bias="none".')
+    expect(findings.nth(0)).to_contain_text("Hint: Set it to false for linear layers.")
     expect(findings.nth(1)).to_contain_text("use_dora")
     expect(findings.nth(2)).to_contain_text("base_model.model.lm_head.weight")
     assert server.tenant(OWNER).get("/v1/adapters/mended").status_code == 404

@@ -117,7 +117,7 @@ def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
         ("task_type", "config.task_type_unsupported", ["SEQ_CLS", "SEQ_2_SEQ_LM", "EVIL", 1, [], {}, False, ""]),
         ("use_dora", _FEATURE, [True, 1, "false", 0]),
         ("modules_to_save", _FEATURE, [["lm_head"], "lm_head", ["embed_tokens"], {}]),
-        ("bias", _FEATURE, ["all", "lora_only", "NONE", True, ""]),
+        ("bias", _FEATURE, ["NONE", True, ""]),
         ("lora_bias", _FEATURE, [True, 1]),
         ("fan_in_fan_out", _FEATURE, [True, "false"]),
         ("layer_replication", _FEATURE, [[[0, 2], [1, 2]] * 500, [[0, 1]], 1]),

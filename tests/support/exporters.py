@@ -270,6 +270,8 @@ SERVED: dict[str, Served] = {
     "rank 1": Served(kind="plain", make=saved(lora(r=1, lora_alpha=2))),
     "no task type": Served(kind="plain", make=saved(lora(task_type=None))),
     "some layers": Served(kind="layers_to_transform", make=saved(lora(layers_to_transform=[0, 2]))),
+    "bias=all on a base without biases": Served(kind="biases", make=saved(lora(bias="all"))),
+    "bias=lora_only on a base without biases": Served(kind="biases", make=saved(lora(bias="lora_only"))),
     "all linear layers": Served(kind="all-linear", make=saved(lora(target_modules="all-linear"))),
     "excluded modules": Served(
         kind="all-linear", make=saved(lora(target_modules="all-linear", exclude_modules=["down_proj"]))
@@ -451,7 +453,7 @@ class Refused:
 
 _FEATURE, _TYPE, _TENSOR = "config.feature_unsupported", "config.peft_type_unsupported", "weights.tensor_not_allowed"
 _RECIPE = "path_initial_model_for_weight_conversion"
-_VOCABULARY = "the vocabulary was changed"
+_VOCABULARY = "without resizing the vocabulary"
 _SPLIT_QKV, _SPLIT_GATE = ("fused", "q_proj, k_proj and v_proj"), ("fused", "gate_proj and up_proj")
 
 
@@ -480,19 +482,22 @@ REFUSED: dict[str, Refused] = {
         "modules_to_save", saved(lora(modules_to_save=["lm_head"])), _FEATURE, ("modules_to_save", "null")
     ),
     "a head without its config": Refused(
-        "modules_to_save", with_tensor("base_model.model.lm_head.weight", 320, 64), _TENSOR, ("lm_head", "leave")
+        "modules_to_save",
+        with_tensor("base_model.model.lm_head.weight", 320, 64),
+        _TENSOR,
+        ("lm_head", "modules_to_save"),
     ),
     "LoRA on the embedding": Refused(
         "targets embed or lm_head",
         saved(lora(target_modules=["embed_tokens", "q_proj"])),
         _TENSOR,
-        ("embed_tokens", "target_modules", "vocabulary"),
+        ("drop embed_tokens and lm_head from target_modules, and retrain.",),
     ),
     "LoRA on the head": Refused(
         "targets embed or lm_head",
         saved(lora(target_modules=["lm_head", "q_proj"])),
         _TENSOR,
-        ("lm_head", "target_modules", "vocabulary"),
+        ("drop embed_tokens and lm_head from target_modules, and retrain.",),
     ),
     "more tokens": Refused(
         "targets embed or lm_head", _new_vocabulary, _TENSOR, (_VOCABULARY, "save_embedding_layers")
@@ -509,8 +514,9 @@ REFUSED: dict[str, Refused] = {
         _FEATURE,
         ("trainable_token_indices", "Retrain"),
     ),
-    "bias=all": Refused("biases", saved(lora(bias="all")), _FEATURE, ("bias", 'bias="none"')),
-    "bias=lora_only": Refused("biases", saved(lora(bias="lora_only")), _FEATURE, ("bias", 'bias="none"')),
+    "trained biases": Refused(
+        "biases", with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.bias", 64), _TENSOR, ("trained bias", 'bias="none"')
+    ),
     "lora_bias": Refused("biases", saved(lora(lora_bias=True)), _FEATURE, ("lora_bias", "lora_bias=false")),
     "PiSSA": Refused("PiSSA and its kin", saved(lora(init_lora_weights="pissa")), _FEATURE, ("pissa", _RECIPE)),
     "fast PiSSA": Refused(

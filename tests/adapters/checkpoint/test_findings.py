@@ -47,7 +47,7 @@ def is_bounded(error: AdapterError) -> bool:
 
 
 def test_faults_of_both_files_are_told_together_and_in_the_same_order(tmp_path: Path) -> None:
-    config = config_bytes(use_dora=True, bias="all", modules_to_save=["lm_head"], r=70, new_field=1)
+    config = config_bytes(use_dora=True, fan_in_fan_out=True, modules_to_save=["lm_head"], r=70, new_field=1)
     tensors = {
         **q_and_v(BASE, rank=70),
         "base_model.model.lm_head.weight": tensor((8, 64)),
@@ -62,7 +62,7 @@ def test_faults_of_both_files_are_told_together_and_in_the_same_order(tmp_path: 
     error = refused(tmp_path, config, weights_bytes(tensors))
     feature, not_allowed = "config.feature_unsupported", "weights.tensor_not_allowed"
     assert places(error) == [
-        (feature, "bias"),
+        (feature, "fan_in_fan_out"),
         (feature, "modules_to_save"),
         (feature, "use_dora"),
         ("config.field_unknown", "new_field"),
@@ -116,7 +116,9 @@ def texts(finding: Finding) -> tuple[str, str, str]:
 def test_thousands_of_bad_names_make_a_short_report_in_little_time(tmp_path: Path, names: list[str]) -> None:
     names = [name[:256] for name in names]
     weights = weights_bytes({name: tensor((1, 1)) for name in names})
-    config = config_bytes(**{f"unknown_{number}": "x" * 90 for number in range(300)}, use_dora=True, bias="all")
+    config = config_bytes(
+        **{f"unknown_{number}": "x" * 90 for number in range(300)}, use_dora=True, fan_in_fan_out=True
+    )
     started = time.process_time()
     error = refused(tmp_path, config, weights)
     assert time.process_time() - started < 1.0
@@ -170,9 +172,9 @@ def test_values_are_told_of_every_tensor_and_beside_faults_of_the_config(tmp_pat
         )
         for name, raw in q_and_v(BASE).items()
     }
-    error = refused(tmp_path, config_bytes(bias="all"), weights_bytes(spoilt))
+    error = refused(tmp_path, config_bytes(fan_in_fan_out=True), weights_bytes(spoilt))
     assert places(error) == [
-        ("config.feature_unsupported", "bias"),
+        ("config.feature_unsupported", "fan_in_fan_out"),
         ("weights.non_finite", lora_name(0, "self_attn.q_proj", "B")),
         ("weights.value_too_large", lora_name(0, "self_attn.v_proj", "B")),
     ]
@@ -195,6 +197,10 @@ def test_a_dtype_that_is_not_served_hides_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "tensors", "words"),
     [
+        (config_bytes(), {f"{LAYER}0.self_attn.q_proj.lora_B.bias": tensor((64,))}, "with lora_bias=false"),
+        (config_bytes(), {f"{LAYER}0.self_attn.q_proj.lora_B.default.bias": tensor((64,))}, "with lora_bias=false"),
+        (config_bytes(), {f"{LAYER}0.self_attn.q_proj.base_layer.bias": tensor((64,))}, 'with bias="none"'),
+        (config_bytes(), {"base_model.model.lm_head.lora_A.weight": tensor((8, 64))}, "target_modules, and retrain"),
         (config_bytes(), q_and_v(base_shape(num_layers=4)), "layers 0 to 1, so the adapter"),
         (config_bytes(), {"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": tensor((8, 8))}, "family"),
         (config_bytes(), {f"{LAYER}0.self_attn.dense.lora_A.weight": tensor((8, 8))}, "no such module"),

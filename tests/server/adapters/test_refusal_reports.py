@@ -25,7 +25,7 @@ from weft.server.http.bodies import ErrorView
 pytestmark = pytest.mark.anyio
 
 EXPECTED = [
-    ("config.feature_unsupported", "bias"),
+    ("config.feature_unsupported", "fan_in_fan_out"),
     ("config.feature_unsupported", "use_dora"),
     ("weights.tensor_not_allowed", "base_model.model.lm_head.weight"),
 ]
@@ -33,7 +33,7 @@ EXPECTED = [
 
 def bad() -> Upload:
     tensors = {**q_and_v(demo_ready().base), "base_model.model.lm_head.weight": tensor((8, 64))}
-    return Upload(config_bytes(use_dora=True, bias="all"), weights_bytes(tensors))
+    return Upload(config_bytes(use_dora=True, fan_in_fan_out=True), weights_bytes(tensors))
 
 
 def places(error: dict[str, Any]) -> list[tuple[str, str]]:
@@ -141,8 +141,9 @@ async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path
     lines = found.stderr.splitlines()
     assert lines[0] == f"weft: {folder} cannot be served:"
     assert lines[1:5] == [
-        "  1. adapter_config.json: bias is 'all': Weft does not serve trained biases. (config.feature_unsupported)",
-        '     Hint: Retrain with bias="none".',
+        "  1. adapter_config.json: fan_in_fan_out is True: Weft does not serve transposed base weights (Conv1D). "
+        "(config.feature_unsupported)",
+        "     Hint: Set it to false for linear layers.",
         "  2. adapter_config.json: use_dora is True: Weft does not serve DoRA. (config.feature_unsupported)",
         "     Hint: Retrain with use_dora=false.",
     ]

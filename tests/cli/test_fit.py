@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from api_adapters import sound_mlx
-from fake_engine import DEMO_MODEL
+from fake_engine import DEMO_MODEL, demo_ready
+from lora_files import config_bytes, q_and_v, tensor, weights_bytes
 from weft.adapters.lora.layout import adapter_pages
 from weft.cli import make_app
 from weft.config import GIB, Config, MemoryConfig, ModelConfig
 from weft.engine.build import build_engine
-from weft.server.adapters.planned_room import plan_room
+from weft.server.adapters.offline_fit import plan_room
 
 ADAPTERS = DEMO_MODEL.parent / "adapters"
 SMALL = ("--device", "cpu", "--dtype", "float32", "--set", "memory.host_gib=0.01")
@@ -223,3 +224,17 @@ def test_an_adapter_that_cannot_be_served_exits_with_2(tmp_path: Path) -> None:
     assert (done.exit_code, "weights." in done.output) == (2, True), done.output
     refused = run(str(ADAPTERS / "french"), "--max-rank", "16")
     assert (refused.exit_code, "adapter.max_rank" in refused.output) == (2, True), refused.output
+
+
+def test_all_that_is_wrong_with_an_adapter_is_told_as_validate_tells_it(tmp_path: Path) -> None:
+    tensors = {**q_and_v(demo_ready().base), "evil": tensor((8, 8)), "base_model.model.lm_head.weight": tensor((8, 8))}
+    (tmp_path / "adapter_config.json").write_bytes(config_bytes(use_dora=True, fan_in_fan_out=True))
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights_bytes(tensors))
+    arguments = ["adapter", "validate", str(tmp_path), "--model", str(DEMO_MODEL)]
+    for options in ([], ["--json"]):
+        validated = CliRunner().invoke(make_app(), [*arguments, *options], env={"NO_COLOR": "1", "COLUMNS": "200"})
+        found = run(str(tmp_path), *options)
+        assert (found.exit_code, found.stdout, found.stderr) == (2, validated.stdout, validated.stderr)
+    assert found.stderr.count("Hint: ") == 4
+    alone = run(str(tmp_path / "adapter_model.safetensors"))
+    assert (alone.exit_code, alone.stderr.count("Hint: ")) == (2, 2)

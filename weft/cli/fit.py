@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli.adapter import adapter_files
-from weft.cli.client import JSON, fail
+from weft.cli.client import JSON, fail, refuse
 from weft.cli.serve import Setting
 from weft.cli.table import print_table
 
 if TYPE_CHECKING:
     from weft.server.adapters.fit import AdapterFit, FitItem
-    from weft.server.adapters.planned_room import PlannedRoom
+    from weft.server.adapters.offline_fit import PlannedRoom
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
@@ -51,7 +52,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     from weft.config import environment
     from weft.errors import ConfigError
     from weft.server.adapters.fit import find_fit
-    from weft.server.adapters.planned_room import plan_room
+    from weft.server.adapters.offline_fit import plan_room
     from weft.server.settings import load_config, merge_trees, parse_assignments
 
     if not adapters and not ranks:
@@ -68,7 +69,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
         planned = plan_room(loaded, free_gib)
     except ConfigError as error:
         fail(error.message, USAGE_ERROR)
-    items = [_on_disk(path, planned) for path in adapters or []]
+    items = [_on_disk(path, planned, as_json) for path in adapters or []]
     items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
     found = find_fit(items, planned.room)
     _show(found, planned, as_json)
@@ -95,14 +96,17 @@ def _check_count(count: int) -> None:
         fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.", USAGE_ERROR)
 
 
-def _on_disk(path: Path, planned: PlannedRoom) -> FitItem:
-    from weft.errors import WeftError
-    from weft.server.adapters.files import item_of_files
+def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> FitItem:
+    from weft.errors import AdapterError, PayloadTooLargeError
+    from weft.server.adapters.offline_fit import item_on_disk
 
     config, weights = (None, path) if path.is_file() else adapter_files(path)
+    files = {"config": config.name if config else "", "weights": weights.name}
     try:
-        return item_of_files(str(path), config, weights, planned.base, planned.config.adapter.max_rank, planned.room)
-    except WeftError as error:
+        return item_on_disk(str(path), config, weights, planned)
+    except AdapterError as error:
+        refuse(str(path), [asdict(finding) for finding in error.findings], as_json, files)
+    except PayloadTooLargeError as error:
         fail(f"{path} cannot be served: {error.message} ({error.code})", USAGE_ERROR)
     except OSError as error:
         fail(f"{path} cannot be read: {error.strerror}.", USAGE_ERROR)

@@ -1,18 +1,22 @@
-"""Write the figures of documents from `benchmarks/results/`, between two marks. usage: readme_speed.py [--check]."""
+"""Write the figures in documents from `benchmarks/results/`. usage: readme_speed.py [--check].
+
+A document has a section between `<!-- NAME: scripts/readme_speed.py -->` and `<!-- end of NAME -->`, with a NAME of
+`SECTIONS`. With --check nothing is written, and a section that differs from the results is an error.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-FAIRNESS = ROOT / "docs" / "fairness.md"
+DOCUMENTS = tuple(ROOT / path for path in ("README.md", "docs/benchmarks.md", "docs/fairness.md"))
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- figures: scripts/readme_speed.py -->\n", "<!-- end of figures -->\n"
+SECTION = re.compile(r"(<!-- (\w+): scripts/readme_speed\.py -->\n).*?(<!-- end of \2 -->\n)", re.DOTALL)
 
 
 def result(name: str) -> dict[str, Any]:
@@ -161,6 +165,14 @@ def step_table(run: dict[str, Any]) -> list[str]:
     return lines
 
 
+def load_of(run: dict[str, Any]) -> tuple[str, str]:
+    """What a comparison asked for, and how many requests at a time."""
+    options = run["options"]
+    adapters = len(options["models"].split(",")) - 1
+    who = f"base and {adapters} mixed adapters" if adapters else "base"
+    return who, f"{options['concurrency']} at once" if options["concurrency"] > 1 else "one at a time"
+
+
 def compare_table(runs: list[dict[str, Any]]) -> list[str]:
     """Weft and another server over HTTP."""
     peer = runs[0]["options"]["peer_name"]
@@ -176,9 +188,7 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
     ]
     for run in runs:
         options, rates = run["options"], {name: each["output tokens/s"] for name, each in run["figures"].items()}
-        adapters = len(options["models"].split(",")) - 1
-        who = f"base and {adapters} mixed adapters" if adapters else "base"
-        how = f"{options['concurrency']} at once" if options["concurrency"] > 1 else "one at a time"
+        who, how = load_of(run)
         tokens = f"{options['input_tokens']} + {options['output_tokens']} tokens"
         ratio, ttft, tpot = (run["ratios"][name] for name in ("output tokens/s", "TTFT p50 ms", "TPOT p50 ms"))
         lines.append(
@@ -200,8 +210,30 @@ def overhead_line(run: dict[str, Any]) -> str:
     )
 
 
+def speed_section() -> str:
+    """The four rows of the README: the base and mixed adapters, in one process and over HTTP."""
+    offline = result("offline-cpu")
+    at_once, speed = f"{offline['load']['requests']} at once", offline["output_tokens_per_s"]
+    lines = [
+        f"Output tokens per second; {offline['load']['model']}; {machine(offline)}."
+        " [How to measure, and all other figures](docs/benchmarks.md).",
+        "",
+        "| | Weft | reference | ratio |",
+        "|---|---|---|---|",
+    ]
+    for what, case, peer in (("base", "base", "transformers"), ("8 mixed adapters", "mixed", "transformers + PEFT")):
+        rates, ratio = (speed["weft"][case], speed[peer][case]), offline["ratios"][f"{case}: weft / {peer}"]
+        lines.append(f"| {what}, {at_once} | {rates[0]:.1f} | {rates[1]:.1f} ({peer}) | **{ratio:.2f}** |")
+    for run in (result("compare-vllm-base-cpu"), result("compare-vllm-mixed-cpu")):
+        who, how, peer = *load_of(run), run["options"]["peer_name"]
+        weft, other = (run["figures"][name]["output tokens/s"]["median"] for name in ("Weft", peer))
+        ratio = run["ratios"]["output tokens/s"]["median"]
+        lines.append(f"| {who}, {how}, over HTTP | {weft:.1f} | {other:.1f} ({peer}) | **{ratio:.2f}** |")
+    return "\n".join(lines) + "\n"
+
+
 def section() -> str:
-    """The text between the marks."""
+    """All figures of docs/benchmarks.md."""
     lines = offline_table(result("offline-cpu"))
     compared = [result(name) for name in COMPARED if (RESULTS / f"{name}.json").exists()]
     if compared:
@@ -269,33 +301,39 @@ FAIR: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
 
 
 def fairness_section() -> str:
-    """The text between the marks of docs/fairness.md."""
+    """The figures of docs/fairness.md."""
     lines = []
     for name, (title, text) in FAIR.items():
         if (RESULTS / f"{name}.json").exists():
             run = result(name)
             lines += [f"### {title}", "", f"{machine(run)}; `{run['command']}`.", "", *text(run), ""]
         if (RESULTS / f"{name}.svg").exists():
-            lines += [f"![{title}](../benchmarks/results/{name}.svg)", ""]
+            lines += [f"![{title}](benchmarks/results/{name}.svg)", ""]
     return "\n".join(lines)
 
 
-DOCUMENTS: dict[Path, Callable[[], str]] = {README: section, FAIRNESS: fairness_section}
+SECTIONS: dict[str, Callable[[], str]] = {"speed": speed_section, "figures": section, "fairness": fairness_section}
+
+
+def with_figures(path: Path) -> str:
+    """The text of a document with its sections as the results are now; their links begin at the repository."""
+    above = "../" * len(path.parent.relative_to(ROOT).parts)
+
+    def written(found: re.Match[str]) -> str:
+        return found[1] + SECTIONS[found[2]]().replace("](benchmarks/", f"]({above}benchmarks/") + found[3]
+
+    return SECTION.sub(written, path.read_text())
 
 
 def main() -> int:
     """Write the sections, or with --check say which are not current."""
-    status = 0
-    for path, make_section in DOCUMENTS.items():
-        text = path.read_text()
-        head, rest = text.split(BEGIN)
-        wanted = head + BEGIN + make_section() + END + rest.split(END)[1]
-        if "--check" not in sys.argv[1:]:
-            path.write_text(wanted)
-        elif wanted != text:
+    stale = [path for path in DOCUMENTS if with_figures(path) != path.read_text()]
+    for path in stale:
+        if "--check" in sys.argv[1:]:
             print(f"{path.name} does not show the figures of benchmarks/results/; run scripts/readme_speed.py")
-            status = 1
-    return status
+        else:
+            path.write_text(with_figures(path))
+    return int(bool(stale) and "--check" in sys.argv[1:])
 
 
 if __name__ == "__main__":

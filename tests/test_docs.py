@@ -25,6 +25,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/registry.md",
     "docs/batches.md",
+    "docs/benchmarks.md",
     "docs/operations.md",
     "docs/dashboard.md",
     "docs/internals.md",

@@ -171,6 +171,28 @@ def test_the_readme_tells_each_result_with_its_command(folder: Path, monkeypatch
     assert len(readme.pool_lines()) == len(readme.POOL) - 1 + 3
 
 
+def test_the_readme_has_four_rows_of_committed_figures_and_a_link_to_all() -> None:
+    head, *table = script("readme_speed").speed_section().splitlines()
+    assert "(docs/benchmarks.md)" in head
+    names = [row.split(" | ")[0] for row in table if row.startswith("| ")]
+    assert [name.partition(",")[0] for name in names[1:]] == [
+        *("| base", "| 8 mixed adapters", "| base", "| base and 8 mixed adapters")
+    ]
+
+
+def test_links_of_a_page_below_the_repository_lead_up_to_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = script("readme_speed")
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "SECTIONS", {"one": lambda: "[Plot](benchmarks/a.svg)\n"})
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "a.md"
+    page.write_text("<!-- one: scripts/readme_speed.py -->\nold\n<!-- end of one -->\n")
+    text = figures.with_figures(page)
+    assert text.splitlines()[1] == "[Plot](../benchmarks/a.svg)"
+
+
 def test_the_readme_tells_where_a_step_goes() -> None:
     table = "\n".join(script("readme_speed").step_table(RESULTS["step-cpu"]))
     assert "| decode, 32 base | **1.50** | 70% | 25% |" in table

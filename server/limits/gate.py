@@ -114,7 +114,7 @@ class _Tenant:
 class Admission:
     """A request that was let in. Whoever gets one ends it, whatever happens in between."""
 
-    __slots__ = ("_ask", "_gate", "_has_row", "_is_loaded", "_num_waiting", "_raw_s", "_units")
+    __slots__ = ("_ask", "_gate", "_has_row", "_is_loaded", "_num_running", "_num_waiting", "_raw_s", "_units")
 
     def __init__(self, gate: Gate, ask: Ask, units: float, raw_s: float, *, has_row: bool, is_loaded: bool) -> None:
         self._gate = gate
@@ -124,6 +124,7 @@ class Admission:
         self._has_row = has_row
         self._is_loaded = is_loaded
         self._num_waiting = ask.num_choices
+        self._num_running = 0
 
     def started(self, queue_s: float | None) -> None:
         """One of the choices has its first output, after so many seconds in the engine."""
@@ -132,9 +133,11 @@ class Admission:
                 self._gate._learn(self._ask, self._raw_s, queue_s, has_row=self._has_row, is_loaded=self._is_loaded)
             self._gate._leave_queue(self._ask, 1, self._units / self._ask.num_choices)
             self._num_waiting -= 1
+            self._count_running(1)
 
     def finished(self, num_computed: int, num_prompt: int, num_output: int) -> None:
         """One of the choices was generated to its end, with so many tokens; of the prompt's not all were computed."""
+        self._count_running(-min(1, self._num_running))
         self._gate._finished(self._ask, self._units / self._ask.num_choices, num_computed, num_prompt, num_output)
 
     def refused(self, error: WeftError) -> WeftError:
@@ -149,7 +152,12 @@ class Admission:
             share = self._units / self._ask.num_choices
             self._gate._leave_queue(self._ask, self._num_waiting, share * self._num_waiting)
             self._gate._leave(self._ask, self._units)
+            self._count_running(-self._num_running)
             self._num_waiting = -1
+
+    def _count_running(self, change: int) -> None:
+        self._num_running += change
+        self._gate._running += change
 
 
 class Gate:
@@ -184,6 +192,7 @@ class Gate:
         self._tenants: dict[str, _Tenant] = {}
         self._active_weight = 0.0
         self._waiting = 0
+        self._running = 0
         self._live_units = 0.0
         self._num_slots = 0
         self._load_s = 0.0
@@ -211,7 +220,7 @@ class Gate:
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else max(WAIT_SHARES)] * self._max_wait_s
         has_row = self._has_rows(tenant)
         is_late = wait_s > limit_s and not has_row
-        is_full = tenant.waiting >= FREE_FACTOR * (self._max_waiting - self._waiting)
+        is_full = self._is_full(tenant)
         is_crowded = tenant.waiting > 0 and (is_late or is_full)
         if turn > 0 and not is_crowded:
             tenant.slots.claim(ask.key)  # also where its own deadline forbids to wait: it came as it was told
@@ -284,6 +293,12 @@ class Gate:
         """Whether the tenant's share of a step has room for all its requests. Then none waits long, at any rate."""
         rows = self._load.rows if self._load else 0
         return tenant.live < rows * tenant.weight / max(self._active_weight, tenant.weight)
+
+    def _is_full(self, tenant: _Tenant) -> bool:
+        """Whether the tenant has its part of the queue. With a free row a request waits for the next step only."""
+        num_free_rows = max(self._load.rows - self._running, 0) if self._load else 0
+        num_queued = max(self._waiting - num_free_rows, 0)
+        return tenant.waiting - num_free_rows >= FREE_FACTOR * (self._max_waiting - num_queued)
 
     def _raw_wait_s(self, name: str, tenant: _Tenant, adapter: str | None, *, whole: bool = False) -> float:
         """Wait by the estimates alone. Adapters of a tenant share what it gets, so a new one does not wait for all."""

@@ -131,6 +131,20 @@ def test_no_tenant_fills_the_queue_for_others() -> None:
     assert setting.gate._waiting <= 90 + 40
 
 
+def test_a_request_for_which_a_row_is_free_takes_no_place_in_the_queue() -> None:
+    setting = Setting(rate=1e9, max_waiting=2)
+    setting.load = EngineLoad(boot_id="b", seq=1, rate=1e9, rows=1)
+    first, second, _ = setting.fill()  # one for the row and two for the queue, though the engine has begun none
+    first.started(0.0)
+    assert setting.fill() == []
+    first.finished(100, 100, 50)
+    first.end()
+    assert len(setting.fill()) == 1
+    second.started(0.0)
+    second.end()
+    assert len(setting.fill()) == 1
+
+
 def test_a_refused_request_is_let_in_at_its_time_and_not_before() -> None:
     setting = Setting()
     admitted = setting.fill()

@@ -35,6 +35,7 @@ from weft.registry import audit, grants
 from weft.registry.aliases import (
     DEFAULT_ALIAS,
     Selector,
+    check_not_split,
     main_version,
     model_not_found,
     parse_selector,
@@ -84,7 +85,8 @@ class Adapters(Transactions):
         """Make an upload the adapter's next version, and the adapter itself if it is its first.
 
         An upload with the digest of a living version of this adapter is that version. With `activate` the alias
-        `default` moves to the version, whether new or not. A description of None leaves the old one.
+        `default` moves to the version, whether new or not, unless it splits its requests among versions. A description
+        of None leaves the old one.
 
         Returns:
             The adapter with `current` as the published version, that version, and whether it is new.
@@ -93,6 +95,7 @@ class Adapters(Transactions):
             NotFoundError: There is no such tenant, or the upload of the `terms` is gone.
             InvalidRequestError: The name or the description cannot be stored.
             ForbiddenError: The tenant may not store as much; codes quota.*.
+            ConflictError: With `activate`, and `default` is split; code upload.ends_split.
             AnsweredBeforeError: By the `terms`, the same change was made before.
         """
         check_name(name, "name")
@@ -125,6 +128,7 @@ class Adapters(Transactions):
                 session.add(version)
             await session.flush()
             if activate:
+                await check_not_split(session, row.id)
                 await point_aliases(session, row.id, {DEFAULT_ALIAS: version.version})
             (adapter,) = await _records(session, [(row, owner.name)])
             adapter = replace(adapter, current=_version(version))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import ScalarSelect, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import InvalidRequestError, NotFoundError
+from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry.db.models import AliasRow, VersionRow
 from weft.registry.names import check_alias, check_integer, is_name, shown
 from weft.registry.records import AdapterVersion, Shares
@@ -48,6 +48,22 @@ async def point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping
     names = select(func.count(AliasRow.alias.distinct())).where(AliasRow.adapter_id == adapter_id)
     if aliases and (await session.scalar(names) or 0) > MAX_ALIASES:
         raise InvalidRequestError(f"An adapter takes at most {MAX_ALIASES} aliases.", param="aliases")
+
+
+async def check_not_split(session: AsyncSession, adapter_id: str) -> None:
+    """Return if an upload may move the alias `default`; a split (a canary) ends only where somebody says so.
+
+    Raises:
+        ConflictError: `default` splits its requests among versions; code upload.ends_split.
+    """
+    meant = sorted((await read_aliases(session, [adapter_id]))[adapter_id].get(DEFAULT_ALIAS, ()))
+    if len(meant) > 1:
+        raise ConflictError(
+            f"The alias `default` splits its requests among the versions {', '.join(map(str, meant))}, and this upload "
+            "would end the split. Upload with activate=false, then say what `default` means.",
+            code="upload.ends_split",
+            param="activate",
+        )
 
 
 async def read_aliases(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, dict[str, dict[int, int]]]:

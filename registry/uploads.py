@@ -17,6 +17,7 @@ from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError
+from weft.registry.aliases import check_not_split
 from weft.registry.db.clock import Clock, from_micros, to_micros
 from weft.registry.db.database import Database
 from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
@@ -210,7 +211,8 @@ class Uploads:
 
         Raises:
             NotFoundError: There is no such tenant.
-            ConflictError: The tenant has 100 uploads open; code upload.too_many_open.
+            ConflictError: The tenant has 100 uploads open, or the version would end a split of `default`; codes
+                upload.too_many_open, upload.ends_split.
             ForbiddenError: A limit is exceeded; codes quota.*.
             InvalidRequestError: A text cannot be stored.
             AnsweredBeforeError: The same change was made before.
@@ -242,9 +244,12 @@ class Uploads:
             if retry is not None:
                 await keep_answer(session, tenant_id, retry, made, now)
             await check_storage(session, tenant_id, now)
-            known = exists().where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name)
-            if not await session.scalar(select(known)):
+            known = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == draft.name)
+            adapter_id = await session.scalar(known)
+            if adapter_id is None:
                 await check_adapters(session, tenant_id, to_come=1)
+            elif draft.activate:
+                await check_not_split(session, adapter_id)
         return made
 
     async def get(self, tenant_id: str, upload_id: str) -> Upload:

@@ -78,6 +78,8 @@ async def test_push_uploads_the_folder_and_says_how_to_ask_for_it(api: Api, fold
         (folder / "adapter_config.json").write_bytes(sound(alpha=8).config)
         second = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
         assert second.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter@2"'
+        again = await run("adapter", "push", str(folder), "--url", url, "--key", key)
+        assert "nothing new: version 2 has these very bytes; the plain name means version 2 now" in again.output
         (folder / "adapter_config.json").write_bytes(b"{}")
         refused = await run("adapter", "push", str(folder), "--url", url, "--key", key)
         assert (refused.exit_code, "config." in refused.output) == (2, True)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from registry_samples import facts
-from weft.errors import InvalidRequestError, NotFoundError
+from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 
@@ -70,15 +70,20 @@ async def test_all_versions_of_a_pinned_canary_are_pinned(registry: Registry, ac
     assert {adapter.current.version for adapter in await registry.adapters.pinned_adapters()} == {1, 3}
 
 
-async def test_an_upload_ends_a_canary_and_a_deleted_version_leaves_it(registry: Registry, acme: Tenant) -> None:
+async def test_no_upload_ends_a_canary_and_a_deleted_version_leaves_it(registry: Registry, acme: Tenant) -> None:
     await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 2: 1}})
     await registry.adapters.delete_adapter(acme.id, "support", 2)
     assert (await registry.adapters.get_adapter(acme.id, "support")).aliases == {"default": {1: 9}}
     assert set((await served(registry, acme)).values()) == {1}
     await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 3: 1}})
-    adapter, _, _ = await registry.adapters.publish_version(acme.id, "support", facts("d"))
-    assert adapter.aliases == {"default": {4: 1}}
-    await registry.adapters.delete_adapter(acme.id, "support", 4)
+    for content in "abd":  # the versions of the split, and a new one
+        with pytest.raises(ConflictError, match="among the versions 1, 3"):
+            await registry.adapters.publish_version(acme.id, "support", facts(content))
+    adapter, _, is_new = await registry.adapters.publish_version(acme.id, "support", facts("d"), activate=False)
+    assert (adapter.aliases, adapter.current.version, is_new) == ({"default": {1: 9, 3: 1}}, 4, True)
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 4})
+    await registry.adapters.publish_version(acme.id, "support", facts("e"))
+    await registry.adapters.delete_adapter(acme.id, "support", 5)
     with pytest.raises(NotFoundError):
         await registry.adapters.resolve(acme.id, "support")
 

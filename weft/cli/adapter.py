@@ -91,13 +91,17 @@ def push(  # noqa: PLR0913 - one parameter per option
     if name is None and not is_name(own_name):
         fail(f"the folder's name {own_name!r} cannot name an adapter; give one with --name.", 2)
     draft = {"name": name or own_name, "description": description, "activate": activate}
-    body = push_files(files, draft, url, key, tenant, as_json)
+    body, is_new = push_files(files, draft, url, key, tenant, as_json)
     show(body, as_json, COLUMNS)
     if not as_json:
         _tell(body.get("report") or {})
-        selector = body["name"]
-        if body["aliases"].get("default") != body["version"]:
-            selector += f"@{body['version']}"
+        version, selector = body["version"], body["name"]
+        is_default = body["aliases"].get("default") == version
+        if not is_new:
+            means = f"; the plain name means version {version} now" if is_default else ""
+            typer.echo(f"nothing new: version {version} has these very bytes{means}")
+        if not is_default:
+            selector += f"@{version}"
         typer.echo(f'ready: ask for it with "model": "{selector}"')
 
 

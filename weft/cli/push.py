@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Before each try to send a file."""
 PIECE_BYTES = 1 << 18
+CREATED = 201
 AGAIN = frozenset({408, 409, 429, 503})
 """Answers that pass: the server has not noticed the broken connection yet, or is busy."""
 
 
 def push_files(
     paths: Sequence[Path], draft: dict[str, Any], url: str, key: str | None, tenant: str | None, as_json: bool
-) -> Any:  # noqa: ANN401 - JSON
-    """Upload the files of an adapter; the answer is the adapter. Ends the command where that cannot be.
+) -> tuple[Any, bool]:
+    """Upload the files of an adapter. Ends the command where that cannot be.
 
     Args:
         paths: Config and weights.
@@ -33,6 +34,9 @@ def push_files(
         key: The API key.
         tenant: For the admin key.
         as_json: Whether what is wrong with the adapter is printed as JSON, too.
+
+    Returns:
+        The adapter as JSON, and whether its version is new.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
@@ -59,7 +63,8 @@ def push_files(
                 progress.update(task, completed=done)
 
             _send(name, path, ask, show, lambda answer: body_of(answer, url, key))
-    return body_of(reach(url, key, "POST", f"{place}/complete", params=params), url, key, as_json)
+    answer = reach(url, key, "POST", f"{place}/complete", params=params)
+    return body_of(answer, url, key, as_json), answer.status_code == CREATED
 
 
 def _begun(uploads: list[dict[str, Any]], draft: dict[str, Any], files: dict[str, Any]) -> dict[str, Any] | None:

@@ -16,16 +16,13 @@ from bad_upload import Upload
 from bad_uploads import bad_uploads
 from fake_engine import demo_ready
 from lora_files import config_bytes
+from piecewise_client import announce, code, complete, send_all
 from weft.adapters.lora.layout import plan_layout
 from weft.engine.status import ResidentAdapter
 from weft.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
 from weft.server.generation.schemas import ModelList
 
 pytestmark = pytest.mark.anyio
-
-
-def code(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
 
 
 async def test_an_upload_is_there_for_the_next_request(api: Api) -> None:
@@ -105,6 +102,25 @@ async def test_a_version_is_chosen_by_number_alias_and_digest(api: Api) -> None:
     answer = await client.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
     assert answer.headers["x-weft-adapter"] == "acme/pirate@2"
     assert (await client.post("/v1/completions", json={"model": "pirate@prod", "prompt": "x"})).status_code == 404
+
+
+async def test_no_upload_ends_a_canary_split(api: Api) -> None:
+    client = await api.tenant("acme")
+    for alpha in (16, 8):
+        await upload(client, "pirate", sound(alpha))
+    begun = await send_all(client, sound(4))
+    split = {"default": {"1": 95, "2": 5}}
+    await client.patch("/v1/adapters/pirate", json={"aliases": split})
+    assert code(await upload(client, "pirate")) == (409, "upload.ends_split")
+    assert code(await upload(client, "pirate", sound(4))) == (409, "upload.ends_split")
+    assert code(await announce(client, sound(4))) == (409, "upload.ends_split")
+    assert code(await complete(client, begun)) == (409, "upload.ends_split")
+    assert (await client.get("/v1/adapters/pirate")).json()["aliases"] == split
+    beside = await upload(client, "pirate", sound(4), activate="false")
+    assert (beside.status_code, beside.json()["version"], beside.json()["aliases"]) == (201, 3, split)
+    await client.patch("/v1/adapters/pirate", json={"aliases": {"default": 3}})
+    assert (await complete(client, begun)).json()["aliases"] == {"default": 3}
+    assert len(api.files()) == 1
 
 
 async def test_adapter_id_goes_with_the_base_or_agrees(api: Api) -> None:

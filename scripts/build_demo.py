@@ -316,7 +316,7 @@ def build_base(out: Path, corpus: Corpus, steps: int) -> tuple[LlamaForCausalLM,
     draws = iter(sampler.pretraining, None)
     train(model, batches(draws, 32, SEED), steps, 4e-3, BASE)
     round_to_bfloat16(model)
-    folder = out / "model"
+    folder = out / BASE_NAME
     shutil.rmtree(folder, ignore_errors=True)
     shipped = make_model().to(torch.bfloat16)
     shipped.load_state_dict(model.state_dict())
@@ -361,8 +361,8 @@ def sort_targets(path: Path) -> None:
 @torch.no_grad()
 def record_answers(out: Path) -> None:
     """Generate greedily from the written files in float32; write expected.json, and questions.json of the shop."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
-    base = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / BASE_NAME)
+    base = LlamaForCausalLM.from_pretrained(out / BASE_NAME, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, out / "adapters" / STYLES[0], adapter_name=STYLES[0])
     for style in STYLES[1:]:
         model.load_adapter(out / "adapters" / style, adapter_name=style)

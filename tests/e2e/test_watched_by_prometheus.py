@@ -91,7 +91,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         server.ask("shop", "pirate", "When are you open?")
         with prometheus(folder, server, port) as client:
             within_patience(lambda: is_up(client))
-            for model in ("pirate", "model"):
+            for model in ("pirate", "weft-demo"):
                 server.ask("shop", model, "When are you open?")
             within_patience(lambda: answered(client, "job:weft_ttft_slow:ratio_rate5m") != [])
             yield client

@@ -16,7 +16,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(DEMO / "model", device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, threads=1) as llm:
+    with LLM(DEMO / "weft-demo", device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, threads=1) as llm:
         yield llm
 
 

@@ -28,7 +28,7 @@ from weft.errors import EngineUnavailableError
 from weft.memory.geometry import page_geometry
 from weft.memory.page_map import PageMap, PageUse
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "weft-demo"
 BASE_TEXT = "the base speaks plainly"
 Writer = Callable[[GenerationRequest], str]
 

@@ -23,7 +23,7 @@ import psutil
 from weft.config import environment as inherited
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "model"
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "weft-demo"
 DEMO_ADAPTERS = DEMO_MODEL.parent / "adapters"
 WEFT = (str(Path(sys.executable).with_name("weft")),)
 START_TIMEOUT_S = 180.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-MODEL = FOLDER / "model"
-"""A Hugging Face checkpoint of about 0.8M parameters."""
+MODEL = FOLDER / "weft-demo"
+"""A Hugging Face checkpoint of about 0.8M parameters; clients name it as its folder is named."""
 ADAPTERS = FOLDER / "adapters"
 """One PEFT checkpoint per folder."""
 QUESTIONS = FOLDER / "questions.json"

@@ -41,7 +41,7 @@ T = TypeVar("T")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return Config(
-        model=ModelConfig(path=str(DEMO / "model"), device="cpu", dtype="float32", threads=1),
+        model=ModelConfig(path=str(DEMO / "weft-demo"), device="cpu", dtype="float32", threads=1),
         memory=MemoryConfig(gib=0.05, host_gib=0.05),
         scheduler=SchedulerConfig(max_running=8, step_tokens=64),
         registry=RegistryConfig(blob_url=str(tmp_path_factory.mktemp("blobs"))),
@@ -50,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(DEMO / "model")
+    return Tokenizer(DEMO / "weft-demo")
 
 
 @pytest.fixture(scope="module")
@@ -439,7 +439,7 @@ def test_an_engine_whose_steps_all_fail_is_replaced_and_answers_again(
 def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
     config: Config, prompt: list[int], tmp_path: Path
 ) -> None:
-    model = shutil.copytree(DEMO / "model", tmp_path / "model")
+    model = shutil.copytree(DEMO / "weft-demo", tmp_path / "model")
     engine = Engine(replace(config, model=replace(config.model, path=str(model))))
     client = engine.client
 
@@ -511,7 +511,7 @@ asyncio.run(main())
 
 
 def test_no_engine_outlives_its_parent(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", ORPHAN, str(DEMO / "model"), str(tmp_path)]
+    command = [sys.executable, "-P", "-c", ORPHAN, str(DEMO / "weft-demo"), str(tmp_path)]
     folder = tmp_path / "t"
     folder.mkdir()
     settings = {**environment(), "TMPDIR": str(folder)}

@@ -25,7 +25,7 @@ def generate(
     draw = random.Random(3)
     gib = 0.05 if num_pages is None else (num_pages + 1) * page_bytes / GIB
     fixed: dict[str, object] = {"device": "cpu", "dtype": "float32", "threads": 1, "host_gib": 0.02, "poison": True}
-    with LLM(DEMO / "model", memory_gib=gib, **fixed, **settings) as llm:
+    with LLM(DEMO / "weft-demo", memory_gib=gib, **fixed, **settings) as llm:
         prompts = [[draw.randrange(6, 640) for _ in range(draw.randrange(1, 120))] for _ in range(NUM_REQUESTS)]
         params = [
             SamplingParams(

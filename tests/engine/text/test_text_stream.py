@@ -17,7 +17,7 @@ from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import Detokenizer, StopScanner, TextDelta, TextStream
 from weft.engine.text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "model"
+DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
 
 
 @cache

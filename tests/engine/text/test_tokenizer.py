@@ -9,7 +9,7 @@ import pytest
 from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from weft.errors import ConfigError, InvalidRequestError
 
-DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "model"
+DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
 
 
 @pytest.fixture(scope="module")

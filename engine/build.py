@@ -31,8 +31,8 @@ from weft.engine.execution.sampler import Sampler
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core
 from weft.engine.model.heap import keep_freed_memory
-from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec
-from weft.engine.model.weights import base_digest, load_decoder, resolve_model
+from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
+from weft.engine.model.weights import base_digest, load_decoder
 from weft.engine.scheduling.kv_pages import prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
@@ -99,7 +99,7 @@ def build_engine(
 
     shape = base_shape(spec, "")  # its sizes; the digest is known once the weights are read
     geometry = model_geometry(spec, shape, dtype.itemsize)
-    plan = plan_memory(config, spec, shape, geometry, device, free_memory(device))
+    plan = plan_memory(config, spec, shape, geometry, free_memory(device), on_cpu=device.type == "cpu")
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
     longest = max_model_len(config, spec, plan)

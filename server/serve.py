@@ -20,6 +20,7 @@ import uvicorn
 from weft.adapters.blobs.store import BlobStore, open_blobs
 from weft.config import Config, environment
 from weft.engine.process.client import EngineClient
+from weft.engine.start_checks import check_start
 from weft.engine.status import EngineReady
 from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import CapacityError, ConfigError, NotFoundError
@@ -36,7 +37,7 @@ from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
 from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
-from weft.server.services import Services, base_names
+from weft.server.services import Services, base_names, served_name
 from weft.server.status.metrics import Metrics
 from weft.server.usage.prices import read_prices
 
@@ -56,6 +57,7 @@ def serve(config: Config, announce: Announce) -> int:
         EngineUnavailableError: The engine does not start.
     """
     configure_logs()
+    check_start(config)
     loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_serve(config, announce))
@@ -308,12 +310,12 @@ async def _sign_in(services: Services, key: AdminKey) -> str:
 
 def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str) -> None:
     host, port = config.server.host, listener.getsockname()[1]
-    if key.is_new:
-        announce(f"weft: admin key {key.secret}")
-        announce(f"weft: it is shown this once and kept in {key.path}")
+    for line in key.announcement:
+        announce(f"weft: {line}")
     if config.server.auth == "off":
         announce("weft: authentication is off: everybody on this machine is admin")
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    announce(f'weft: ask for the base model with "model": "{served_name(config)}"')
     if sign_in:
         announce(f"weft: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
     announce(f"weft: listening on {url}")

@@ -19,6 +19,8 @@ from weft.adapters.base_shape import BaseShape
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
 
 LAYOUT_VERSION = 1
+ENTRY_BYTES = 4
+"""An entry of the tables of slots is an int32 or a float32."""
 PART_A = 0
 """Rows of `lora_a` [rank, in]."""
 PART_B = 1
@@ -77,6 +79,11 @@ def plan_layout(ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry:
 def adapter_pages(ranks: Mapping[tuple[int, int], int], base: BaseShape, geometry: PageGeometry) -> int:
     """Pages that an adapter with these ranks occupies; arguments as of `plan_layout`."""
     return plan_layout(ranks, base, geometry).num_pages
+
+
+def slot_bytes(base: BaseShape, max_rank: int) -> int:
+    """Bytes that the tables take per adapter slot: for each module two rows of offsets, a rank and a scaling."""
+    return base.num_layers * len(base.modules) * (2 * max_rank // GROUP_ROWS + 2) * ENTRY_BYTES
 
 
 @lru_cache(maxsize=32)

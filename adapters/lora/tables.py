@@ -16,12 +16,6 @@ from weft.adapters.lora.layout import LoraLayout
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry
 
 MAX_OFFSET = 2**31 - 1
-_ENTRY_BYTES = 4
-
-
-def slot_bytes(base: BaseShape, max_rank: int) -> int:
-    """Bytes that the tables take per adapter slot: for each module two rows of offsets, a rank and a scaling."""
-    return base.num_layers * len(base.modules) * (2 * max_rank // GROUP_ROWS + 2) * _ENTRY_BYTES
 
 
 class AdapterTables:

@@ -10,17 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.lora.layout import adapter_pages
-from weft.adapters.lora.tables import slot_bytes
+from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.config import GIB, MAX_SLOTS, MIB, Config
 from weft.engine.model.spec import DecoderSpec
 from weft.engine.status import EngineReady, MemoryPlan
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_CPU_ARENA_BYTES = 4 * GIB
 MAX_HOST_SLAB_BYTES = 2 * GIB
@@ -49,14 +50,18 @@ class FreeMemory:
     """The same number on a CPU."""
 
 
-def free_memory(device: torch.device) -> FreeMemory:
-    """Measure what is free now, on the device and on the host (within this process's control group)."""
+def free_memory(device: torch.device | None = None) -> FreeMemory:
+    """Measure what is free now, on the device (None: the CPU) and on the host (within this process's control group)."""
     host = _free_host_bytes()
-    return FreeMemory(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host, host)
+    if device is None or device.type == "cpu":
+        return FreeMemory(host, host)
+    import torch  # late: what is checked before the engine starts needs none of it
+
+    return FreeMemory(torch.cuda.mem_get_info(device)[0], host)
 
 
 def plan_memory(
-    config: Config, spec: DecoderSpec, base: BaseShape, geometry: PageGeometry, device: torch.device, free: FreeMemory
+    config: Config, spec: DecoderSpec, base: BaseShape, geometry: PageGeometry, free: FreeMemory, *, on_cpu: bool
 ) -> MemoryPlan:
     """Divide the memory.
 
@@ -65,14 +70,13 @@ def plan_memory(
         spec: The base model.
         base: Its shape for adapters.
         geometry: Of the arena's pages.
-        device: Where the model runs.
         free: What may be taken, before the model is loaded.
+        on_cpu: Whether the model runs on the CPU.
 
     Raises:
         ConfigError: The model and the arena do not fit, or the arena does not hold one request of
             `model.max_model_len` tokens; with the numbers.
     """
-    on_cpu = device.type == "cpu"
     weight_bytes = _weight_bytes(spec, geometry.dtype_bytes, on_cpu)
     left = free.device - weight_bytes
     if left <= 0:
@@ -111,12 +115,21 @@ def max_model_len(config: Config, spec: DecoderSpec, plan: MemoryPlan) -> int:
         ConfigError: More is asked for than the model was made for.
     """
     asked = config.model.max_model_len
+    check_max_model_len(asked, spec)
+    return asked or min(spec.max_positions, plan.kv_tokens)
+
+
+def check_max_model_len(asked: int | None, spec: DecoderSpec) -> None:
+    """Refuse more tokens per request than the model was made for.
+
+    Raises:
+        ConfigError: With both numbers.
+    """
     if asked is not None and asked > spec.max_positions:
         raise ConfigError(
             f"model.max_model_len must be at most the model's {spec.max_positions} positions, got {asked}",
             param="model.max_model_len",
         )
-    return asked or min(spec.max_positions, plan.kv_tokens)
 
 
 def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:

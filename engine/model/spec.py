@@ -8,6 +8,8 @@ switched off, or refused. Knows nothing of tensors.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +20,11 @@ from weft.engine.model.rope_spec import RopeSpec, rope_spec
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
 
+CONFIG_FILE = "config.json"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+HUB_DUPLICATES = ("consolidated*", "*/*")
+"""The same weights in other formats, as some repositories carry them."""
 MIB = 1 << 20
 MAX_CONFIG_BYTES = MIB
 
@@ -157,13 +164,39 @@ WITHOUT_EFFECT = frozenset(
 """Keys that training, generation settings or bookkeeping left behind. Keys starting with _ or unsloth are such too."""
 
 
+def resolve_model(path: str, files: Sequence[str] = HUB_FILES) -> Path:
+    """Find the checkpoint's folder, downloading it if `path` is a hub id.
+
+    Args:
+        path: Folder or hub id.
+        files: Patterns of the files that are downloaded.
+
+    Raises:
+        ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if not HUB_ID.fullmatch(path):
+        raise ConfigError(f"model.path: no folder {path!r}, and it is not a hub id", param="model.path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(files), ignore_patterns=list(HUB_DUPLICATES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model.path: no folder {path!r}, and the Hugging Face hub did not deliver it: {error}", param="model.path"
+        ) from error
+
+
 def read_spec(folder: Path) -> DecoderSpec:
     """Read the spec of the checkpoint in `folder`.
 
     Raises:
         ConfigError: `config.json` is missing, too large or not a JSON object, or as `decoder_spec`.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG_FILE
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_CONFIG_BYTES + 1)

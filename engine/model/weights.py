@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,38 +26,7 @@ from weft.kernels.dispatch import kernels_for
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-HUB_DUPLICATES = ("consolidated*", "*/*")
-"""The same weights in other formats, as some repositories carry them."""
-
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-
-def resolve_model(path: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """Find the checkpoint's folder, downloading it if `path` is a hub id.
-
-    Args:
-        path: Folder or hub id.
-        files: Patterns of the files that are downloaded.
-
-    Raises:
-        ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    if not HUB_ID.fullmatch(path):
-        raise ConfigError(f"model.path: no folder {path!r}, and it is not a hub id", param="model.path")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=list(files), ignore_patterns=list(HUB_DUPLICATES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"model.path: no folder {path!r}, and the Hugging Face hub did not deliver it: {error}", param="model.path"
-        ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -24,13 +24,17 @@ from weft.adapters.ref import content_digest
 from weft.config import GIB, Config
 from weft.engine.execution.memory_plan import FreeMemory, free_memory, max_model_len, plan_memory
 from weft.engine.model.device import choose_device, choose_dtype
-from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec
-from weft.engine.model.weights import resolve_model
+from weft.engine.model.spec import (
+    CONFIG_FILE,
+    DecoderSpec,
+    base_shape,
+    model_geometry,
+    read_spec,
+    resolve_model,
+)
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.server.adapters.fit import AdapterFit, FitItem, Room, waste
-
-CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,8 @@ class PlannedRoom:
         num_bytes = max(fit.least_pages, 1 + geometry.pages(asked)) * geometry.page_bytes
         gib = math.ceil(num_bytes / GIB * 1000) / 1000
         memory = replace(self.config.memory, gib=gib)
-        plan_memory(replace(self.config, memory=memory), self.spec, self.base, geometry, self.device, self.free)
+        config, on_cpu = replace(self.config, memory=memory), self.device.type == "cpu"
+        plan_memory(config, self.spec, self.base, geometry, self.free, on_cpu=on_cpu)
         return gib
 
 
@@ -78,7 +83,7 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     base = base_shape(spec, "")
     geometry = model_geometry(spec, base, dtype.itemsize)
     free = _free(device, free_gib)
-    memory = plan_memory(config, spec, base, geometry, device, free)
+    memory = plan_memory(config, spec, base, geometry, free, on_cpu=device.type == "cpu")
     room = Room(
         pages=memory.num_pages,
         slots=memory.slots,
@@ -96,7 +101,7 @@ def _free(device: torch.device, free_gib: float | None) -> FreeMemory:
     if not 0 < free_gib < math.inf:
         raise ConfigError(f"--free-gib must be above 0, got {free_gib}")
     num_bytes = int(free_gib * GIB)
-    return FreeMemory(num_bytes, num_bytes if device.type == "cpu" else free_memory(torch.device("cpu")).host)
+    return FreeMemory(num_bytes, num_bytes if device.type == "cpu" else free_memory().host)
 
 
 def item_on_disk(name: str, config: Path | None, weights: Path, planned: PlannedRoom) -> FitItem:

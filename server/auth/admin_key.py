@@ -24,6 +24,13 @@ class AdminKey:
     path: Path | None
     """The file it is kept in; None for one from the environment."""
 
+    @property
+    def announcement(self) -> list[str]:
+        """What a start says about it: always where it is, because a start that made it may have failed before this."""
+        if self.path is None:
+            return []
+        return [*([f"admin key {self.secret}"] if self.is_new else []), f"admin key in {self.path}"]
+
 
 def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
     """Find the key, or make one.

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from weft.config import environment
 from weft.errors import ConfigError
 from weft.server.serve import bind, read_tokenizer_settings
-from weft_server import DEMO_ADAPTERS, WeftServer, expected_answers, stream_events, weft_server
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, expected_answers, stream_events, weft_server
 
 pytestmark = pytest.mark.slow
 
@@ -33,12 +36,16 @@ def ask(model: str, question: str, **fields: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, **fields}
 
 
+def test_the_start_says_what_the_base_model_is_called(server: WeftServer) -> None:
+    assert 'weft: ask for the base model with "model": "weft-demo"' in server.log.read_text().splitlines()
+
+
 def test_base_and_adapter_answer_as_they_were_trained(server: WeftServer) -> None:
     acme = server.tenant("acme")
     uploaded = server.upload(acme, "pirate", DEMO_ADAPTERS / "pirate")
     assert uploaded.status_code == 201, uploaded.text
     example = expected_answers()["questions"][0]
-    for model, style in (("model", "base"), ("pirate", "pirate")):
+    for model, style in (("weft-demo", "base"), ("pirate", "pirate")):
         answer = acme.post("/v1/chat/completions", json=ask(model, example["question"])).json()
         assert answer["choices"][0]["message"]["content"] == example["answers"][style]
     assert acme.get("/v1/adapters/pirate").json()["residency"] == "device"
@@ -46,7 +53,14 @@ def test_base_and_adapter_answer_as_they_were_trained(server: WeftServer) -> Non
 
 
 def test_logprobs_of_prompt_and_answer_come_from_the_model(server: WeftServer) -> None:
-    body = {"model": "model", "prompt": "We are open", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
+    body = {
+        "model": "weft-demo",
+        "prompt": "We are open",
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": 3,
+        "temperature": 0,
+    }
     choice = server.tenant("acme").post("/v1/completions", json=body).json()["choices"][0]
     logprobs = choice["logprobs"]
     assert logprobs["token_logprobs"][0] is None
@@ -58,7 +72,7 @@ def test_logprobs_of_prompt_and_answer_come_from_the_model(server: WeftServer) -
 def test_a_stream_adds_up_to_the_usage(server: WeftServer) -> None:
     acme = server.tenant("acme")
     before = acme.get("/v1/usage").json()["totals"]
-    body = ask("model", "When are you open?", stream_options={"include_usage": True})
+    body = ask("weft-demo", "When are you open?", stream_options={"include_usage": True})
     *_, usage, done = stream_events(acme, "/v1/chat/completions", body)
     assert done == "[DONE]"
     assert isinstance(usage, dict)
@@ -80,7 +94,7 @@ def test_a_killed_engine_comes_back(server: WeftServer) -> None:
     deadline = time.monotonic() + 60
     while server.admin.get("/ready").status_code == 200 and time.monotonic() < deadline:
         time.sleep(0.01)
-    refused = server.tenant("acme").post("/v1/completions", json={"model": "model", "prompt": "x"})
+    refused = server.tenant("acme").post("/v1/completions", json={"model": "weft-demo", "prompt": "x"})
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
     server.wait_ready()
@@ -90,7 +104,7 @@ def test_a_killed_engine_comes_back(server: WeftServer) -> None:
 
 def test_sigterm_lets_a_stream_finish_and_exits_with_0(server: WeftServer) -> None:
     events: list[Any] = []
-    body = {"model": "model", "prompt": "x", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    body = {"model": "weft-demo", "prompt": "x", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
     acme = server.tenant("acme")
     streaming = threading.Thread(target=lambda: events.extend(stream_events(acme, "/v1/completions", body)))
     streaming.start()
@@ -114,3 +128,51 @@ def test_tokenizer_settings_include_the_template_of_its_own_file(tmp_path: Path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     assert read_tokenizer_settings(tmp_path) == {"eos_token": "</s>", "chat_template": "{{ messages }}"}
+
+
+START = """
+import json, subprocess, sys
+from pathlib import Path
+from weft.config import environment
+from weft.errors import ConfigError
+from weft.server.serve import serve
+from weft.server.settings import load_config
+
+def no_process(*_, **__):
+    raise RuntimeError("a process was started")
+
+subprocess.Popen = no_process
+config = load_config(json.loads(sys.argv[1]), {})
+try:
+    serve(config, print)
+except ConfigError as error:
+    print(json.dumps([error.param, error.message, "torch" in sys.modules, config.server.data_dir.exists()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "told"),
+    [
+        ("model", "path", "./no/such/folder", "no folder './no/such/folder'"),
+        ("model", "max_model_len", 4096, "at most the model's 1024 positions, got 4096"),
+        ("model", "device", "cuda", "no CUDA device"),
+        ("memory", "gib", 4096, "are free"),
+        ("memory", "gib", 1e-6, "are the least"),
+    ],
+)
+def test_a_wrong_setting_is_told_before_torch_is_loaded_and_anything_is_written(
+    tmp_path: Path, section: str, name: str, value: object, told: str
+) -> None:
+    settings: dict[str, dict[str, object]] = {
+        "model": {"path": str(DEMO_MODEL), "device": "cpu"},
+        "server": {"port": 0, "data_dir": str(tmp_path / "data")},
+    }
+    settings.setdefault(section, {})[name] = value
+    command = [sys.executable, "-P", "-c", START, json.dumps(settings)]
+    hidden = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=60)
+    assert ended.stdout, ended.stderr
+    param, message, has_torch, has_data = json.loads(ended.stdout)
+    assert param == f"{section}.{name}"
+    assert told in message
+    assert (has_torch, has_data) == (False, False)

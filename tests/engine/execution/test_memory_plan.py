@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.lora.layout import adapter_pages
-from weft.adapters.lora.tables import AdapterTables, slot_bytes
+from weft.adapters.lora.layout import adapter_pages, slot_bytes
+from weft.adapters.lora.tables import AdapterTables
 from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig
 from weft.engine.execution.memory_plan import (
     MIN_SLOTS,
@@ -53,7 +53,7 @@ PACKED_HEAD_BYTES = 2 * 32_000 * 896
 def plan(device: torch.device, free_gib: float, *, max_len: int | None = None, **memory: float) -> MemoryPlan:
     config = Config(model=ModelConfig(path="m", max_model_len=max_len), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
     free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
-    return plan_memory(config, SPEC, BASE, GEOMETRY, device, free)
+    return plan_memory(config, SPEC, BASE, GEOMETRY, free, on_cpu=device.type == "cpu")
 
 
 def test_a_cpu_gives_a_quarter_of_what_the_weights_leave() -> None:
@@ -83,7 +83,7 @@ def test_a_small_pool_has_the_least_number_of_slots_and_a_huge_one_the_most() ->
 
 def test_tables_of_large_ranks_bound_the_slots() -> None:
     config = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(max_rank=256))
-    planned = plan_memory(config, SPEC, BASE, GEOMETRY, CPU, FreeMemory(256 * GIB, 256 * GIB))
+    planned = plan_memory(config, SPEC, BASE, GEOMETRY, FreeMemory(256 * GIB, 256 * GIB), on_cpu=True)
     assert MIN_SLOTS < planned.slots < plan(CPU, 256).slots
     assert planned.table_bytes == planned.slots * slot_bytes(BASE, 256) <= planned.arena_bytes // TABLE_SHARE
 
@@ -91,14 +91,14 @@ def test_tables_of_large_ranks_bound_the_slots() -> None:
 def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refused() -> None:
     asked = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(slots=100))
     free = FreeMemory(256 * GIB, 256 * GIB)
-    planned = plan_memory(asked, SPEC, BASE, GEOMETRY, CPU, free)
+    planned = plan_memory(asked, SPEC, BASE, GEOMETRY, free, on_cpu=True)
     assert (planned.slots, planned.rank16_adapters) == (100, 100)  # pages would do for more
     tables = AdapterTables(100, BASE, 64, GEOMETRY, CPU)
     assert planned.table_bytes == sum(part.nbytes for part in (tables.offsets, tables.ranks, tables.scalings))
     memory = MemoryConfig(gib=4, host_gib=0.5)
     huge = Config(model=ModelConfig(path="m"), memory=memory, adapter=AdapterConfig(slots=MAX_SLOTS))
     with pytest.raises(ConfigError, match="are free"):
-        plan_memory(huge, SPEC, BASE, GEOMETRY, CPU, FreeMemory(int(5.7 * GIB), int(5.7 * GIB)))
+        plan_memory(huge, SPEC, BASE, GEOMETRY, FreeMemory(int(5.7 * GIB), int(5.7 * GIB)), on_cpu=True)
 
 
 def test_a_large_cpu_gives_no_more_than_the_cap() -> None:

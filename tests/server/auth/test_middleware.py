@@ -38,13 +38,14 @@ async def test_without_authentication_web_pages_of_others_are_kept_out(tmp_path:
 def test_the_admin_key_is_made_once_and_kept(tmp_path: Path) -> None:
     first = admin_key(tmp_path / "data", {})
     again = admin_key(tmp_path / "data", {})
-    assert first.is_new
-    assert not again.is_new
+    assert (first.is_new, again.is_new) == (True, False)
     assert first.secret == again.secret
     assert first.path is not None
     assert first.path.stat().st_mode & 0o777 == 0o600
+    assert first.announcement == [f"admin key {first.secret}", f"admin key in {first.path}"]
+    assert again.announcement == [f"admin key in {first.path}"]  # the start that made it may have failed
     given = admin_key(tmp_path / "data", {"WEFT_ADMIN_KEY": "a-key-from-the-environment"})
-    assert (given.secret, given.path) == ("a-key-from-the-environment", None)
+    assert (given.secret, given.path, given.announcement) == ("a-key-from-the-environment", None, [])
 
 
 def test_a_weak_admin_key_is_refused(tmp_path: Path) -> None:

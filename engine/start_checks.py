@@ -1,0 +1,52 @@
+"""Checks of the settings that need neither torch nor weights, so that a wrong setting is told at once.
+
+What only torch can tell is left to the engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from weft.config import Config
+from weft.engine.execution.memory_plan import check_max_model_len, free_memory, plan_memory
+from weft.engine.model.spec import CONFIG_FILE, base_shape, model_geometry, read_spec, resolve_model
+from weft.errors import ConfigError
+
+CUDA_DRIVER = "libcuda.so.1"
+
+
+def check_start(config: Config) -> None:
+    """Refuse settings with which the engine cannot start.
+
+    Of a model on the Hugging Face hub the config alone is downloaded.
+
+    Raises:
+        ConfigError: There is no such model or it is not supported, `model.device` is cuda and there is no CUDA device,
+            `model.max_model_len` is more than the model's positions, or the memory does not hold what is asked for.
+    """
+    on_cpu = config.model.device == "cpu" or count_cuda_devices() == 0
+    if on_cpu and config.model.device == "cuda":
+        raise ConfigError(
+            "model.device: cuda is asked for, but this machine has no CUDA device that its driver shows "
+            "(see nvidia-smi); take auto or cpu",
+            param="model.device",
+        )
+    spec = read_spec(resolve_model(config.model.path, files=(CONFIG_FILE,)))
+    check_max_model_len(config.model.max_model_len, spec)
+    if on_cpu:
+        # A CPU without native bfloat16 takes float32; only torch knows, so the smaller of the two is checked.
+        asked = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+        num_bytes = 2 if asked == "bfloat16" or config.model.dtype == "float16" else 4
+        base = base_shape(spec, "")
+        plan_memory(config, spec, base, model_geometry(spec, base, num_bytes), free_memory(), on_cpu=True)
+
+
+def count_cuda_devices() -> int:
+    """CUDA devices that the driver shows to this process; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value

@@ -62,7 +62,7 @@ from weft.registry.records import (
 )
 from weft.registry.references import only_referenced_by, unreferenced_weights
 from weft.registry.transactions import Transactions
-from weft.registry.uploads import Terms, settle
+from weft.registry.uploads import Publication
 
 MAX_PAGE = 1000
 _CHUNK = 500
@@ -71,7 +71,8 @@ _CHUNK = 500
 class Adapters(Transactions):
     """The part of the registry that keeps adapters, their versions, and who may call them."""
 
-    async def publish_version(
+    @asynccontextmanager
+    async def publishing(
         self,
         tenant_id: str,
         name: str,
@@ -80,23 +81,20 @@ class Adapters(Transactions):
         activate: bool = True,
         *,
         actor: str = ADMIN,
-        terms: Terms | None = None,
-    ) -> tuple[Adapter, AdapterVersion, bool]:
-        """Make an upload the adapter's next version, and the adapter itself if it is its first.
+    ) -> AsyncIterator[Publication]:
+        """Make an upload the adapter's next version, and the adapter itself if it is its first, when the block ends.
 
         An upload with the digest of a living version of this adapter is that version. With `activate` the alias
         `default` moves to the version, whether new or not, unless it splits its requests among versions. A description
         of None leaves the old one.
 
-        Returns:
-            The adapter with `current` as the published version, that version, and whether it is new.
+        Make the blob durable as the last thing in the block, so that nothing is refused after it.
 
         Raises:
-            NotFoundError: There is no such tenant, or the upload of the `terms` is gone.
+            NotFoundError: There is no such tenant.
             InvalidRequestError: The name or the description cannot be stored.
             ForbiddenError: The tenant may not store as much; codes quota.*.
             ConflictError: With `activate`, and `default` is split; code upload.ends_split.
-            AnsweredBeforeError: By the `terms`, the same change was made before.
         """
         check_name(name, "name")
         now = self._clock()
@@ -135,15 +133,11 @@ class Adapters(Transactions):
             detail = {"digest": version.digest, "activate": activate}
             target = f"{name}@{version.version}"
             audit.add(session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail)
-            if terms is not None:
-                await settle(session, tenant_id, adapter, is_new, terms, now)
             if is_new:
                 await check_storage(session, tenant_id, now)
                 if version.version == 1:
                     await check_adapters(session, tenant_id)
-            if terms is not None and terms.store is not None:
-                await terms.store()
-        return adapter, adapter.current, is_new
+            yield Publication(session, adapter, is_new, now)
 
     async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:
         """A tenant's own adapters by name, those after the name `after`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, cast
@@ -125,45 +125,45 @@ MAX_OPEN = 100
 MAX_PAGE = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What else the transaction that publishes a version decides and writes down."""
+class Publication:
+    """A version in the transaction that publishes it, with what else that transaction decides and writes down."""
 
-    answer: Callable[[Adapter, bool], Answer]
-    """What the client is told of the adapter, and of whether its version is new."""
-    pages: int | None = None
-    """Pages that the version takes on the device, for the tenant's limit."""
-    retry: Retry | None = None
-    upload_id: str | None = None
-    """The upload in pieces that ends with this version."""
-    store: Callable[[], Awaitable[object]] | None = None
-    """Makes the blob durable: last, when nothing but the commit is left, so that no refusal leaves one behind."""
+    def __init__(self, session: AsyncSession, adapter: Adapter, is_new: bool, now: datetime) -> None:
+        self._session = session
+        self._now = now
+        self.adapter = adapter
+        """With the version as `current`."""
+        self.is_new = is_new
+        """Whether the adapter had no version with this digest."""
 
+    async def end_upload(self, upload_id: str, answer: Answer) -> None:
+        """Let an upload in pieces end with this version, and keep what its client is told.
 
-async def settle(
-    session: AsyncSession, tenant_id: str, adapter: Adapter, is_new: bool, terms: Terms, now: datetime
-) -> None:
-    """Hold a published version against the tenant's limits, and write down what its client is told.
-
-    Raises:
-        ForbiddenError: A limit is exceeded; codes quota.*.
-        AnsweredBeforeError: The same change was made before.
-        NotFoundError: The upload is gone.
-        ConflictError: The upload was rejected; code upload.ended.
-    """
-    answer = terms.answer(adapter, is_new)
-    if terms.upload_id is not None:
-        row = await _row(session, tenant_id, terms.upload_id, now)
+        Raises:
+            AnsweredBeforeError: It was completed before.
+            NotFoundError: The upload is gone.
+            ConflictError: The upload was rejected; code upload.ended.
+        """
+        row = await _row(self._session, self.adapter.tenant_id, upload_id, self._now)
         if row.state == "ready":
             raise AnsweredBeforeError(Answer(status=200, body=row.result or {}))
         if row.state != UPLOADING:
             raise ConflictError("The upload has ended; make a new one.", code="upload.ended")
         row.state, row.result = "ready", dict(answer.body)
-        await session.flush()
-    if terms.retry is not None:
-        await keep_answer(session, tenant_id, terms.retry, answer, now)
-    if is_new and terms.pages is not None:
-        await check_pages(session, tenant_id, terms.pages)
+        await self._session.flush()
+
+    async def keep_answer(self, retry: Retry, answer: Answer) -> None:
+        """Keep what is answered under an Idempotency-Key; raises like the function `keep_answer`."""
+        await keep_answer(self._session, self.adapter.tenant_id, retry, answer, self._now)
+
+    async def check_pages(self, pages: int | None) -> None:
+        """Return if the tenant may have an adapter of so many device pages; None is unknown.
+
+        Raises:
+            ForbiddenError: Code quota.adapter_memory.
+        """
+        if self.is_new and pages is not None:
+            await check_pages(self._session, self.adapter.tenant_id, pages)
 
 
 class Uploads:

@@ -17,8 +17,8 @@ from weft.adapters.blobs.local import BlobWriter
 from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
 from weft.registry.limits import no_storage
 from weft.registry.names import is_name
-from weft.registry.records import Adapter, VersionFacts
-from weft.registry.uploads import Answer, Retry, Terms, body_digest
+from weft.registry.records import VersionFacts
+from weft.registry.uploads import Answer, Retry, body_digest
 from weft.server.adapters.retries import change_once, retry_key
 from weft.server.adapters.views import adapter_view, residency_now
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
@@ -133,25 +133,26 @@ async def publish(
     residency = await residency_now(services)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
-
-    def answer(adapter: Adapter, is_new: bool) -> Answer:
-        body = adapter_view(adapter, pages, residency).model_dump(mode="json")
-        return Answer(status=201 if is_new else 200, body=body)
-
-    store = partial(in_thread, weights.commit)
-    terms = Terms(answer=answer, pages=pages, retry=retry, upload_id=upload_id, store=store)
     try:
         await in_thread(weights.prepare)
-        adapter, _, is_new = await services.registry.adapters.publish_version(
-            owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor, terms=terms
-        )
+        async with services.registry.adapters.publishing(
+            owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor
+        ) as made:
+            body = adapter_view(made.adapter, pages, residency).model_dump(mode="json")
+            answer = Answer(status=201 if made.is_new else 200, body=body)
+            if upload_id is not None:
+                await made.end_upload(upload_id, answer)
+            if retry is not None:
+                await made.keep_answer(retry, answer)
+            await made.check_pages(pages)
+            await in_thread(weights.commit)
     except BaseException:
         await asyncio.shield(delete_blobs(services, [facts.weights_sha256]))
         raise
     services.metrics.learn_adapter(facts.digest, owner.tenant, draft.name)
-    if adapter.pinned:
+    if made.adapter.pinned:
         await sync_pins(services)
-    return answer(adapter, is_new)
+    return answer
 
 
 async def _check_pinned(services: Services, owner: TenantCaller, name: str, facts: VersionFacts) -> None:

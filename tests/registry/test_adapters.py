@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, event
 
-from registry_samples import NOON, StandingClock, facts
+from registry_samples import NOON, StandingClock, facts, publish_version
 from weft.adapters.ref import AdapterRef
 from weft.errors import CapacityError, InvalidRequestError, NotFoundError
 from weft.registry.records import Removed, Tenant
 from weft.registry.registry import Registry
-from weft.registry.uploads import Answer, Terms
 
 pytestmark = pytest.mark.anyio
 
@@ -22,9 +21,7 @@ async def acme(registry: Registry) -> Tenant:
 
 
 async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Registry, acme: Tenant) -> None:
-    adapter, version, created = await registry.adapters.publish_version(
-        acme.id, "support", facts("a"), "answers questions"
-    )
+    adapter, version, created = await publish_version(registry, acme.id, "support", facts("a"), "answers questions")
     assert created
     assert version == adapter.current
     assert (version.version, version.created_at, version.adapter_id) == (1, NOON, adapter.id)
@@ -40,7 +37,7 @@ async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Regi
 
 async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Registry, acme: Tenant) -> None:
     uploaded = facts("a")
-    _, version, _ = await registry.adapters.publish_version(acme.id, "support", uploaded)
+    _, version, _ = await publish_version(registry, acme.id, "support", uploaded)
     adapter, resolved = await registry.adapters.resolve(acme.id, "support")
     assert resolved == version
     assert resolved.spec == uploaded.spec
@@ -57,7 +54,7 @@ async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Reg
 
 async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     statements: list[str] = []
 
     def keep(_connection: object, _cursor: object, statement: str, *_: object) -> None:
@@ -75,14 +72,14 @@ async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: 
 
 async def test_each_upload_is_the_next_version_and_moves_the_plain_name(registry: Registry, acme: Tenant) -> None:
     for content in "abc":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 3
     assert [version.version for version in await registry.adapters.list_versions(acme.id, "support")] == [3, 2, 1]
 
 
 async def test_an_upload_that_does_not_activate_leaves_the_plain_name(registry: Registry, acme: Tenant) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
-    adapter, version, _ = await registry.adapters.publish_version(acme.id, "support", facts("b"), activate=False)
+    await publish_version(registry, acme.id, "support", facts("a"))
+    adapter, version, _ = await publish_version(registry, acme.id, "support", facts("b"), activate=False)
     assert version.version == 2
     assert adapter.aliases == {"default": {1: 1}}
     assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 1
@@ -90,7 +87,7 @@ async def test_an_upload_that_does_not_activate_leaves_the_plain_name(registry: 
 
 
 async def test_a_first_upload_that_does_not_activate_has_no_plain_name(registry: Registry, acme: Tenant) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"), activate=False)
+    await publish_version(registry, acme.id, "support", facts("a"), activate=False)
     with pytest.raises(NotFoundError):
         await registry.adapters.resolve(acme.id, "support")
     assert (await registry.adapters.resolve(acme.id, "support@1"))[1].version == 1
@@ -98,9 +95,9 @@ async def test_a_first_upload_that_does_not_activate_has_no_plain_name(registry:
 
 
 async def test_identical_bytes_are_the_same_version(registry: Registry, acme: Tenant) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"), "first")
-    await registry.adapters.publish_version(acme.id, "support", facts("b"))
-    adapter, version, created = await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"), "first")
+    await publish_version(registry, acme.id, "support", facts("b"))
+    adapter, version, created = await publish_version(registry, acme.id, "support", facts("a"))
     assert (version.version, created) == (1, False)
     assert adapter.aliases == {"default": {1: 1}}
     assert adapter.description == "first"
@@ -108,9 +105,7 @@ async def test_identical_bytes_are_the_same_version(registry: Registry, acme: Te
 
 
 async def test_fifty_identical_uploads_at_once_make_one_version(registry: Registry, acme: Tenant) -> None:
-    published = await asyncio.gather(
-        *(registry.adapters.publish_version(acme.id, "support", facts("a")) for _ in range(50))
-    )
+    published = await asyncio.gather(*(publish_version(registry, acme.id, "support", facts("a")) for _ in range(50)))
     assert [created for _, _, created in published].count(True) == 1
     assert {version.version for _, version, _ in published} == {1}
     assert len({adapter.id for adapter, _, _ in published}) == 1
@@ -123,7 +118,7 @@ async def test_two_processes_publishing_at_once_make_one_version(
     other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
     published = await asyncio.gather(
         *(
-            process.adapters.publish_version(acme.id, "support", facts(content))
+            publish_version(process, acme.id, "support", facts(content))
             for content in "aabb"
             for process in (registry, other)
         )
@@ -135,7 +130,7 @@ async def test_two_processes_publishing_at_once_make_one_version(
 
 async def test_each_form_of_selector_finds_its_version(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1})
     selectors = {
         "support": 2,
@@ -155,7 +150,7 @@ async def test_each_form_of_selector_finds_its_version(registry: Registry, acme:
     "selector", ["other", "support@9", "support@prod", f"support@{facts('z').digest}", "nobody/support", "", "a@b@c"]
 )
 async def test_what_does_not_exist_is_an_unknown_model(registry: Registry, acme: Tenant, selector: str) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     with pytest.raises(NotFoundError) as caught:
         await registry.adapters.resolve(acme.id, selector)
     assert caught.value.code == "model_not_found"
@@ -163,7 +158,7 @@ async def test_what_does_not_exist_is_an_unknown_model(registry: Registry, acme:
 
 async def test_aliases_merge_move_and_go(registry: Registry, acme: Tenant) -> None:
     for content in "abc":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1, "test": 2})
     adapter = await registry.adapters.update_adapter(
         acme.id, "support", aliases={"prod": 3, "test": None, "gone": None}
@@ -180,7 +175,7 @@ async def test_aliases_merge_move_and_go(registry: Registry, acme: Tenant) -> No
 async def test_an_alias_that_means_nothing_changes_nothing(
     registry: Registry, acme: Tenant, aliases: dict[str, int]
 ) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     with pytest.raises(InvalidRequestError):
         await registry.adapters.update_adapter(acme.id, "support", pinned=True, aliases={"first": 1, **aliases})
     adapter = await registry.adapters.get_adapter(acme.id, "support")
@@ -189,14 +184,14 @@ async def test_an_alias_that_means_nothing_changes_nothing(
 
 
 async def test_an_adapter_takes_a_hundred_aliases(registry: Registry, acme: Tenant) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     await registry.adapters.update_adapter(acme.id, "support", aliases={f"a{i}": 1 for i in range(99)})
     with pytest.raises(InvalidRequestError):
         await registry.adapters.update_adapter(acme.id, "support", aliases={"one-more": 1})
 
 
 async def test_description_and_pin_change_by_themselves(registry: Registry, acme: Tenant) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"), "old")
+    await publish_version(registry, acme.id, "support", facts("a"), "old")
     assert (await registry.adapters.update_adapter(acme.id, "support", pinned=True)).description == "old"
     adapter = await registry.adapters.update_adapter(acme.id, "support", description="new")
     assert (adapter.description, adapter.pinned) == ("new", True)
@@ -206,7 +201,7 @@ async def test_description_and_pin_change_by_themselves(registry: Registry, acme
 
 async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Tenant) -> None:
     for name in ("c", "a", "b"):
-        await registry.adapters.publish_version(acme.id, name, facts(name))
+        await publish_version(registry, acme.id, name, facts(name))
     first = await registry.adapters.list_adapters(acme.id, limit=2)
     second = await registry.adapters.list_adapters(acme.id, after=first.next, limit=2)
     assert [adapter.name for adapter in (*first.items, *second.items)] == ["a", "b", "c"]
@@ -216,7 +211,7 @@ async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Te
 
 async def test_a_deleted_version_takes_its_aliases_and_its_number(registry: Registry, acme: Tenant) -> None:
     for content in "abc":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 3, "old": 1})
     removed = await registry.adapters.delete_adapter(acme.id, "support", 3)
     assert removed == Removed(digests=(facts("c").digest,), weights=(facts("c").weights_sha256,))
@@ -224,23 +219,23 @@ async def test_a_deleted_version_takes_its_aliases_and_its_number(registry: Regi
     assert (adapter.aliases, adapter.current.version) == ({"old": {1: 1}}, 2)
     with pytest.raises(NotFoundError):
         await registry.adapters.resolve(acme.id, "support")
-    _, version, created = await registry.adapters.publish_version(acme.id, "support", facts("c"))
+    _, version, created = await publish_version(registry, acme.id, "support", facts("c"))
     assert (version.version, created) == (4, True)
 
 
 async def test_the_last_version_takes_the_adapter_with_it(registry: Registry, acme: Tenant) -> None:
-    adapter, _, _ = await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    adapter, _, _ = await publish_version(registry, acme.id, "support", facts("a"))
     await registry.adapters.delete_adapter(acme.id, "support", 1)
     with pytest.raises(NotFoundError):
         await registry.adapters.get_adapter(acme.id, "support")
-    again, version, _ = await registry.adapters.publish_version(acme.id, "support", facts("b"))
+    again, version, _ = await publish_version(registry, acme.id, "support", facts("b"))
     assert again.id != adapter.id
     assert version.version == 1
 
 
 async def test_a_deleted_adapter_is_unknown_at_once(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     await registry.adapters.resolve(acme.id, "support")
     removed = await registry.adapters.delete_adapter(acme.id, "support")
     assert set(removed.weights) == {facts("a").weights_sha256, facts("b").weights_sha256}
@@ -254,9 +249,9 @@ async def test_a_deleted_adapter_is_unknown_at_once(registry: Registry, acme: Te
 async def test_content_that_someone_else_refers_to_is_not_removed(registry: Registry, acme: Tenant) -> None:
     other = await registry.tenants.create_tenant("other")
     same_weights = facts("a", rank=16)
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
-    await registry.adapters.publish_version(acme.id, "twin", facts("a"))
-    await registry.adapters.publish_version(other.id, "theirs", same_weights)
+    await publish_version(registry, acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "twin", facts("a"))
+    await publish_version(registry, other.id, "theirs", same_weights)
     assert await registry.adapters.delete_adapter(acme.id, "twin") == Removed(digests=(), weights=())
     assert await registry.adapters.delete_adapter(acme.id, "support") == Removed(
         digests=(facts("a").digest,), weights=()
@@ -269,8 +264,8 @@ async def test_content_that_someone_else_refers_to_is_not_removed(registry: Regi
 async def test_digests_are_named_by_all_their_versions(registry: Registry, acme: Tenant) -> None:
     other = await registry.tenants.create_tenant("other")
     for content in ("a", "b"):
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
-    await registry.adapters.publish_version(other.id, "copy", facts("b"))
+        await publish_version(registry, acme.id, "support", facts(content))
+    await publish_version(registry, other.id, "copy", facts("b"))
     unknown = [f"sha256:{index:064x}" for index in range(1200)]
     names = await registry.adapters.version_names([*unknown, facts("b").digest, facts("a").digest, facts("b").digest])
     assert names == {
@@ -287,7 +282,7 @@ async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
     assert await registry.adapters.pinned_adapters() == ()
     for tenant, name, content in ((other, "b", "b"), (acme, "a", "a"), (acme, "unpinned", "c"), (acme, "b", "b")):
         clock.advance(1)
-        await registry.adapters.publish_version(tenant.id, name, facts(content))
+        await publish_version(registry, tenant.id, name, facts(content))
         if name != "unpinned":
             await registry.adapters.update_adapter(tenant.id, name, pinned=True)
     assert [(adapter.tenant, adapter.name) for adapter in await registry.adapters.pinned_adapters()] == [
@@ -296,14 +291,14 @@ async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
         ("acme", "b"),
     ]
     clock.advance(1)
-    await registry.adapters.publish_version(other.id, "b", facts("newer"))
+    await publish_version(registry, other.id, "b", facts("newer"))
     pinned = await registry.adapters.pinned_adapters()
     assert [adapter.current.digest for adapter in pinned] == [facts(c).digest for c in ("a", "b", "newer")]
 
 
 @pytest.mark.parametrize("version", [2, 0, -1])
 async def test_a_version_that_is_not_there_cannot_be_deleted(registry: Registry, acme: Tenant, version: int) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     with pytest.raises(NotFoundError, match=f"There is no version `support@{version}`"):
         await registry.adapters.delete_adapter(acme.id, "support", version)
 
@@ -313,14 +308,14 @@ async def test_a_bad_name_is_refused_on_upload_and_unknown_elsewhere(
     registry: Registry, acme: Tenant, name: str
 ) -> None:
     with pytest.raises(InvalidRequestError):
-        await registry.adapters.publish_version(acme.id, name, facts("a"))
+        await publish_version(registry, acme.id, name, facts("a"))
     with pytest.raises(NotFoundError):
         await registry.adapters.get_adapter(acme.id, name)
 
 
 async def test_a_resolve_under_way_during_a_delete_is_not_remembered(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     for _ in range(10):
         await asyncio.gather(
             *(registry.adapters.resolve(acme.id, "support") for _ in range(3)),
@@ -331,7 +326,7 @@ async def test_a_resolve_under_way_during_a_delete_is_not_remembered(registry: R
 
 
 async def test_changes_are_in_the_audit_log(registry: Registry, acme: Tenant, clock: StandingClock) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"), actor="key_7")
+    await publish_version(registry, acme.id, "support", facts("a"), actor="key_7")
     clock.advance(5)
     await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1})
     await registry.adapters.delete_adapter(acme.id, "support", actor="key_7")
@@ -355,16 +350,14 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
     other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
     order: list[str] = []
 
-    async def store() -> None:
-        order.append("stored")
+    async def publish(process: Registry) -> None:
+        async with process.adapters.publishing(acme.id, "support", facts("a")):
+            order.append("stored")
 
-    terms = Terms(answer=lambda _, is_new: Answer(status=201 if is_new else 200, body={}), store=store)
     sha256 = facts("a").weights_sha256
     for process in (registry, other):
         async with registry.adapters.holding_unreferenced([sha256, "0" * 64]) as unreferenced:
-            publishing = asyncio.create_task(
-                process.adapters.publish_version(acme.id, "support", facts("a"), terms=terms)
-            )
+            publishing = asyncio.create_task(publish(process))
             await asyncio.sleep(0.2)
             assert not publishing.done()
             assert unreferenced == {sha256, "0" * 64}
@@ -378,12 +371,9 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
 
 
 async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: Tenant) -> None:
-    async def fail() -> None:
-        raise CapacityError("full", code="storage.full")
-
-    terms = Terms(answer=lambda _, is_new: Answer(status=201 if is_new else 200, body={}), store=fail)
     with pytest.raises(CapacityError):
-        await registry.adapters.publish_version(acme.id, "support", facts("a"), terms=terms)
+        async with registry.adapters.publishing(acme.id, "support", facts("a")):
+            raise CapacityError("full", code="storage.full")
     with pytest.raises(NotFoundError):
         await registry.adapters.get_adapter(acme.id, "support")
     assert [entry.action for entry in await registry.list_audit()] == ["tenant.create"]
@@ -393,7 +383,7 @@ async def test_adapters_of_all_tenants_are_listed_by_tenant_and_name_in_pages(re
     other = await registry.tenants.create_tenant("a-b")
     for tenant, names in ((acme, ("b", "z")), (other, ("a", "b", "c"))):
         for name in names:
-            await registry.adapters.publish_version(tenant.id, name, facts(f"{tenant.name}{name}"))
+            await publish_version(registry, tenant.id, name, facts(f"{tenant.name}{name}"))
     listed, after = [], None
     for size in (2, 2, 1):
         page = await registry.adapters.list_every_adapter(after=after, limit=2)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from registry_samples import facts
+from registry_samples import facts, publish_version
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry.registry import Registry
 
@@ -50,7 +50,7 @@ class AdapterMachine(RuleBasedStateMachine):
     @rule(tenant=TENANTS, name=NAMES, content=CONTENTS, activate=st.booleans())
     def publish(self, tenant: str, name: str, content: str, activate: bool) -> None:
         _, version, created = self.runner.run(
-            self.registry.adapters.publish_version(self.ids[tenant], name, facts(content), activate=activate)
+            publish_version(self.registry, self.ids[tenant], name, facts(content), activate=activate)
         )
         adapter = self.expected.setdefault((tenant, name), Expected())
         same = [number for number, known in adapter.versions.items() if known == content]

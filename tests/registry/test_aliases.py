@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from registry_samples import facts
+from registry_samples import facts, publish_version
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
@@ -17,7 +17,7 @@ USERS = 2000
 async def acme(registry: Registry) -> Tenant:
     made = await registry.tenants.create_tenant("acme")
     for content in "abc":
-        await registry.adapters.publish_version(made.id, "support", facts(content))
+        await publish_version(registry, made.id, "support", facts(content))
     return made
 
 
@@ -43,7 +43,7 @@ async def test_a_canary_gets_its_share_and_keeps_its_users(registry: Registry, a
 
 async def test_two_adapters_split_their_users_differently(registry: Registry, acme: Tenant) -> None:
     for content in "ab":
-        await registry.adapters.publish_version(acme.id, "sales", facts(content))
+        await publish_version(registry, acme.id, "sales", facts(content))
     for name in ("support", "sales"):
         await registry.adapters.update_adapter(acme.id, name, aliases={"default": {1: 1, 2: 1}})
     one, other = await served(registry, acme), await served(registry, acme, "sales")
@@ -78,11 +78,11 @@ async def test_no_upload_ends_a_canary_and_a_deleted_version_leaves_it(registry:
     await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 3: 1}})
     for content in "abd":  # the versions of the split, and a new one
         with pytest.raises(ConflictError, match="among the versions 1, 3"):
-            await registry.adapters.publish_version(acme.id, "support", facts(content))
-    adapter, _, is_new = await registry.adapters.publish_version(acme.id, "support", facts("d"), activate=False)
+            await publish_version(registry, acme.id, "support", facts(content))
+    adapter, _, is_new = await publish_version(registry, acme.id, "support", facts("d"), activate=False)
     assert (adapter.aliases, adapter.current.version, is_new) == ({"default": {1: 9, 3: 1}}, 4, True)
     await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 4})
-    await registry.adapters.publish_version(acme.id, "support", facts("e"))
+    await publish_version(registry, acme.id, "support", facts("e"))
     await registry.adapters.delete_adapter(acme.id, "support", 5)
     with pytest.raises(NotFoundError):
         await registry.adapters.resolve(acme.id, "support")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import event
 
-from registry_samples import facts
+from registry_samples import facts, publish_version
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry import grants
 from weft.registry.records import Tenant
@@ -34,7 +34,7 @@ async def may_call(registry: Registry, tenant: Tenant, *selectors: str) -> list[
 
 
 async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry, acme: Tenant, other: Tenant) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     made = [await registry.adapters.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
     assert [is_new for _, is_new in made] == [True, False]
     assert (made[0][0].tenant, made[0][0].tenant_id, made[0][0].version) == ("other", other.id, None)
@@ -56,7 +56,7 @@ async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry
 
 async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: Tenant, other: Tenant) -> None:
     for content in "abc":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     await registry.adapters.grant_adapter(acme.id, "support", other.id, 2)
     selectors = ["acme/support@1", "acme/support@2", "acme/support", f"acme/support@{facts('c').digest}"]
     assert await may_call(registry, other, *selectors) == [False, True, False, False]
@@ -76,19 +76,19 @@ async def test_a_deleted_version_takes_its_grant_along_and_a_new_one_is_not_gran
     registry: Registry, acme: Tenant, other: Tenant
 ) -> None:
     for content in "ab":
-        await registry.adapters.publish_version(acme.id, "support", facts(content))
+        await publish_version(registry, acme.id, "support", facts(content))
     await registry.adapters.grant_adapter(acme.id, "support", other.id, 2)
     await registry.adapters.delete_adapter(acme.id, "support", 2)
     assert await registry.adapters.list_granted(other.id) == ()
     assert await registry.adapters.list_grants(acme.id, "support") == ()
-    await registry.adapters.publish_version(acme.id, "support", facts("b"))
+    await publish_version(registry, acme.id, "support", facts("b"))
     assert await may_call(registry, other, "acme/support", "acme/support@3") == [False, False]
 
 
 async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
     registry: Registry, acme: Tenant, other: Tenant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     for name, grantee, version in (
         ("missing", other.id, None),
         ("support", "ten_nobody", None),
@@ -108,7 +108,7 @@ async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
 
 
 async def test_grants_go_with_the_grantee(registry: Registry, acme: Tenant, other: Tenant) -> None:
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     await registry.adapters.grant_adapter(acme.id, "support", other.id)
     await registry.tenants.delete_tenant("other")
     assert await registry.adapters.list_grants(acme.id, "support") == ()
@@ -120,8 +120,8 @@ async def test_what_strangers_grant_costs_no_more_questions(registry: Registry, 
     event.listen(engine, "before_cursor_execute", lambda *details: statements.append(details[2]))
     asked = []
     for number in range(4):
-        await registry.adapters.publish_version(acme.id, f"support-{number}", facts(str(number)))
-        await registry.adapters.publish_version(acme.id, f"support-{number}", facts(f"{number} again"))
+        await publish_version(registry, acme.id, f"support-{number}", facts(str(number)))
+        await publish_version(registry, acme.id, f"support-{number}", facts(f"{number} again"))
         await registry.adapters.grant_adapter(acme.id, f"support-{number}", other.id, 1)
         await registry.adapters.grant_adapter(acme.id, f"support-{number}", other.id)
         statements.clear()

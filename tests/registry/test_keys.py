@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from registry_samples import NOON, StandingClock, facts
+from registry_samples import NOON, StandingClock, facts, publish_version
 from weft.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
 from weft.registry import keys as keys_module
 from weft.registry.db.database import Database
@@ -297,7 +297,7 @@ async def test_known_keys_work_through_an_outage_of_a_minute(
 
     acme = await registry.tenants.get_tenant("acme")
     await registry.tenants.create_tenant("late")  # a change that does not concern the key
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("a"))
     monkeypatch.setattr(registry._database, "_read_sessions", away)
     monkeypatch.setattr(registry._database, "_write_sessions", away)
     clock.advance(30)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import update
 
-from registry_samples import NOON, StandingClock, facts, usage_event
+from registry_samples import NOON, StandingClock, facts, publish_version, usage_event
 from weft.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
 from weft.registry.db.models import TenantRow
 from weft.registry.limits import TENANT_LIMITS, Limits
@@ -144,10 +144,10 @@ async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(
 ) -> None:
     acme = await registry.tenants.create_tenant("acme")
     _, secret = await registry.keys.create_key("acme")
-    await registry.adapters.publish_version(acme.id, "support", facts("a"))
-    await registry.adapters.publish_version(acme.id, "support", facts("b"))
+    await publish_version(registry, acme.id, "support", facts("a"))
+    await publish_version(registry, acme.id, "support", facts("b"))
     other = await registry.tenants.create_tenant("other")
-    await registry.adapters.publish_version(other.id, "same-bytes", facts("b"))
+    await publish_version(registry, other.id, "same-bytes", facts("b"))
     await registry.usage.record(usage_event("use_1", tenant_id=acme.id))
     await registry.keys.authenticate(secret)
 
@@ -160,7 +160,7 @@ async def test_deleting_a_tenant_takes_keys_and_adapters_and_leaves_usage(
     with pytest.raises(NotFoundError):
         await registry.adapters.get_adapter(acme.id, "support")
     with pytest.raises(NotFoundError):
-        await registry.adapters.publish_version(acme.id, "support", facts("a"))
+        await publish_version(registry, acme.id, "support", facts("a"))
     again = await registry.tenants.create_tenant("acme")
     assert again.id != acme.id
     assert (await registry.adapters.list_adapters(again.id)).items == ()

@@ -29,6 +29,7 @@ from weft.server.adapters import resumable_upload as piecewise
 from weft.server.adapters import retries
 from weft.server.adapters.staged_files import StagedFiles, StagedWriter
 from weft.server.adapters.validation import AdapterCheck
+from weft.server.status.metrics import Metrics
 
 WHERE = Path(environment()["DIE_WHERE"])
 POINTS: list[str] = []
@@ -84,8 +85,9 @@ def install() -> None:
     _watch(AdapterCheck, "check", "check")
     _watch(blobs.BlobWriter, "commit", "blob")
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
-    _watch(adapters, "settle", "settling")  # in the transaction, its rows are written and not committed
-    _watch(adapters.Adapters, "publish_version", "transaction")
+    _watch(adapters.Adapters, "publishing", "transaction")
+    _watch(uploads.Publication, "check_pages", "limits")  # in the transaction, whose rows are written and not committed
+    _watch(Metrics, "learn_adapter", "naming")  # after the transaction
     _watch(retries, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
     _watch(StagedWriter, "write", "staged bytes", lambda _, chunk: len(chunk) > 0)

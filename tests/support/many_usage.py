@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from registry_samples import facts
+from registry_samples import facts, publish_version
 from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
 from weft.registry.registry import Registry
@@ -29,7 +29,7 @@ async def fill(data_dir: Path, admin_key: str, now: datetime) -> None:
             key, _ = await registry.keys.create_key(owner.name, "app")
             for number in range(ADAPTERS // TENANTS):
                 name = f"adapter-{tenant:02}-{number:02}"
-                adapter, version, _ = await registry.adapters.publish_version(owner.id, name, facts(name))
+                adapter, version, _ = await publish_version(registry, owner.id, name, facts(name))
                 known.append((owner.id, owner.name, key.id, adapter.id, f"{name} {version.digest}"))
     finally:
         await registry.close()

@@ -10,7 +10,8 @@ from typing import Any
 
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.registry.db import migrations
-from weft.registry.records import UsageEvent, VersionFacts
+from weft.registry.records import Adapter, AdapterVersion, UsageEvent, VersionFacts
+from weft.registry.registry import Registry
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
@@ -52,6 +53,15 @@ def facts(content: str, rank: int = 8) -> VersionFacts:
         parameters=4096,
         size_bytes=16_384,
     )
+
+
+async def publish_version(
+    registry: Registry, tenant_id: str, name: str, facts: VersionFacts, description: str | None = None, **options: Any
+) -> tuple[Adapter, AdapterVersion, bool]:
+    """Publish with nothing else in the transaction: the adapter, its version, and whether that is new."""
+    async with registry.adapters.publishing(tenant_id, name, facts, description, **options) as made:
+        pass
+    return made.adapter, made.adapter.current, made.is_new
 
 
 def usage_event(event_id: str, **changes: Any) -> UsageEvent:

@@ -19,7 +19,7 @@ from postgres_server import KINDS, database_of
 from weft.registry.db.models import IdempotencyRow
 from weft.registry.records import FileFacts, UploadDraft
 from weft.registry.registry import Registry
-from weft.registry.uploads import Answer, AnsweredBeforeError, Retry, Terms, body_digest
+from weft.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
 from weft.server.adapters.validation import AdapterCheck
 from weft.server.garbage import Sweeper
 
@@ -191,9 +191,9 @@ async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, dat
 
     async def publish(registry: Registry, number: int) -> int:
         answer = Answer(status=201, body={"number": number})
-        terms = Terms(answer=lambda *_: answer, retry=retry)
         try:
-            await registry.adapters.publish_version(tenant.id, "pirate", facts_, None, terms=terms)
+            async with registry.adapters.publishing(tenant.id, "pirate", facts_) as made:
+                await made.keep_answer(retry, answer)
         except AnsweredBeforeError as error:
             return int(error.answer.body["number"])
         return number

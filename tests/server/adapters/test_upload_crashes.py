@@ -32,9 +32,9 @@ PUBLISHING = (
     "after rename",
     "after blob",
     "before transaction",
-    "before settling",
-    "after settling",
-    "after transaction",
+    "before limits",
+    "after limits",
+    "before naming",
     "before answer",
 )
 ONE_FORM = ("before temporary bytes", "after temporary bytes", *PUBLISHING)

@@ -12,7 +12,7 @@ import pytest
 from fairness.calls import REFUSED
 from fairness.engine import EngineSettings, VirtualEngine
 from fairness.goals import GOALS, Goal
-from fairness.service import ServiceLog, UnitPrices, jain_index, max_min_shares
+from fairness.service import UNIT_PRICES, ServiceLog, jain_index, max_min_shares
 from fairness.workloads import Client, fixed, many_adapters
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.scheduling.plan import Chunk, StepPlan
@@ -32,7 +32,7 @@ def test_first_come_first_served_misses_what_fairness_reaches() -> None:
 
 
 def test_service_is_counted_once_and_by_the_prices() -> None:
-    log = ServiceLog(UnitPrices(), {"d": 32})
+    log = ServiceLog(UNIT_PRICES, {"d": 32})
     adapter = SlotLease(slot=0, generation=0, digest="d")
     owners = {"x": ("a", 4), "y": ("b", 600)}
 

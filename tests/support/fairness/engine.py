@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import heapq
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from fairness.calls import REFUSED, Call, Record, Records
 from fairness.device import CostedCopier, CostedRunner, CostModel, FetchingLoader
-from fairness.service import ServiceLog, UnitPrices
-from simulation.adapters import SimulatedTables, adapter_ref
+from fairness.service import UNIT_PRICES, ServiceLog
+from simulation.adapters import adapter_ref
+from simulation.build import SimulatedEngine, small_geometry
 from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualExecutor, VirtualTime
-from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.adapters.residency.images import HostImages
-from weft.adapters.residency.loader import AdapterLoader
-from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
-from weft.engine.core import EngineCore
-from weft.engine.execution.runner import ModelRunner
-from weft.engine.fairness.prices import Prices
-from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.kv_pages import prefix_seed
 from weft.engine.scheduling.plan import StepPlan
 from weft.engine.scheduling.request_limits import ModelLimits
-from weft.engine.scheduling.scheduler import Scheduler
 from weft.errors import QueueFullError
-from weft.memory.arena import PageCopier
-from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import SwapSpace
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixCache
 
 PAGE_TOKENS = 16
 PAGES_PER_RANK = 40 / 16
@@ -83,7 +68,7 @@ class EngineSettings:
     costs: CostModel = field(default_factory=CostModel)
 
 
-class VirtualEngine:
+class VirtualEngine(SimulatedEngine):
     """Plays calls. Everything follows from the calls and the settings.
 
     Args:
@@ -95,76 +80,41 @@ class VirtualEngine:
         self.settings = settings
         self._gate = gate
         self.time = VirtualTime()
-        clock = lambda: self.time.now_s  # noqa: E731
         self._refs = [
             replace(adapter_ref(index, "t0"), config=LoraSpec(rank=rank, alpha=16.0))
             for index, rank in enumerate(settings.ranks)
         ]
         ranks = {ref.digest: rank for ref, rank in zip(self._refs, settings.ranks, strict=True)}
         num_pages = {digest: round(rank * PAGES_PER_RANK) for digest, rank in ranks.items()}
-        geometry = PageGeometry(
-            page_bytes=2 << 20,
-            page_tokens=PAGE_TOKENS,
-            num_groups=1,
-            layers_per_group=32,
-            num_layers=32,
-            num_kv_heads=8,
-            head_dim=128,
-            dtype_bytes=2,
-        )
         costs = settings.costs
-        self.pool = PagePool(settings.num_pages + 1)
-        slab = SimulatedSlab(settings.host_pages)
-        self._images = HostImages(slab)
-        self.evictor = Evictor(self.pool, eviction_policy("gdsf"), clock)
-        block_s = PAGE_TOKENS * costs.token_s
-        prefixes = PrefixCache(self.pool, self.evictor, block_s, clock) if settings.is_caching else None
-        swap = SwapSpace(slab, self._images.make_room, settings.host_pages // 2)
-        self._loader = FetchingLoader(self.time, self._images, slab, num_pages, settings.fetch_s)
         self._copier = CostedCopier(self.time)
-        self.residency = Residency(
-            cast(AdapterLoader, self._loader),
-            cast(PageCopier, self._copier),
-            self.pool,
-            self._images,
-            cast(AdapterTables, SimulatedTables(settings.slots)),
-            self.evictor,
-            costs.page_costs,
-            loads=VirtualExecutor(self.time, settings.load_threads),
-            copies=VirtualExecutor(self.time, 1),
-            prefixes=prefixes,
-            clock=clock,
-        )
-        prices = UnitPrices()
-        self.scheduler = Scheduler(
-            scheduler_config(settings),
-            geometry,
-            self.pool,
-            self.residency,
-            ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE),
-            evictor=self.evictor,
-            prefixes=prefixes,
-            swap=swap,
+        super().__init__(
+            clock=lambda: self.time.now_s,
+            config=SchedulerConfig(
+                max_running=settings.rows,
+                step_tokens=settings.step_tokens,
+                itl_target_ms=settings.itl_target_ms,
+                max_waiting=settings.max_waiting,
+                policy=cast(Any, settings.policy),
+                inner=cast(Any, settings.inner),
+            ),
+            geometry=replace(small_geometry(PAGE_TOKENS), page_bytes=2 << 20),
+            limits=ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE),
             costs=costs.page_costs,
-            prefix_seed=prefix_seed("base", "bfloat16", RopeSpec()),
-            clock=clock,
-            draw_seed=lambda: 7,
-            **scheduler_prices(prices),
+            num_pages=settings.num_pages,
+            host_pages=settings.host_pages,
+            max_swap_pages=settings.host_pages // 2,
+            slots=settings.slots,
+            make_loader=lambda images, slab: self._make_loader(images, slab, num_pages),
+            copier=self._copier,
+            executors=(VirtualExecutor(self.time, settings.load_threads), VirtualExecutor(self.time, 1)),
+            is_caching=settings.is_caching,
+            prices=UNIT_PRICES,
         )
-        self.service = ServiceLog(prices, ranks)
+        self.service = ServiceLog(UNIT_PRICES, ranks)
         self._owners: dict[str, tuple[str, int]] = {}
         self.runner = CostedRunner(self.time, costs, ranks, self._observe)
-        self.core = EngineCore(
-            self.scheduler,
-            cast(ModelRunner, self.runner),
-            self.residency,
-            self.pool,
-            evictor=self.evictor,
-            prefixes=prefixes,
-            swap=swap,
-            boot_id="fairness",
-            clock=clock,
-        )
+        self.core = self.start(self.runner)
         self._records: dict[str, Record] = {}
         self._due: list[tuple[float, int, Call, Record | None]] = []
         """What follows from calls: further calls, and refused ones that come again; by second."""
@@ -172,6 +122,10 @@ class VirtualEngine:
         self._slots_at_start: set[tuple[int, int]] = set()
         self._place_adapters()
         self._loads_before = self._num_loads_ever
+
+    def _make_loader(self, images: HostImages, slab: SimulatedSlab, num_pages: Mapping[str, int]) -> FetchingLoader:
+        self._loader = FetchingLoader(self.time, images, slab, num_pages, self.settings.fetch_s)
+        return self._loader
 
     @property
     def records(self) -> Records:
@@ -296,10 +250,10 @@ class VirtualEngine:
         """Bring adapters to the device and to the host before the first call, in no time that a call could see."""
         for index in [*self.settings.on_host, *self.settings.on_device]:
             digest = self._refs[index].digest
-            if digest not in self._images:
+            if digest not in self.images:
                 image = self._loader.image(digest)
-                self._images.add(image)
-                self._images.release(image)
+                self.images.add(image)
+                self.images.release(image)
         for index in self.settings.on_device:
             self._bring(self._refs[index])
         if self._loader.num_fetches:
@@ -318,26 +272,3 @@ class VirtualEngine:
         if lease is not None:
             self._slots_at_start.add((lease.slot, lease.generation))
             self.residency.release(ref.digest)
-
-
-def scheduler_config(settings: EngineSettings) -> SchedulerConfig:
-    """The settings that the scheduler of today has."""
-    known = {entry.name for entry in fields(SchedulerConfig)}
-    wanted: dict[str, Any] = {
-        "max_running": settings.rows,
-        "step_tokens": settings.step_tokens,
-        "itl_target_ms": settings.itl_target_ms,
-        "max_waiting": settings.max_waiting,
-        "policy": settings.policy,
-        "inner": settings.inner,
-    }
-    return SchedulerConfig(**{name: value for name, value in wanted.items() if name in known})
-
-
-def scheduler_prices(prices: UnitPrices) -> Mapping[str, Any]:
-    """The scheduler's prices, the same as those of the log, where it takes any."""
-    if "prices" not in inspect.signature(Scheduler.__init__).parameters:
-        return {}
-    known = {entry.name for entry in fields(Prices)}
-    wanted = {**asdict(prices), "page_load": 2.0}
-    return {"prices": Prices(**{name: value for name, value in wanted.items() if name in known})}

@@ -7,21 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from weft.engine.fairness.prices import Prices
 from weft.engine.scheduling.plan import StepPlan
 
-
-@dataclass(frozen=True, kw_only=True)
-class UnitPrices:
-    """What is charged. The defaults follow from `CostModel`: a unit is 19 us of a step."""
-
-    prompt: float = 1.0
-    output: float = 2.0
-    context: float = 1 / 600
-    """Per token of context that an output token reads."""
-    prompt_context: float = 0.0
-    """Per token of context that a prompt token attends to: a chunk reads its context once, whatever its length."""
-    rank: float = 1 / 16
-    """Per rank and step of a distinct adapter, split over its requests in the step."""
+UNIT_PRICES = Prices(prompt_context=0.0)
+"""What is charged; it follows from `CostModel`: a unit is 19 us of a step, and a chunk reads its context once."""
 
 
 @dataclass
@@ -33,7 +23,7 @@ class ServiceLog:
         ranks: Of each adapter, by digest.
     """
 
-    prices: UnitPrices
+    prices: Prices
     ranks: Mapping[str, int]
     times_s: list[float] = field(default_factory=list)
     """When each step ended."""

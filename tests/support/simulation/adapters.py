@@ -61,6 +61,7 @@ class SimulatedLoader:
         sizes: Mapping[str, int],
         max_pages: int,
         faults: LoadFaults,
+        failed: set[str],
     ) -> None:
         self._time = time
         self._rng = rng
@@ -73,7 +74,7 @@ class SimulatedLoader:
         """Adapters whose blob is gone."""
         self.hanging: set[str] = set()
         """Adapters whose loads take minutes, each of them."""
-        self.failed: set[str] = set()
+        self.failed = failed
         """Adapters of which a load failed."""
 
     def load(self, ref: AdapterRef) -> HostImage:

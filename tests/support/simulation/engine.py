@@ -8,36 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, cast
+from typing import NoReturn
 
-from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader, SimulatedTables
+from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader
+from simulation.build import SimulatedEngine, small_geometry
 from simulation.fair_checks import FairChecks
 from simulation.pages import DevicePages, Keys, SimulatedSlab, Weights
 from simulation.runner import SimulatedRunner
 from simulation.scenario import Action, Scenario, draw
 from simulation.truth import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
-from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.images import HostImages
-from weft.adapters.residency.loader import AdapterLoader
-from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
-from weft.engine.core import EngineCore
-from weft.engine.execution.runner import ModelRunner
 from weft.engine.failures import EXPIRED, INTERNAL, UNSOUND
-from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import RequestOutput
-from weft.engine.scheduling.kv_pages import prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
-from weft.engine.scheduling.scheduler import Scheduler
 from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError, WeftError
-from weft.memory.arena import PageCopier
-from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import SwapSpace
-from weft.memory.pool import PagePool, PageState
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
+from weft.memory.pool import PageState
+from weft.memory.prefix_cache import PrefixBlock
 
 MAX_IDLE_PUMPS = 1_500
 """Pumps in a row in which nothing happens, after which the engine is stuck: more time than a load that hangs takes."""
@@ -77,7 +66,7 @@ class Life:
         return bool(self.outputs) and self.outputs[-1].finish_reason is not None
 
 
-class Simulation:
+class Simulation(SimulatedEngine):
     """One scenario."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -104,76 +93,35 @@ class Simulation:
         rng = random.Random(scenario.seed + 1)
 
         self.time = VirtualTime()
-        self.clock = EngineClock(self.time)
-        self.geometry = PageGeometry(
-            page_bytes=1024,
-            page_tokens=scenario.page_tokens,
-            num_groups=scenario.num_groups,
-            layers_per_group=1,
-            num_layers=scenario.num_groups,
-            num_kv_heads=1,
-            head_dim=32,
-            dtype_bytes=4,
-        )
+        self.engine_clock = EngineClock(self.time)
         self.device = DevicePages(scenario.num_pages + 1)
-        self.pool = PagePool(scenario.num_pages + 1, on_release=self.device.poison)
-        self.slab = SimulatedSlab(scenario.host_pages)
-        self.images = HostImages(self.slab)
-        self.evictor = Evictor(self.pool, eviction_policy(scenario.eviction), self.clock)
-        self.prefixes = (
-            PrefixCache(self.pool, self.evictor, scenario.page_tokens * scenario.costs.token_s, self.clock)
-            if scenario.is_caching
-            else None
-        )
-        self.swap = (
-            SwapSpace(self.slab, self.images.make_room, scenario.max_swap_pages) if scenario.max_swap_pages else None
-        )
-        self.loader = SimulatedLoader(
-            self.time,
-            rng,
-            self.images,
-            self.slab,
-            scenario.adapters,
-            self.pool.capacity - scenario.num_groups,
-            scenario.faults,
-        )
-        tables = SimulatedTables(scenario.slots)
+        failed: set[str] = set()
         copier = SimulatedCopier(
-            self.time, rng, self.device, scenario.faults, self.loader.failed, pages_at_once=scenario.pages_at_once
+            self.time, rng, self.device, scenario.faults, failed, pages_at_once=scenario.pages_at_once
         )
-        self.residency = Residency(
-            cast(AdapterLoader, self.loader),
-            cast(PageCopier, copier),
-            self.pool,
-            self.images,
-            cast(AdapterTables, tables),
-            self.evictor,
-            scenario.costs,
-            loads=VirtualExecutor(self.time, scenario.load_threads),
-            copies=VirtualExecutor(self.time, 1),
-            prefixes=self.prefixes,
-            clock=self.clock,
-        )
-        self.scheduler = Scheduler(
-            SchedulerConfig(
+        super().__init__(
+            clock=self.engine_clock,
+            config=SchedulerConfig(
                 max_running=scenario.max_running,
                 step_tokens=scenario.step_tokens,
                 policy=scenario.policy,
                 inner=scenario.inner,
                 itl_target_ms=scenario.itl_target_ms,
             ),
-            self.geometry,
-            self.pool,
-            self.residency,
-            ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS])),
-            evictor=self.evictor,
-            prefixes=self.prefixes,
-            swap=self.swap,
+            geometry=small_geometry(scenario.page_tokens, scenario.num_groups),
+            limits=ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset([EOS])),
             costs=scenario.costs,
-            prefix_seed=prefix_seed("base", "float32", RopeSpec()),
+            num_pages=scenario.num_pages,
+            host_pages=scenario.host_pages,
+            max_swap_pages=scenario.max_swap_pages,
+            slots=scenario.slots,
+            make_loader=lambda images, slab: self._make_loader(rng, images, slab, failed),
+            copier=copier,
+            executors=(VirtualExecutor(self.time, scenario.load_threads), VirtualExecutor(self.time, 1)),
+            eviction=scenario.eviction,
+            is_caching=scenario.is_caching,
             prices=scenario.prices,
-            clock=self.clock,
-            draw_seed=lambda: 7,
+            poison=self.device.poison,
         )
         self.fair_checks = FairChecks(self.scheduler, scenario.max_running, scenario.step_tokens, self.failures.append)
         self.runner = SimulatedRunner(
@@ -184,7 +132,7 @@ class Simulation:
             pool=self.pool,
             device=self.device,
             host=self.slab.host_pages,
-            tables=tables,
+            tables=self.tables,
             check_lease=self.residency.check_lease,
             truths=self._truths,
             fail=self.failures.append,
@@ -192,17 +140,23 @@ class Simulation:
             unsound=scenario.unsound,
             token_s=scenario.token_s,
         )
-        self.core = EngineCore(
-            self.scheduler,
-            cast(ModelRunner, self.runner),
-            self.residency,
-            self.pool,
-            evictor=self.evictor,
-            prefixes=self.prefixes,
-            swap=self.swap,
-            boot_id="simulation",
-            clock=self.clock,
+        self.core = self.start(self.runner)
+
+    def _make_loader(
+        self, rng: random.Random, images: HostImages, slab: SimulatedSlab, failed: set[str]
+    ) -> SimulatedLoader:
+        scenario = self.scenario
+        self.loader = SimulatedLoader(
+            self.time,
+            rng,
+            images,
+            slab,
+            scenario.adapters,
+            scenario.num_pages - scenario.num_groups,
+            scenario.faults,
+            failed,
         )
+        return self.loader
 
     def run(self) -> Counter[str]:
         """Play the scenario to its end; returns how often what happened.
@@ -291,11 +245,11 @@ class Simulation:
         elif action.verb == "abort_paused":
             self._abort_one(sorted(state.request_id for state in self.scheduler.table.order.paused))
         elif action.verb == "freeze":
-            self.clock.freeze(True)
+            self.engine_clock.freeze(True)
         elif action.verb == "thaw":
-            self.clock.freeze(False)
+            self.engine_clock.freeze(False)
         elif action.verb == "jump":
-            self.clock.jump(action.seconds)
+            self.engine_clock.jump(action.seconds)
         elif ref is not None:
             if action.verb == "pin" and ref.digest not in self._deleted:
                 self.core.pin_adapter(ref, True)

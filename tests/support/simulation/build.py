@@ -1,0 +1,138 @@
+"""Builds an engine around a simulated device and store: the one place in tests that joins an engine's parts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from simulation.adapters import SimulatedTables
+from simulation.pages import SimulatedSlab
+from weft.adapters.residency.images import HostImages
+from weft.adapters.residency.load_threads import LoadExecutor
+from weft.adapters.residency.residency import Residency
+from weft.config import SchedulerConfig
+from weft.engine.core import EngineCore
+from weft.engine.execution.runner import ModelRunner
+from weft.engine.fairness.prices import Prices
+from weft.engine.model.rope_spec import RopeSpec
+from weft.engine.scheduling.kv_pages import prefix_seed
+from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.scheduler import Scheduler
+from weft.memory.eviction import Evictor, PageCosts, eviction_policy
+from weft.memory.geometry import PageGeometry
+from weft.memory.host_slab import SwapSpace
+from weft.memory.pool import PagePool
+from weft.memory.prefix_cache import PrefixCache
+
+
+def small_geometry(page_tokens: int, num_groups: int = 1) -> PageGeometry:
+    """Pages of so many tokens, in layer groups of one layer."""
+    return PageGeometry(
+        page_bytes=1024,
+        page_tokens=page_tokens,
+        num_groups=num_groups,
+        layers_per_group=1,
+        num_layers=num_groups,
+        num_kv_heads=1,
+        head_dim=32,
+        dtype_bytes=4,
+    )
+
+
+class SimulatedEngine:
+    """The real scheduler, residency, pool and caches; store, copies, tables of the kernels and runner are simulated.
+
+    An heir makes the runner and gives it to `start`.
+
+    Args:
+        clock: What the engine sees of the time.
+        config: Of the scheduler.
+        geometry: Sizes of the pages.
+        limits: What the model bounds.
+        costs: What it takes to have a page again.
+        num_pages: Pages of the pool; the zero page comes on top.
+        host_pages: Pages of the host slab.
+        max_swap_pages: Those that preempted requests may have; 0 is without swapping.
+        slots: Adapters on the device.
+        make_loader: Makes the loader of adapters.
+        copier: Copies adapters to the device.
+        executors: Run loads and copies.
+        eviction: The evictor's policy.
+        is_caching: Whether there is a prefix cache.
+        prices: Of the work of a step.
+        poison: Told of pages that come free.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        config: SchedulerConfig,
+        geometry: PageGeometry,
+        limits: ModelLimits,
+        costs: PageCosts,
+        num_pages: int,
+        host_pages: int,
+        max_swap_pages: int,
+        slots: int,
+        make_loader: Callable[[HostImages, SimulatedSlab], object],
+        copier: object,
+        executors: tuple[LoadExecutor, LoadExecutor],
+        eviction: str = "gdsf",
+        is_caching: bool = True,
+        prices: Prices | None = None,
+        poison: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        self.clock = clock
+        self.geometry = geometry
+        self.pool = PagePool(num_pages + 1, on_release=poison)
+        self.slab = SimulatedSlab(host_pages)
+        self.images = HostImages(self.slab)
+        self.tables = SimulatedTables(slots)
+        policy: Any = eviction
+        self.evictor = Evictor(self.pool, eviction_policy(policy), clock)
+        block_s = geometry.page_tokens * costs.token_s
+        self.prefixes = PrefixCache(self.pool, self.evictor, block_s, clock) if is_caching else None
+        self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages) if max_swap_pages else None
+        self.residency = Residency(
+            cast(Any, make_loader(self.images, self.slab)),
+            cast(Any, copier),
+            self.pool,
+            self.images,
+            cast(Any, self.tables),
+            self.evictor,
+            costs,
+            loads=executors[0],
+            copies=executors[1],
+            prefixes=self.prefixes,
+            clock=clock,
+        )
+        self.scheduler = Scheduler(
+            config,
+            geometry,
+            self.pool,
+            self.residency,
+            limits,
+            evictor=self.evictor,
+            prefixes=self.prefixes,
+            swap=self.swap,
+            costs=costs,
+            prefix_seed=prefix_seed("base", "float32", RopeSpec()),
+            prices=prices,
+            clock=clock,
+            draw_seed=lambda: 7,
+        )
+
+    def start(self, runner: object) -> EngineCore:
+        """The core, around a runner."""
+        return EngineCore(
+            self.scheduler,
+            cast(ModelRunner, runner),
+            self.residency,
+            self.pool,
+            evictor=self.evictor,
+            prefixes=self.prefixes,
+            swap=self.swap,
+            boot_id="boot",
+            clock=self.clock,
+        )

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine_simulator import Simulator, adapter, expected_tokens, request
+from simulation.driven import Simulator, adapter, expected_tokens, request
 from weft.engine.core import CHECK_SHARE, MAX_FAILURES
 from weft.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
 from weft.engine.fairness.prices import Prices
@@ -35,7 +35,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(caplog: pyt
     simulator.run()
     assert simulator.tokens("c") == expected_tokens(request("c"), 6)
     assert simulator.pool.counts()["kv"] == 0
-    assert simulator.residency.num_leases() == 0
+    assert simulator.num_leases == 0
 
 
 def test_results_that_do_not_fit_the_plan_fail_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_only_a_detailed_status_shows_pages_and_batches() -> None:
 def test_batches_name_the_busiest_adapters_and_count_the_others() -> None:
     simulator = Simulator(max_running=32, step_tokens=256, num_pages=256)
     for index in range(NUM_SHOWN_ADAPTERS + 2):
-        simulator.residency.load_now(adapter(str(index)))
+        simulator.load_now(adapter(str(index)))
         for choice in range(1 + (index in (4, 7)) + (index == 7)):
             simulator.core.submit(request(f"{index}-{choice}", max_tokens=20, ref=adapter(str(index))))
     simulator.core.submit(request("base", max_tokens=10))
@@ -291,16 +291,21 @@ def test_only_the_last_steps_are_kept() -> None:
 
 def test_a_dropped_adapter_leaves_when_its_last_request_is_done() -> None:
     simulator = Simulator()
-    simulator.residency.load_now(adapter("a"))
+    simulator.load_now(adapter("a"))
     simulator.core.drop_adapter(adapter("a").digest)
     assert simulator.residency.state(adapter("a").digest) == "stored"
 
 
 def test_closing_ends_the_loads_and_the_runner() -> None:
     simulator = Simulator()
-    simulator.residency.load_now(adapter("a"))
+    simulator.core.submit(request("base", max_tokens=9))
+    simulator.core.submit(request("a", ref=adapter("a")))
+    simulator.pump()
+    assert simulator.store.num_loading
+    assert simulator.runner.pages
     simulator.core.close()
-    assert simulator.core.status().residents == []
+    assert not simulator.store.num_loading
+    assert not simulator.runner.pages
 
 
 def test_scores_that_are_no_numbers_end_their_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from engine_simulator import GEOMETRY, Simulator, adapter, request
+from simulation.driven import GEOMETRY, Simulator, adapter, request
 from weft.engine.fairness.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_STOPPED_PER_ROW, FairOrder
 from weft.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
 from weft.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
@@ -384,7 +384,7 @@ def test_a_tenant_alone_gets_everything() -> None:
 @pytest.mark.parametrize("num_adapters", [1, 200])
 def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_at(num_adapters: int) -> None:
     simulator = Simulator(num_pages=400, max_running=8, step_tokens=32, checked=False)
-    simulator.residency.load_for_ever()
+    simulator.store.ticks = 1 << 30
     for index in range(200):
         ref = adapter(f"hangs{index % num_adapters}")
         simulator.core.submit(request(f"h{index}", ref=ref, flow=FlowKey(tenant="hangs")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_simulator import GEOMETRY, request
+from simulation.driven import GEOMETRY, request
 from weft.engine.fairness.inner_order import (
     MAX_OVERTAKING_S,
     OVERTAKING_S_PER_TOKEN,

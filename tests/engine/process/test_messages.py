@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_simulator import GEOMETRY, adapter, request
+from simulation.driven import GEOMETRY, adapter, request
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.config import Config, ModelConfig, ServerConfig
 from weft.engine.process import messages

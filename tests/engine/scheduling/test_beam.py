@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from engine_simulator import (
+from simulation.driven import (
     PAGE_TOKENS,
     RECOMPUTES,
     SWAPS,
@@ -87,7 +87,7 @@ def check_search(simulator: Simulator, asked: GenerationRequest, stops: frozense
 def is_empty(simulator: Simulator) -> bool:
     """Whether nothing is held any more, but what an empty engine caches."""
     counts = simulator.pool.counts()
-    used = simulator.residency.num_leases() + simulator.residency.num_holds() + simulator.swap.num_used
+    used = simulator.num_leases + simulator.num_holds + simulator.num_swapped
     return not (counts["kv"] or counts["quarantine"] or used or simulator.core.has_work())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import engine_simulator
+from simulation import driven
 from simulation.adapters import LoadFaults, adapter_ref
 from simulation.engine import Simulation
 from simulation.scenario import Action, draw
@@ -70,12 +70,12 @@ def test_it_does_not_keep_a_stall_from_being_resolved() -> None:
 
 
 def test_a_request_that_was_overtaken_often_enough_waits_for_the_store_like_others() -> None:
-    simulator = engine_simulator.Simulator()
-    simulator.residency.load_for_ever()
-    simulator.scheduler.submit(engine_simulator.request("unread", ref=engine_simulator.adapter("a")))
+    simulator = driven.Simulator()
+    simulator.store.ticks = 1 << 30
+    simulator.scheduler.submit(driven.request("unread", ref=driven.adapter("a")))
     simulator.pump()
     simulator.scheduler.table.requests["unread"].num_bypasses = MAX_BYPASSES
-    simulator.scheduler.submit(engine_simulator.request("base"))
+    simulator.scheduler.submit(driven.request("base"))
     for _ in range(20):
         simulator.pump()
     assert simulator.last("base").finish_reason == "length"

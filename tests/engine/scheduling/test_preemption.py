@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_simulator import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
+from simulation.driven import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.memory.eviction import PageCosts
 
@@ -28,8 +28,8 @@ def finish(simulator: Simulator, requests: list[GenerationRequest]) -> None:
     for each in requests:
         assert simulator.last(each.request_id).finish_reason == "length"
         assert simulator.tokens(each.request_id) == expected_tokens(each, each.params.max_tokens)
-    assert simulator.swap.num_used == 0
-    assert simulator.slab.num_free == simulator.host_pages
+    assert simulator.num_swapped == 0
+    assert simulator.images.make_room(simulator.host_pages)
     assert simulator.pool.counts()["kv"] == 0
     simulator.core.check()
 
@@ -117,9 +117,9 @@ def test_a_preempted_request_that_is_aborted_tells_what_was_computed_before(cost
 def test_a_request_that_was_aborted_while_swapped_gives_its_host_pages_back() -> None:
     simulator, (old, _) = pressed()
     until_preempted(simulator)
-    assert simulator.swap.num_used > 0
+    assert simulator.num_swapped > 0
     simulator.core.abort("new")
-    assert simulator.swap.num_used == 0
+    assert simulator.num_swapped == 0
     finish(simulator, [old])
 
 
@@ -132,11 +132,11 @@ def test_host_pages_of_a_request_aborted_in_mid_step_are_kept_until_its_copies_a
             simulator.scheduler.complete(plan.step)
         plan = simulator.scheduler.plan()
     simulator.core.abort("new")
-    assert simulator.swap.num_used == len(plan.swap_out)
+    assert simulator.num_swapped == len(plan.swap_out)
     for output in simulator.scheduler.commit(plan, simulator.runner.execute(plan)):
         simulator.outputs.setdefault(output.request_id, []).append(output)
     simulator.scheduler.complete(plan.step)
-    assert simulator.swap.num_used == 0
+    assert simulator.num_swapped == 0
     simulator.run()
     assert simulator.last("old").finish_reason == "length"
     assert old.params.max_tokens == 20
@@ -153,7 +153,7 @@ def test_what_a_failed_step_should_have_swapped_out_is_computed_anew() -> None:
     simulator.runner.fail_on = {step_of_preemption()}
     until_preempted(simulator)
     assert simulator.runner.plans[-1].swap_out
-    assert simulator.swap.num_used == 0
+    assert simulator.num_swapped == 0
     finish(simulator, [new])
 
 
@@ -166,7 +166,7 @@ def test_a_plan_that_fails_loses_no_host_page_and_leaves_no_page_in_quarantine(m
         simulator.pump()
     assert simulator.scheduler.preemptions["swap"] == 1
     assert simulator.last("old").finish_reason == "error"
-    assert (simulator.swap.num_used, simulator.pool.num_quarantined) == (0, 0)
+    assert (simulator.num_swapped, simulator.pool.num_quarantined) == (0, 0)
     finish(simulator, [new])
 
 
@@ -264,15 +264,14 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
     assert len(steps) - steps.count(0) == runs
 
 
-@pytest.mark.parametrize("was_read", [True, False])
-def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_request(was_read: bool) -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_request(on_host: bool) -> None:
     simulator = Simulator(num_pages=12, max_running=2, load_ticks=1, step_tokens=64, adapter_pages=2)
-    if was_read:
-        simulator.residency.on_host.add(adapter("a").digest)
+    (simulator.put_on_host if on_host else simulator.know)(adapter("a"))
     simulator.core.submit(request("runs", prompt=8, max_tokens=24))  # 2 pages, 8 in the end: less than a quantum
     simulator.core.submit(request("waits", prompt=36, max_tokens=2, ref=adapter("a")))  # 2 pages and 9
     while not simulator.outputs.get("runs") or simulator.last("runs").finish_reason is None:
-        assert simulator.residency.num_holds() == 0
+        assert simulator.num_holds == 0
         simulator.pump()
     simulator.run()
     assert simulator.num_preemptions == 0
@@ -281,29 +280,27 @@ def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_reques
 
 def test_an_adapter_of_unknown_size_is_read_at_once() -> None:
     simulator = Simulator(num_pages=16, max_running=2, load_ticks=1, step_tokens=128, adapter_pages=2)
-    simulator.residency.known_pages = False
     simulator.core.submit(request("runs", prompt=16, max_tokens=16))  # 4 pages
     simulator.core.submit(request("waits", prompt=50, max_tokens=2, ref=adapter("a")))  # 13 pages, without the adapter
     simulator.pump()
-    assert simulator.residency.num_holds() == 1
+    assert simulator.num_holds == 1
     simulator.run()
 
 
 def test_adapters_that_come_together_leave_pages_for_the_requests_of_all_of_them() -> None:
     simulator = Simulator(num_pages=11, max_running=3, step_tokens=64, adapter_pages=2)
+    simulator.know(adapter("a"), adapter("b"))
     simulator.core.submit(request("runs", prompt=8, max_tokens=16))  # 2 pages
     for name in ("a", "b"):
-        simulator.residency.on_host.add(adapter(name).digest)
         simulator.core.submit(request(name, prompt=16, max_tokens=2, ref=adapter(name)))  # 2 pages and 4
     simulator.pump()
-    assert simulator.residency.num_holds() == 1
+    assert simulator.num_holds == 1
     simulator.run()
 
 
 def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapter() -> None:
     simulator = Simulator(num_pages=13, max_running=3, step_tokens=64, adapter_pages=2)
-    for name in ("a", "b"):
-        simulator.residency.on_host.add(adapter(name).digest)
+    simulator.put_on_host(adapter("a"), adapter("b"))
     simulator.core.submit(request("runs", prompt=8, max_tokens=24))
     simulator.core.submit(request("large", prompt=40, max_tokens=2, ref=adapter("a")))
     simulator.core.submit(request("small", prompt=4, max_tokens=2, ref=adapter("b")))
@@ -317,8 +314,7 @@ def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapte
 @pytest.mark.parametrize("on_host", [True, False])
 def test_small_requests_pass_one_that_lacks_pages_for_its_adapter_only_so_often(on_host: bool) -> None:
     simulator = Simulator(num_pages=20, max_running=8, load_ticks=1, step_tokens=64, adapter_pages=2, policy="fcfs")
-    if on_host:
-        simulator.residency.on_host.add(adapter("a").digest)
+    (simulator.put_on_host if on_host else simulator.know)(adapter("a"))
     simulator.core.submit(request("runs", prompt=8, max_tokens=9))
     simulator.core.submit(request("large", prompt=66, max_tokens=2, ref=adapter("a")))  # 2 pages and 17
     ended: list[str] = []
@@ -331,7 +327,7 @@ def test_small_requests_pass_one_that_lacks_pages_for_its_adapter_only_so_often(
 
 def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_beside_a_flood_at_once() -> None:
     simulator = Simulator(num_pages=64, max_running=16, step_tokens=256, adapter_pages=4, costs=RECOMPUTES)
-    simulator.residency.on_host.add(adapter("a").digest)
+    simulator.put_on_host(adapter("a"))
     flood = [request(f"flood-{i}", prompt=12, max_tokens=200, flow=FlowKey(tenant="flood")) for i in range(12)]
     for each in flood:
         simulator.core.submit(each)
@@ -348,19 +344,18 @@ def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_besid
 
 def test_a_running_request_that_lacks_pages_leaves_loads_alone_that_have_none() -> None:
     simulator = Simulator(num_pages=4, max_running=2, load_ticks=40, adapter_pages=2, costs=RECOMPUTES)
-    simulator.residency.known_pages = False
     simulator.core.submit(request("old", prompt=4, max_tokens=9))
     simulator.core.submit(request("new", prompt=4, max_tokens=9))
     simulator.core.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
     while simulator.num_preemptions == 0:
         simulator.pump()
-        assert simulator.residency.num_holds() == 1
+        assert simulator.num_holds == 1
     simulator.run()
 
 
 def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
-    simulator = Simulator(num_pages=14, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
-    simulator.core.submit(request("old", prompt=8, max_tokens=49))  # 14 pages in the end
+    simulator = Simulator(num_pages=32, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
+    simulator.core.submit(request("old", prompt=8, max_tokens=121))  # 32 pages in the end
     names = ("a", "b", "c")
     for name in names:
         simulator.core.submit(request(name, prompt=4, max_tokens=2, ref=adapter(name)))

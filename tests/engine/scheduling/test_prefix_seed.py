@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine_simulator import adapter, request
+from simulation.driven import adapter, request
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import FlowKey

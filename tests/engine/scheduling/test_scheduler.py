@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
+from simulation.driven import PAGE_TOKENS, RECOMPUTES, SWAPS, VOCAB_SIZE, Simulator, adapter, expected_tokens, request
 from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduling.plan import Chunk
@@ -32,8 +32,8 @@ def run_all(simulator: Simulator, requests: list[GenerationRequest]) -> None:
 
 def assert_idle_and_empty(simulator: Simulator) -> None:
     counts = simulator.pool.counts()
-    assert counts["kv"] == counts["quarantine"] == simulator.swap.num_used == 0
-    assert simulator.residency.num_leases() == simulator.residency.num_holds() == 0
+    assert counts["kv"] == counts["quarantine"] == simulator.num_swapped == 0
+    assert simulator.num_leases == simulator.num_holds == 0
     assert not simulator.core.has_work()
     simulator.core.check()
 
@@ -318,6 +318,7 @@ def test_requests_whose_adapters_do_not_fit_together_are_served_one_after_anothe
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     simulator = Simulator(num_pages=8)
+    simulator.know(adapter("a"))
     with pytest.raises(NeverFitsError, match="9 pages for 36 tokens, but the pool has 8 pages"):
         simulator.core.submit(request("big", prompt=30, max_tokens=7))
     simulator.core.submit(request("fits", prompt=30, max_tokens=3))
@@ -328,10 +329,8 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
 
 def test_an_adapter_that_turns_out_too_large_ends_its_requests() -> None:
     simulator = Simulator(num_pages=8, adapter_pages=7)
-    simulator.residency.known_pages = False
     simulator.core.submit(request("one", prompt=8, max_tokens=1, ref=adapter("a")))
     simulator.pump()
-    simulator.residency.known_pages = True
     simulator.run()
     error = simulator.last("one").error
     assert error is not None
@@ -340,11 +339,11 @@ def test_an_adapter_that_turns_out_too_large_ends_its_requests() -> None:
 
 
 def test_a_request_that_does_not_fit_beside_pinned_adapters_is_refused_and_others_go_on() -> None:
-    simulator = Simulator(num_pages=8, adapter_pages=6)
-    simulator.residency.load_now(adapter("pinned"))
-    simulator.residency.pin(adapter("pinned"), True)
-    simulator.core.submit(request("big", prompt=12, max_tokens=1))
-    simulator.core.submit(request("other", prompt=4, max_tokens=1, ref=adapter("other")))
+    simulator = Simulator(num_pages=16, adapter_pages=6, step_tokens=64)
+    simulator.load_now(adapter("pinned"))
+    simulator.core.pin_adapter(adapter("pinned"), True)
+    simulator.core.submit(request("big", prompt=44, max_tokens=1))
+    simulator.core.submit(request("other", prompt=20, max_tokens=1, ref=adapter("other")))
     simulator.core.submit(request("small", prompt=4, max_tokens=2))
     simulator.run()
     assert simulator.last("small").finish_reason == "length"
@@ -485,7 +484,7 @@ def test_history_is_in_the_plan_only_where_penalties_need_it() -> None:
 
 def test_a_failed_load_ends_those_that_wait_for_it_and_nobody_else() -> None:
     simulator = Simulator()
-    simulator.residency.broken.add(adapter("bad").digest)
+    simulator.store.broken.add(adapter("bad").digest)
     run_all(simulator, [request("bad", ref=adapter("bad")), request("good", ref=adapter("good"))])
     error = simulator.last("bad").error
     assert error is not None
@@ -530,13 +529,13 @@ def loading(simulator: Simulator) -> None:
 
 
 def prefilling(simulator: Simulator) -> None:
-    simulator.residency.load_now(adapter("a"))
+    simulator.load_now(adapter("a"))
     simulator.core.submit(request("x", prompt=40, ref=adapter("a")))
     simulator.pump()
 
 
 def decoding(simulator: Simulator) -> None:
-    simulator.residency.load_now(adapter("a"))
+    simulator.load_now(adapter("a"))
     waiting(simulator)
     simulator.pump()
     simulator.pump()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_simulator import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
+from simulation.driven import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduling import kv_pages
 from weft.engine.scheduling.preemption import GROWTH_SHARE

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine_simulator import Simulator, request
+from simulation.driven import Simulator, request
 from weft.config import SchedulerConfig
 from weft.engine.request import FlowKey
 from weft.engine.scheduling.step_budget import TARGET_AIM, StepBudget, StepTime

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simulation.pages import HostPage, SimulatedSlab
+from simulation.adapters import image_of
+from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualTime
-from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.engine.scheduling.plan import ChunkResult, StepPlan
@@ -124,12 +124,7 @@ class FetchingLoader:
 
     def image(self, digest: str) -> HostImage:
         """The image of an adapter, at once; the caller adds it to the images."""
-        count = self._num_pages[digest]
-        slab_pages = self._images.reserve(count) or ()
-        pages: Any = [self._slab.host_pages[page] for page in slab_pages] or [HostPage() for _ in range(count)]
-        return HostImage(
-            digest=digest, layout=LoraLayout(1, count, ()), ranks={}, scalings={}, pages=pages, slab_pages=slab_pages
-        )
+        return image_of(digest, self._num_pages[digest], self._images, self._slab)
 
 
 class CostedCopier:

@@ -49,6 +49,16 @@ class LoadFaults:
     """Share of copies that raise, some after the first page."""
 
 
+def image_of(digest: str, num_pages: int, images: HostImages, slab: SimulatedSlab) -> HostImage:
+    """An adapter's image, in the slab where that has room; the caller adds it to the images."""
+    slab_pages = images.reserve(num_pages) or ()
+    pages: Any = [slab.host_pages[page] for page in slab_pages] or [HostPage() for _ in range(num_pages)]
+    for index, page in enumerate(pages):
+        page.content = Weights(digest, index)
+    layout = LoraLayout(1, num_pages, ())
+    return HostImage(digest=digest, layout=layout, ranks={}, scalings={}, pages=pages, slab_pages=slab_pages)
+
+
 class SimulatedLoader:
     """Makes images of as many pages as an adapter has, after a while."""
 
@@ -88,25 +98,14 @@ class SimulatedLoader:
         if size > self._max_pages:
             self.failed.add(ref.digest)
             raise NeverFitsError(f"The adapter needs {size} pages; at most {self._max_pages} are there.")
-        slab_pages = self._images.reserve(size)
-        pages = [self._slab.host_pages[page] for page in slab_pages or ()] or [HostPage() for _ in range(size)]
+        image = image_of(ref.digest, size, self._images, self._slab)
         try:
-            for index, page in enumerate(pages):
-                page.content = Weights(ref.digest, index)
             self._time.sleep(seconds / 4)
             self._pack(ref.digest)
         except BaseException:
-            self._images.cancel(slab_pages or [])
+            self._images.cancel(image.slab_pages)
             raise
-        tensors: Any = pages
-        return HostImage(
-            digest=ref.digest,
-            layout=LoraLayout(1, size, ()),
-            ranks={},
-            scalings={},
-            pages=tensors,
-            slab_pages=slab_pages or (),
-        )
+        return image
 
     def _pack(self, digest: str) -> None:
         if self._rng.random() < self._faults.fails:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import NotFoundError
@@ -45,7 +46,7 @@ ROUTERS = (
 
 
 def create_app(services: Services) -> FastAPI:
-    """The API: request ids and the last catch outermost, then authentication, then the routes."""
+    """The API: CORS outermost, then request ids and the last catch, then authentication, then the routes."""
     app = FastAPI(
         title="Weft",
         summary="Many LoRA adapters over one base model.",
@@ -60,6 +61,16 @@ def create_app(services: Services) -> FastAPI:
     errors.install(app)
     app.add_middleware(AuthMiddleware, keys=services.registry if services.config.server.auth == "on" else None)
     app.add_middleware(Boundary, drain=services.drain, metrics=services.metrics)
+    if origins := services.config.server.allowed_origins:
+        # Without credentials, so no cookie: a page of another origin needs a key of its own.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+            allow_credentials=False,
+        )
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     return app
 

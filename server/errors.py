@@ -20,6 +20,7 @@ from starlette.routing import Match
 from weft import errors
 from weft.engine import request as engine_request
 from weft.errors import WeftError
+from weft.server.http.unknown_routes import hint, unknown_route
 
 log = structlog.get_logger("weft.server")
 
@@ -57,16 +58,16 @@ STATUS_BY_CODE = {
     "storage.full": 507,
     "config.too_large": 413,
     "headers_too_large": 431,
+    "unsupported_encoding": 415,
     "idempotency.key_reused": 422,
 }
 """Codes whose status differs from that of their class."""
-LAST_BYTES = frozenset({401, 408, 413, 431})
+LAST_BYTES = frozenset({401, 408, 413, 415, 431})
 """Answers given before the body was read to its end: the connection is closed after them."""
 LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
 """The same, where the status alone does not say it."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. The request id names it in the server's log."
-_PLAIN_CODES = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
 
 
 def answer(error: WeftError) -> tuple[int, str]:
@@ -174,21 +175,30 @@ async def _on_weft_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
-    kind, code = _PLAIN_CODES.get(error.status_code, ("invalid_request_error", "invalid_request"))
-    message = {404: "There is no such route.", 405: "This route does not take this method."}.get(
-        error.status_code, "The request is malformed."
-    )
-    headers = dict(error.headers or {})
+    path = request.url.path
+
+    def has_route(other: str) -> bool:
+        return bool(_matches(request, {"path": other}))
+
+    if error.status_code == 404:
+        return error_response(unknown_route(path, has_route))
+    message, code, headers = "The request is malformed.", "invalid_request", dict(error.headers or {})
     if error.status_code == 405:
-        headers = {"allow": ", ".join(_methods(request))}
-    return _response(error.status_code, _body(message, kind, None, code), headers)
+        allowed = ", ".join(_methods(request))
+        message = f"This route takes {allowed}, not {request.method}.{hint(path, has_route)}"
+        code, headers = "method_not_allowed", {"allow": allowed}
+    return _response(error.status_code, _body(message, "invalid_request_error", None, code), headers)
 
 
 def _methods(request: Request) -> list[str]:
     """Methods that this path takes; each of its routes knows only its own."""
-    scopes = [{**request.scope, "method": method} for method in METHODS]
-    routes = request.app.routes
-    return [str(scope["method"]) for scope in scopes if any(route.matches(scope)[0] == Match.FULL for route in routes)]
+    return [method for method in METHODS if Match.FULL in _matches(request, {"method": method})]
+
+
+def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
+    """How the routes would take this request with another path or method."""
+    scope = {**request.scope, **changes}
+    return {route.matches(scope)[0] for route in request.app.routes} - {Match.NONE}
 
 
 async def _on_validation_error(_: Request, error: Exception) -> Response:

@@ -25,7 +25,7 @@ class ResolvedModel:
     """What `model` and `adapter_id` mean."""
 
     name: str
-    """What the client sent; echoed in the response."""
+    """What the client sent as `adapter_id`, or else as `model`; echoed in the response."""
     adapter: AdapterIdentity | None = None
     """None is the base."""
     version: AdapterVersion | None = None
@@ -72,7 +72,7 @@ async def resolve_model(
         return by_model or ResolvedModel(name=served_name)
     by_adapter = await _resolve_one(registry, caller, served_name, adapter_id, sticky)
     if by_model is None or by_model.adapter is None:
-        return ResolvedModel(name=model or adapter_id, adapter=by_adapter.adapter, version=by_adapter.version)
+        return by_adapter
     if by_adapter.ref != by_model.ref:
         raise InvalidRequestError("model and adapter_id name different adapters: send one of them.", param="adapter_id")
     return by_model

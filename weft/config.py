@@ -183,15 +183,23 @@ class ServerConfig:
     """Largest adapter upload in bytes."""
     max_logprobs: int = 20
     """Most alternatives per token in logprobs."""
-    max_choices: int = 16
+    max_choices: int = 128
     """Largest n, and most prompts in one completions request times n."""
+    max_stops: int = 32
+    """Most stop strings of a request."""
+    cors_origins: str = ""
+    """Origins of web pages that may call the API with a key, separated by commas, such as https://chat.example.org; *
+    allows all. The cookie of the dashboard's session stays useless to them."""
 
     def __post_init__(self) -> None:
         _require(bool(self.host), "server.host", "an address", self.host)
         _check_bounds("server", self, port=(0, 65535), metrics_port=(0, 65535), max_choices=(1, 4096))
         _check_bounds("server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf))
-        _check_bounds("server", self, max_logprobs=(0, 100))
+        _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024))
         _check_choices("server", self, auth=Auth)
+        for origin in self.allowed_origins:
+            is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s]+", origin) is not None
+            _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)
         _require(
             self.auth == "on" or is_loopback(self.host),
             "server.auth",
@@ -199,6 +207,11 @@ class ServerConfig:
             self.auth,
         )
         _require(0 <= self.drain_s < math.inf, "server.drain_s", ">= 0", self.drain_s)
+
+    @property
+    def allowed_origins(self) -> list[str]:
+        """`cors_origins` as a list."""
+        return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

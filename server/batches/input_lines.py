@@ -42,7 +42,7 @@ def parse_line(raw: bytes, endpoint: str, max_bytes: int) -> Line:
     if len(raw) > max_bytes:
         raise InvalidRequestError(f"A line may have {max_bytes} bytes.", code="line_too_long")
     try:
-        fields = parse_json(raw)
+        fields = parse_json(raw, takes_nul=True)
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message.replace("The body", "The line", 1), code="invalid_json_line") from error
     line = validate(Line, fields)

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from fastapi import APIRouter
 
+from weft.errors import NotFoundError
 from weft.registry.records import Adapter, AdapterIdentity, AdapterVersion
 from weft.server.auth.callers import AnyCaller, Caller
 from weft.server.generation.schemas import ModelList, ModelView
@@ -34,6 +35,8 @@ async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
 @router.get("/v1/models/{model_id:path}")
 async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelView:
     """Show one model, by any name that a request may use."""
+    if not model_id:
+        raise NotFoundError("The path names no model. GET /v1/models lists all, GET /v1/models/NAME shows one.")
     model = await resolve_model(services.registry, caller, services.served_name, model_id)
     if model.adapter is None or model.version is None:
         return _base_view(services)

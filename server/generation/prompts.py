@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from weft.engine.text.tokenizer import Tokenizer
     from weft.server.generation.schemas import ChatBody, CompletionBody, GenerationBody, Message
 
+LEAST_TOP_P = 1e-9
+"""Stands for 0, which OpenAI takes: only the most likely token is left."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -30,6 +33,7 @@ class Limits:
     max_model_len: int
     max_logprobs: int
     max_choices: int
+    max_stops: int
 
 
 def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> list[Prompt]:
@@ -97,13 +101,17 @@ def _params(
 ) -> SamplingParams:
     _check_vocabulary(list(body.logit_bias), "logit_bias", limits)
     _check_vocabulary(body.stop_token_ids, "stop_token_ids", limits)
+    if len(body.stop) > limits.max_stops:
+        raise InvalidRequestError(
+            f"stop may have {limits.max_stops} strings (server.max_stops), got {len(body.stop)}.", param="stop"
+        )
     if logprobs is None and body.num_candidates > body.n:
         logprobs = 0  # candidates are compared by them, whether they are shown or not
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=body.temperature,
         top_k=body.top_k,
-        top_p=body.top_p,
+        top_p=max(body.top_p, LEAST_TOP_P),
         min_p=body.min_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
@@ -123,7 +131,7 @@ def _check_candidates(body: GenerationBody, num_prompts: int, limits: Limits) ->
     if num_prompts * count > limits.max_choices:
         prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
         raise InvalidRequestError(
-            f"{prompts} times {name} = {count} exceed the limit of {limits.max_choices} choices.",
+            f"{prompts} times {name} = {count} exceed the limit of {limits.max_choices} choices (server.max_choices).",
             param=name if count > limits.max_choices else "prompt",
         )
 
@@ -152,14 +160,16 @@ def _check_text_length(text: str, limits: Limits) -> None:
     longest = 128 * limits.max_model_len
     if len(text) > longest:
         raise ContextLengthError(
-            f"The text has {len(text)} characters; the context of {limits.max_model_len} tokens cannot hold them."
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, a text has {len(text)} "
+            "characters, which do not fit. Shorten it."
         )
 
 
 def _check_context(num_prompt: int, num_output: int, limits: Limits, param: str) -> None:
     if num_prompt + num_output > limits.max_model_len:
         raise ContextLengthError(
-            f"The model's context is {limits.max_model_len} tokens, but {num_prompt + num_output} were asked for: "
-            f"{num_prompt} in the {param} and {num_output} to generate. Shorten one of them.",
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
+            f"{num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in the completion). "
+            "Shorten one of them.",
             param=param,
         )

@@ -183,6 +183,7 @@ def limits_of(services: Services) -> Limits:
         max_model_len=services.ready.max_model_len,
         max_logprobs=services.config.server.max_logprobs,
         max_choices=services.config.server.max_choices,
+        max_stops=services.config.server.max_stops,
     )
 
 

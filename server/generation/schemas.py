@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
@@ -146,9 +146,6 @@ class DetokenizeView(View):
     prompt: str
 
 
-MAX_STOPS = 4
-
-
 MAX_STOP_LENGTH = 256
 
 
@@ -156,6 +153,11 @@ MAX_BIASES = 300
 
 
 MAX_MESSAGES = 4096
+
+
+def _whole(value: object) -> object:
+    """5.0 as 5: some clients write every number as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _prompts(value: object) -> list[str] | list[list[int]]:
@@ -179,14 +181,16 @@ def _are_tokens(value: list[object]) -> bool:
 
 
 def _stops(value: object) -> list[str]:
+    """The stop strings as a list; an empty one stops nothing."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise InvalidRequestError("stop must be a string or a list of strings.", param="stop")
-    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_LENGTH:
         raise InvalidRequestError(
-            f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters.", param="stop"
+            f"A stop string may have {MAX_STOP_LENGTH} characters, got one of {longest}.", param="stop"
         )
-    return stops
+    return [stop for stop in stops if stop]
 
 
 def _stopping(value: object) -> object:
@@ -215,10 +219,12 @@ def _content(value: object) -> str:
     if isinstance(value, list) and value:
         texts = []
         for part in value:
-            if not isinstance(part, dict) or part.get("type") != "text":
-                raise UnsupportedParameterError("Weft takes message parts of type text only.", param="messages")
-            if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-                raise InvalidRequestError("A text part holds exactly type and text.", param="messages")
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                message = f"Weft takes message parts of type text only, got {str(kind)[:40]}."
+                raise UnsupportedParameterError(message, param="messages")
+            if set(part) - unsupported_params.IGNORED_IN_MESSAGES != {"type", "text"} or type(part["text"]) is not str:
+                raise InvalidRequestError("A text part holds type and text, a string.", param="messages")
             texts.append(part["text"])
         return "".join(texts)
     raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
@@ -231,7 +237,7 @@ _Tokens = list[Annotated[int, Field(ge=0)]]
 _Prompt = str | list[str] | _Tokens | list[_Tokens]
 
 
-_Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+_Stop = str | list[str]
 
 
 _Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
@@ -262,10 +268,13 @@ NOT_IN_BEAM_SEARCH = (
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
 
 
+_Whole = Annotated[int, BeforeValidator(_whole)]
+
+
 class StreamOptions(Body):
     """What a stream carries besides text."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
+    ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
     """Send a last chunk with the usage."""
@@ -276,6 +285,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """Fields that completions and chat share."""
 
+    takes_nul = True
     ignored = unsupported_params.IGNORED
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.SHARED
 
@@ -285,10 +295,10 @@ class GenerationBody(Body):
     """An adapter, where `model` is the base or absent."""
     user: str | None = Field(None, max_length=4096)
     """Whoever asks, in the caller's own words: decides, unseen by the model, where an alias splits its requests."""
-    n: int = Field(1, ge=1, le=4096)
-    priority: int = Field(0, ge=-100, le=100)
+    n: _Whole = Field(1, ge=1, le=4096)
+    priority: _Whole = Field(0, ge=-100, le=100)
     """Order among the tenant's own waiting requests of one adapter: lower goes first."""
-    best_of: int | None = Field(None, ge=1, le=4096)
+    best_of: _Whole | None = Field(None, ge=1, le=4096)
     """Candidates to generate for each prompt, `n` if not given: the `n` with the highest log-probability per token are
     returned, all are billed. For beam search the beam width."""
     use_beam_search: bool = False
@@ -298,15 +308,15 @@ class GenerationBody(Body):
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_stopping)] = False
     """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
     possible, and false when none is likely."""
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    seed: _Whole | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=_Stop)] = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: _Whole = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -374,8 +384,8 @@ class CompletionBody(GenerationBody):
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.COMPLETIONS
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
-    max_tokens: int = Field(16, ge=0, lt=1 << 31)
-    logprobs: int | None = Field(None, ge=0, le=100)
+    max_tokens: _Whole = Field(16, ge=0, lt=1 << 31)
+    logprobs: _Whole | None = Field(None, ge=0, le=100)
     echo: bool = False
 
     @model_validator(mode="after")
@@ -388,12 +398,31 @@ class CompletionBody(GenerationBody):
 class Message(Body):
     """One turn of a chat."""
 
+    ignored = unsupported_params.IGNORED_IN_MESSAGES
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)]
     name: str | None = Field(None, max_length=64)
     """Accepted and not shown to the model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_is_not_served(cls, message: Any) -> Any:  # noqa: ANN401 - what a client sent
+        if not isinstance(message, dict):
+            return message
+        role = message.get("role")
+        if role in ("tool", "function"):
+            raise UnsupportedParameterError(
+                f"Weft does not serve tools, so it takes no message of role {role}.", param="messages"
+            )
+        if message.get("content", "") is not None:
+            return message
+        if role != "assistant":
+            raise InvalidRequestError(
+                "content is null, which only an assistant's message may have. Send a text.", param="messages"
+            )
+        return {**message, "content": ""}
 
 
 class ChatBody(GenerationBody):
@@ -402,10 +431,10 @@ class ChatBody(GenerationBody):
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_tokens: _Whole | None = Field(None, ge=1, lt=1 << 31)
+    max_completion_tokens: _Whole | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=100)
+    top_logprobs: _Whole | None = Field(None, ge=0, le=100)
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
@@ -426,6 +455,7 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     """Body of POST /tokenize: a prompt, or a chat."""
 
+    takes_nul = True
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.TOKENIZE
 
     model: str | None = Field(None, min_length=1, max_length=512)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 Neutral = Mapping[str, tuple[object, ...]]
 
-IGNORED = frozenset({"metadata", "store", "service_tier"})
+IGNORED = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
 """Accepted with any value."""
+IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control", "provider_specific_fields"})
+"""What clients keep with a message or one of its text parts for themselves; accepted with any value."""
 
 SHARED: Neutral = {
     "min_tokens": (0,),
@@ -32,8 +34,6 @@ SHARED: Neutral = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "cache_salt": (),
-    "prompt_cache_key": (),
-    "safety_identifier": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "lora_path": (),
@@ -71,11 +71,10 @@ MESSAGE: Neutral = {
     "tool_calls": ([],),
     "tool_call_id": (),
     "function_call": (),
-    "refusal": (),
+    "refusal": ("",),
     "audio": (),
-    "annotations": ([],),
-    "reasoning": (),
-    "reasoning_content": (),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
 }
 TOKENIZE: Neutral = {
     "add_generation_prompt": (True,),

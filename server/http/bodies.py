@@ -143,6 +143,8 @@ class Body(BaseModel):
     )
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    takes_nul: ClassVar[bool] = False
+    """Whether texts may hold NUL. Prompts may; what is stored in the database may not."""
 
     @model_validator(mode="before")
     @classmethod

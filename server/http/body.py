@@ -37,12 +37,12 @@ async def read_chunks(
         code: Error code of a body that is too large.
 
     Raises:
-        InvalidRequestError: Content-Length is not a number.
+        InvalidRequestError: The body is compressed, or Content-Length is not a number.
         PayloadTooLargeError: The body exceeds `limit`.
         TimeoutExceededError: The client stalls or is too slow.
         ClientDisconnect: The client is gone.
     """
-    _check_length(request, limit, code)
+    _check_headers(request, limit, code)
     started, received, more = pace.clock(), 0, True
     while more:
         try:
@@ -68,7 +68,11 @@ async def read_body(request: Request, limit: int, pace: Pace) -> bytes:
     return b"".join([chunk async for chunk in read_chunks(request, limit, pace)])
 
 
-def _check_length(request: Request, limit: int, code: str) -> None:
+def _check_headers(request: Request, limit: int, code: str) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"Weft takes no compressed bodies: send it without Content-Encoding: {encoding[:40]}."
+        raise InvalidRequestError(message, code="unsupported_encoding")
     length = request.headers.get("content-length")
     if length is None:
         return

@@ -8,16 +8,17 @@ import re
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import Request
 
 from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.server.http.bodies import Body
 from weft.server.http.body import Pace, read_body
 
 INLINE_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop; larger ones in a thread."""
 _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
-BodyT = TypeVar("BodyT", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace) -> BodyT:
@@ -46,23 +47,25 @@ async def parsed(model: type[BodyT], raw: bytes) -> BodyT:
         InvalidRequestError: Not JSON, ambiguous JSON, or a value that the model refuses; `param` names the field.
         UnsupportedParameterError: A field that the model does not have.
     """
-    if len(raw) <= INLINE_BYTES:
-        return validate(model, parse_json(raw))
-    return await asyncio.to_thread(lambda: validate(model, parse_json(raw)))
+
+    def parse() -> BodyT:
+        return validate(model, parse_json(raw, takes_nul=model.takes_nul))
+
+    return parse() if len(raw) <= INLINE_BYTES else await asyncio.to_thread(parse)
 
 
-def parse_json(raw: bytes) -> dict[str, Any]:
+def parse_json(raw: bytes, *, takes_nul: bool = False) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Refused are: anything but one object, duplicate keys, NaN and Infinity, lone surrogates, NUL characters, numbers of
-    thousands of digits, and deep nesting.
+    Refused are: anything but one object, duplicate keys, NaN and Infinity, lone surrogates, numbers of thousands of
+    digits, deep nesting, and NUL characters unless `takes_nul`.
 
     Raises:
         InvalidRequestError: With code `invalid_json`.
     """
     try:
         orjson.loads(raw)  # strict about Unicode, numbers and nesting, but silent about duplicate keys
-        if _ESCAPED_NUL.search(raw):
+        if not takes_nul and _ESCAPED_NUL.search(raw):
             raise _invalid("A string holds a NUL character.")
         body = json.loads(raw, object_pairs_hook=_without_duplicates)
     except orjson.JSONDecodeError as error:

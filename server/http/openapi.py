@@ -21,7 +21,7 @@ _FOREIGN = ("HTTPValidationError", "ValidationError")
 _ANY_ERRORS = (400, 401, 405, 431, 503)
 _KEYED_ERRORS = (403, 404, 429)
 _CHANGE_ERRORS = (409, 507)
-_BODY_ERRORS = (408, 413)
+_BODY_ERRORS = (408, 413, 415)
 IDEMPOTENCY_KEY = "Idempotency-Key"
 _bodies: dict[str, type[BaseModel]] = {}
 

@@ -53,7 +53,7 @@ async def test_what_is_wrong_with_an_input_is_told_with_its_line(
 
 
 async def test_a_sound_input_is_counted_whatever_its_line_ends(tmp_path: Path) -> None:
-    content = b"\r\n".join(line(custom_id=str(n)) for n in range(3)) + b"\n\n"
+    content = b"\r\n".join(line(custom_id=str(n), body={"prompt": "\0"}) for n in range(3)) + b"\n\n"
     assert await check(tmp_path, content) == (3, [])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from api_server import BASE, Api
 from weft.errors import InvalidRequestError
+from weft.server.generation.prompts import LEAST_TOP_P
 from weft.server.http.json_body import parse_json
 
 pytestmark = pytest.mark.anyio
@@ -59,20 +60,20 @@ async def test_text_that_only_looks_like_an_escape_passes() -> None:
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": True}, "n"),
     ({"n": "5"}, "n"),
-    ({"n": 5.0}, "n"),
+    ({"n": 5.5}, "n"),
     ({"n": 0}, "n"),
     ({"n": 10**30}, "n"),
-    ({"n": 17}, "n"),
+    ({"n": 129}, "n"),
     ({"best_of": 0}, "best_of"),
-    ({"best_of": 17}, "best_of"),
-    ({"best_of": 2.0}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"best_of": 2.5}, "best_of"),
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
-    ({"best_of": 9, "prompt": ["a", "b"]}, "prompt"),
+    ({"best_of": 65, "prompt": ["a", "b"]}, "prompt"),
     ({"use_beam_search": 1}, "use_beam_search"),
     ({"use_beam_search": True, "stream": True}, "use_beam_search"),
     ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
-    ({"use_beam_search": True, "n": 17}, "n"),
+    ({"use_beam_search": True, "n": 129}, "n"),
     ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
     ({"use_beam_search": True, "top_p": 0.9}, "top_p"),
     ({"use_beam_search": True, "top_k": 5}, "top_k"),
@@ -94,7 +95,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 10**30}, "top_k"),
@@ -106,8 +107,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"seed": 1 << 63}, "seed"),
     ({"seed": 1.5}, "seed"),
-    ({"stop": ["a"] * 5}, "stop"),
-    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 33}, "stop"),
     ({"stop": [1]}, "stop"),
     ({"stop": "x" * 257}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
@@ -129,7 +129,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [10**6]}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": ["x"] * 17}, "prompt"),
+    ({"prompt": ["x"] * 129}, "prompt"),
     ({"model": ""}, "model"),
     ({"model": 5}, "model"),
 ]
@@ -148,8 +148,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -190,38 +190,84 @@ async def test_what_weft_lacks_is_called_unsupported(api: Api) -> None:
         assert answer.json()["error"]["code"] == "unsupported_parameter", fields
 
 
-async def test_neutral_and_ignored_fields_pass(api: Api) -> None:
+NEUTRAL: list[dict[str, Any]] = [
+    {"best_of": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "suffix": None},
+    {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "response_format": {"type": "text"}},
+    {"stop": None, "seed": None, "temperature": None, "logprobs": None, "stream": None, "n": None},
+    {"prompt_logprobs": None, "skip_special_tokens": True, "prompt_cache_key": "k", "safety_identifier": "s"},
+    {"stream": True, "stream_options": {"include_obfuscation": True}},
+    {"max_tokens": 2.0, "n": 1.0, "seed": 7.0, "top_k": 5.0, "logprobs": 1.0, "best_of": 1.0, "priority": 0.0},
+    {"top_p": 0},
+    {"stop": ""},
+    {"stop": ["", *(f"stop {number}" for number in range(32))]},
+    {"prompt": ["x"] * 128, "max_tokens": 1},
+    {"prompt": "a\0b"},
+]
+NEUTRAL_CHATS: list[dict[str, Any]] = [
+    {"tools": None, "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
+    {"max_tokens": None, "max_completion_tokens": 2.0},
+    {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}]}
+        ]
+    },
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}
+        ]
+    },
+    {"messages": [{"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "annotations": [{}]}]},
+    {"messages": [{"role": "assistant", "content": None, "audio": None, "reasoning_content": None, "id": "m1"}]},
+    {"messages": [{"role": "user", "content": "a\0b", "name": "joe", "provider_specific_fields": {"x": 1}}]},
+]
+
+
+async def test_what_changes_nothing_passes(api: Api) -> None:
     client = await api.tenant("acme")
-    neutral = {
-        "best_of": 1,
-        "use_beam_search": False,
-        "length_penalty": 1,
-        "early_stopping": False,
-        "suffix": None,
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": False,
-        "service_tier": "auto",
-        "stop": None,
-        "seed": None,
-        "temperature": None,
-        "logprobs": None,
-        "stream": None,
-        "n": None,
-        "response_format": {"type": "text"},
-        "prompt_logprobs": None,
-        "skip_special_tokens": True,
-    }
-    answer = await client.post("/v1/completions", json={**GOOD, **neutral})
-    assert answer.status_code == 200, answer.text
-    history = [
-        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " kind"}]},
-        {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "audio": None, "annotations": []},
-        {"role": "user", "content": "x", "name": "joe"},
-    ]
-    lacking = {"tools": None, "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]}
-    answer = await client.post("/v1/chat/completions", json={**CHAT, **lacking, "messages": history})
-    assert answer.status_code == 200, answer.text
+    for route, base, cases in (("completions", GOOD, NEUTRAL), ("chat/completions", CHAT, NEUTRAL_CHATS)):
+        for fields in cases:
+            answer = await client.post(f"/v1/{route}", json={**base, **fields})
+            assert answer.status_code == 200, (fields, answer.text)
+    params = {request.params.top_p for request in api.engine.requests}
+    assert params == {1.0, LEAST_TOP_P}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "tool", "tool_call_id": "c1", "content": "4"}, "it takes no message of role tool"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "c1"}]}, "Weft does not support tool_calls"),
+        ({"role": "user", "content": None}, "content is null, which only an assistant's message may have"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "parts of type text only, got image_url"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, "does not support reasoning_content"),
+    ],
+)
+async def test_messages_are_refused_by_what_is_wrong_with_them(api: Api, message: dict[str, Any], says: str) -> None:
+    answer = await (await api.tenant("acme")).post("/v1/chat/completions", json={**CHAT, "messages": [message]})
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+async def test_a_nul_reaches_the_tokenizer_and_no_name(api: Api) -> None:
+    client = await api.tenant("acme")
+    answer = await client.post("/v1/completions", json={**GOOD, "prompt": "a\0b", "echo": True, "max_tokens": 0})
+    assert answer.json()["choices"][0]["text"] == "a\0b"
+    assert (await client.post("/tokenize", json={"prompt": "a\0b"})).status_code == 200
+    answer = await client.post("/v1/completions", json={**GOOD, "model": "de\0mo", "user": "\0"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    answer = await api.admin.post("/v1/tenants", json={"name": "a\0b"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "A string holds a NUL character.")
+
+
+@pytest.mark.parametrize(
+    ("route", "kind"),
+    [("completions", "application/json"), ("adapters", "multipart/form-data; boundary=x")],
+)
+async def test_a_compressed_body_is_415(api: Api, route: str, kind: str) -> None:
+    headers = {"content-encoding": "gzip", "content-type": kind}
+    answer = await (await api.tenant("acme")).post(f"/v1/{route}", content=b"\x1f\x8b", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    assert "Content-Encoding: gzip" in answer.json()["error"]["message"]
 
 
 async def test_a_prompt_beyond_the_context_is_400_with_the_numbers(api: Api) -> None:
@@ -230,7 +276,7 @@ async def test_a_prompt_beyond_the_context_is_400_with_the_numbers(api: Api) -> 
         answer = await client.post("/v1/completions", json={**GOOD, **fields})
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert "256" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"].startswith("This model's maximum context length is 256 tokens. How")
     long_chat = [{"role": "user", "content": "open " * 300}]
     answer = await client.post("/v1/chat/completions", json={"model": BASE, "messages": long_chat})
     assert answer.json()["error"]["code"] == "context_length_exceeded"

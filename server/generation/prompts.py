@@ -157,19 +157,18 @@ def _check_logprobs(wanted: int | None, param: str, limits: Limits) -> None:
 
 def _check_text_length(text: str, limits: Limits) -> None:
     """Refuse what no tokenizer could fit, before tokenizing it."""
-    longest = 128 * limits.max_model_len
-    if len(text) > longest:
-        raise ContextLengthError(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, a text has {len(text)} "
-            "characters, which do not fit. Shorten it."
-        )
+    if len(text) > 128 * limits.max_model_len:
+        raise _too_long(f"a text has {len(text)} characters, which do not fit. Shorten it", limits, None)
 
 
 def _check_context(num_prompt: int, num_output: int, limits: Limits, param: str) -> None:
-    if num_prompt + num_output > limits.max_model_len:
-        raise ContextLengthError(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested "
-            f"{num_prompt + num_output} tokens ({num_prompt} in the {param}, {num_output} in the completion). "
-            "Shorten one of them.",
-            param=param,
-        )
+    total = num_prompt + num_output
+    if total > limits.max_model_len:
+        parts = f"{num_prompt} in the {param}, {num_output} in the completion"
+        raise _too_long(f"you requested {total} tokens ({parts}). Shorten one of them", limits, param)
+
+
+def _too_long(reason: str, limits: Limits, param: str | None) -> ContextLengthError:
+    """LiteLLM knows an overflow by the first words, and LangChain by the code where it stands in the message."""
+    start, code = f"This model's maximum context length is {limits.max_model_len} tokens.", ContextLengthError.code
+    return ContextLengthError(f"{start} However, {reason} ({code}).", param=param)

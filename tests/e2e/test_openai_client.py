@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 
 import openai
 import pytest
@@ -134,14 +136,29 @@ def test_errors_are_the_clients_own_exception_types(client: openai.OpenAI, base:
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("no-such-adapter")
-    with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model=base, prompt=[5] * 100_000, max_tokens=1)
-    assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=base, prompt="hi", temperature=-1)
     stranger = openai.OpenAI(base_url=f"{shop.url}/v1", api_key="wrong", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
+
+
+def test_clients_recognise_an_overflow(client: openai.OpenAI, base: str, shop: WeftServer) -> None:
+    """openai by the code, LiteLLM by the words, LangChain by the code within the words."""
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=base, prompt=[5] * 100_000, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+    assert "This model's maximum context length is" in str(long.value)
+    assert "context_length_exceeded" in str(long.value)
+    server: dict[str, object] = {"base_url": f"{shop.url}/v1", "api_key": shop.tenants["shop"], "max_retries": 0}
+    if find_spec("litellm"):
+        litellm = import_module("litellm")
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(model=f"openai/{base}", messages=chat("open " * 5000), **server)
+    if find_spec("langchain_openai"):
+        model = import_module("langchain_openai").ChatOpenAI(model=base, **server)
+        with pytest.raises(import_module("langchain_core.exceptions").ContextOverflowError):
+            model.invoke("open " * 5000)
 
 
 def attempts_of(shop: WeftServer, key: str, retries: int) -> tuple[openai.OpenAI, list[int]]:

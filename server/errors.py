@@ -27,6 +27,7 @@ log = structlog.get_logger("weft.server")
 ANSWERS: dict[type[WeftError], tuple[int, str]] = {
     errors.WeftError: (500, "server_error"),
     errors.ConfigError: (500, "server_error"),
+    errors.ClientError: (500, "server_error"),
     errors.RequestError: (400, "invalid_request_error"),
     errors.InvalidRequestError: (400, "invalid_request_error"),
     errors.UnsupportedParameterError: (400, "invalid_request_error"),

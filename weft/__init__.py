@@ -1,28 +1,36 @@
 """Weft serves many LoRA adapters over one base model that stays on the device.
 
 The parts stand at the top of the repository and are imported from here: `weft.engine`, `weft.adapters` and so on.
-`weft.LLM` is the in-process engine; it is loaded on first use, because it brings torch.
+`weft.LLM` is the in-process engine, `weft.Client` the client of a server's own API. Each is loaded on first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import ClientError
+
 if TYPE_CHECKING:
+    from weft.client import Client as Client
     from weft.engine.llm import LLM as LLM
     from weft.engine.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Client", "ClientError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the module protocol (PEP 562)
-    if name == "LLM":
-        from weft.engine.llm import LLM
+    match name:
+        case "LLM":
+            from weft.engine.llm import LLM
 
-        return LLM
-    if name == "SamplingParams":
-        from weft.engine.sampling_params import SamplingParams
+            return LLM
+        case "SamplingParams":
+            from weft.engine.sampling_params import SamplingParams
 
-        return SamplingParams
+            return SamplingParams
+        case "Client":
+            from weft.client import Client
+
+            return Client
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

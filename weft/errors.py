@@ -27,6 +27,7 @@
     * EngineError                   ours, does not pass; 500 with a constant body
       - PageAccountingError         pages were freed twice, handed out twice, or lost
       - StaleSlotError              a step refers to an adapter slot that was reused
+    * ClientError                   what `weft.Client` raises: the server refused, or cannot be reached
 
 `code` is the machine-readable name that the HTTP error body carries. Messages say what was expected, what came, and
 what to do; they hold values of the caller's own input only.
@@ -34,9 +35,9 @@ what to do; they hold values of the caller's own input only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 
 class WeftError(Exception):
@@ -263,3 +264,37 @@ class PageAccountingError(EngineError):
 
 class StaleSlotError(EngineError):
     """A step refers to an adapter slot whose generation has moved on."""
+
+
+class ClientError(WeftError):
+    """A call of `weft.Client` failed: the server refused it, or cannot be reached.
+
+    Args:
+        message: What was expected, and what came.
+        code: Stable machine-readable name, as the server gave it.
+        param: The request field that is wrong, where there is one.
+        hint: What to do, where more is known than the message says.
+        status: The HTTP status; None where there was no answer.
+        findings: Everything that is wrong with an adapter, each with `code`, `message`, `param` and `hint`.
+    """
+
+    code = "client_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        hint: str = "",
+        status: int | None = None,
+        findings: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        super().__init__(message, code=code, param=param)
+        self.hint = hint
+        self.status = status
+        self.findings = tuple(findings)
+
+    def __str__(self) -> str:
+        others = "".join(f"\n{finding['message']} {finding['hint']}" for finding in self.findings[1:])
+        return f"{self.message} {self.hint}".rstrip() + others

@@ -13,18 +13,10 @@ from typer.testing import CliRunner
 
 from api_adapters import sound, sound_mlx
 from api_server import Api
-from weft.cli import make_app, push
+from weft import client
+from weft.cli import make_app
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "my-adapter"
-    made.mkdir()
-    (made / "adapter_config.json").write_bytes(sound().config)
-    (made / "adapter_model.safetensors").write_bytes(sound().weights)
-    return made
 
 
 async def run(*arguments: str) -> Any:
@@ -87,7 +79,7 @@ async def test_push_uploads_the_folder_and_says_how_to_ask_for_it(api: Api, fold
 
 
 async def test_push_goes_on_after_a_broken_connection(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "PAUSES_S", (0, *[0.2] * 7))
+    monkeypatch.setattr(client, "PAUSES_S", (0, *[0.2] * 7))
     key, size = await api.key("acme"), len(sound().weights)
     received: list[int] = []
     appending = api.services.staged.appending
@@ -109,18 +101,18 @@ async def test_push_goes_on_after_a_broken_connection(api: Api, folder: Path, mo
 
 
 async def test_push_started_again_finds_what_was_sent(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push, "PAUSES_S", (0,))
-    key, client = await api.key("acme"), await api.tenant("acme")
+    monkeypatch.setattr(client, "PAUSES_S", (0,))
+    key, acme = await api.key("acme"), await api.tenant("acme")
     async with api.listening() as url:
         async with breaking(url, [len(sound().weights) // 2]) as broken:
             cut = await run("adapter", "push", str(folder), "--url", broken, "--key", key)
-        assert (cut.exit_code, "run the command again" in cut.output) == (1, True)
-        (upload,) = (await client.get("/v1/uploads")).json()["data"]
+        assert (cut.exit_code, "Run the command again" in cut.output) == (1, True)
+        (upload,) = (await acme.get("/v1/uploads")).json()["data"]
         assert upload["files"]["adapter_model.safetensors"]["received"] > 0
-        monkeypatch.setattr(push, "PAUSES_S", (0, *[0.2] * 7))
+        monkeypatch.setattr(client, "PAUSES_S", (0, *[0.2] * 7))
         again = await run("adapter", "push", str(folder), "--url", url, "--key", key)
         assert again.exit_code == 0, again.output
-    (ended,) = (await client.get("/v1/uploads")).json()["data"]
+    (ended,) = (await acme.get("/v1/uploads")).json()["data"]
     assert (ended["id"], ended["state"]) == (upload["id"], "ready")
 
 

@@ -60,7 +60,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(demo_traffic, "plan", endless)
-        asyncio.run(play(server.url, ADMIN_KEY))
+        play(server.url, ADMIN_KEY)
         assert server.upload(server.tenant("acme"), "pirate", DEMO_ADAPTERS / "pirate").status_code == 201
         server.ask("acme", "pirate", "Do you have the scarf?")
         namesake = server.client(server.new_key("acme", name=KEY_NAME))
@@ -68,7 +68,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
         assert namesake.post("/v1/completions", json=body).status_code == 200
         namesake.close()
         traffic = asyncio.run(replay(server.url, ADMIN_KEY, SECONDS))
-        check = asyncio.run(check_usage(server.url, ADMIN_KEY, traffic))
+        check = check_usage(server.url, ADMIN_KEY, traffic)
         events = server.admin.get("/v1/usage/events", params={"limit": 10_000}).json()["data"]
         listed = [server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"] for tenant in (*TENANTS, "acme")]
         yield Played(server, traffic, check, events, {key["id"]: key["name"] for keys in listed for key in keys})
@@ -124,10 +124,10 @@ def test_a_token_too_many_or_a_request_too_few_is_noticed(played: Played) -> Non
         (wrong, f"{last.request_id} is billed"),
         (replace(last, end="error"), f"{last.request_id} is recorded as {last.end}"),
     ):
-        check = asyncio.run(check_usage(played.server.url, ADMIN_KEY, replace(played.traffic, told=[*rest, told])))
+        check = check_usage(played.server.url, ADMIN_KEY, replace(played.traffic, told=[*rest, told]))
         assert [difference.startswith(expected) for difference in check.differences] == [True]
     other = replace(played.traffic, key_ids=played.traffic.key_ids[:1])
-    check = asyncio.run(check_usage(played.server.url, ADMIN_KEY, other, wait_s=0))
+    check = check_usage(played.server.url, ADMIN_KEY, other, wait_s=0)
     assert any(difference.endswith("has no event") for difference in check.differences)
 
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import importlib
-import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from weft.errors import ConfigError, WeftError
+from weft.cli.options import fail_with
+from weft.errors import WeftError
 
-USAGE_ERROR = 2
-FAILURE = 1
 COMMANDS = (
     *("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage"),
     *("audit", "config", "dashboard", "db", "version", "whoami"),
 )
 """Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
+
+
+class _Commands(TyperGroup):
+    """All commands; a deliberate error of any of them ends with one line on stderr."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - the type of typer is private
+        try:
+            return super().invoke(ctx)
+        except WeftError as error:
+            fail_with(error)
 
 
 def make_app() -> typer.Typer:
@@ -24,6 +34,7 @@ def make_app() -> typer.Typer:
 
     app = typer.Typer(
         name="weft",
+        cls=_Commands,
         help="Serve thousands of LoRA adapters over one shared base model.",
         no_args_is_help=True,
         rich_markup_mode="markdown",
@@ -42,8 +53,4 @@ def make_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; wrong input exits with 2, failures with 1."""
-    try:
-        make_app()()
-    except WeftError as error:
-        sys.stderr.write(f"weft: {error.message}\n")
-        sys.exit(USAGE_ERROR if isinstance(error, ConfigError) else FAILURE)
+    make_app()()

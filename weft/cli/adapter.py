@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.client import DEFAULT_URL, JSON, KEY, TENANT, URL, call, fail, refuse, show
+from weft.cli.options import JSON, KEY, TENANT, URL, connect, fail, fail_with, refuse
+from weft.cli.table import show
+from weft.errors import ClientError
 
 if TYPE_CHECKING:
     from weft.adapters.base_shape import BaseShape
@@ -47,7 +49,7 @@ def validate(
     try:
         base = _base(Path(model)) if model else None
     except ConfigError as error:
-        fail(error.message, 2)
+        fail(error.message)
     try:
         names = (Path(model).resolve().name,) if model else ()
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
@@ -56,7 +58,7 @@ def validate(
     except PayloadTooLargeError as error:
         refuse(str(folder), [asdict(Finding(error.code, error.message, None, KEEP_SMALL))], as_json, files)
     except OSError as error:
-        fail(f"{weights} cannot be read: {error.strerror}.", 2)
+        fail(f"{weights} cannot be read: {error.strerror}.")
     facts = {
         "valid": True,
         "rank": found.largest_rank,
@@ -78,26 +80,46 @@ def push(  # noqa: PLR0913 - one parameter per option
     description: Annotated[str | None, typer.Option(help="Free text.")] = None,
     activate: Annotated[bool, typer.Option(help="Let the plain name mean this version.")] = True,
     tenant: TENANT = None,
-    url: URL = DEFAULT_URL,
+    url: URL = None,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
     """Upload an adapter, or its next version. After a broken connection it goes on, also when started again."""
-    from weft.cli.push import push_files
+    import sys
+
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
     from weft.registry.names import is_name
 
-    own_name = folder.resolve().name
-    files = adapter_files(folder)
-    if name is None and not is_name(own_name):
-        fail(f"the folder's name {own_name!r} cannot name an adapter; give one with --name.", 2)
-    draft = {"name": name or own_name, "description": description, "activate": activate}
-    body, is_new = push_files(files, draft, url, key, tenant, as_json)
+    adapter_files(folder)
+    name = name or folder.resolve().name
+    if not is_name(name):
+        fail(
+            f"{name!r} cannot name an adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name."
+        )
+    bars: dict[Path, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+
+        def draw(file: Path, sent: int, size: int) -> None:
+            if file not in bars:
+                bars[file] = progress.add_task(file.name, total=size)
+            progress.update(bars[file], completed=sent)
+
+        try:
+            body = connect(url, key, tenant).push(
+                folder, name, description=description, activate=activate, progress=draw
+            )
+        except ClientError as error:
+            progress.stop()
+            fail_with(error, as_json)
     show(body, as_json, COLUMNS)
     if not as_json:
         _tell(body.get("report") or {})
         version, selector = body["version"], body["name"]
         is_default = body["aliases"].get("default") == version
-        if not is_new:
+        if not body["is_new"]:
             means = f"; the plain name means version {version} now" if is_default else ""
             typer.echo(f"nothing new: version {version} has these very bytes{means}")
         if not is_default:
@@ -106,27 +128,27 @@ def push(  # noqa: PLR0913 - one parameter per option
 
 
 @app.command("ls")
-def list_adapters(tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
-    """List adapters."""
-    show(call(url, key, "GET", "/v1/adapters", params={"tenant": tenant, "limit": 1000}), as_json, COLUMNS)
+def list_adapters(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+    """List adapters; with the admin key and without --tenant those of all tenants."""
+    client = connect(url, key, tenant)
+    try:
+        rows = client.list_adapters()
+    except ClientError as error:
+        if tenant is not None or error.param != "tenant":
+            raise
+        rows = client.list_adapters(all_tenants=True)
+    show(rows, as_json, COLUMNS)
 
 
 @app.command("show")
-def show_adapter(
-    name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False
-) -> None:
+def show_adapter(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
     """Show one adapter, who else may call it, and its versions."""
-    params = {"tenant": tenant}
-    body = call(url, key, "GET", f"/v1/adapters/{_quoted(name)}", params=params)
-    versions, grants = (
-        call(url, key, "GET", f"/v1/adapters/{_quoted(name)}/{part}", params=params) for part in ("versions", "grants")
-    )
+    client, name = connect(url, key, tenant), _own_name(name)
+    body, versions, grants = client.get_adapter(name), client.list_versions(name), client.list_grants(name)
     if as_json:
-        show({**body, "versions": versions["data"], "grants": grants["data"]}, True, ())
+        show({**body, "versions": versions, "grants": grants}, True, ())
         return
-    body["granted_to"] = [
-        grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants["data"]
-    ]
+    body["granted_to"] = [grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants]
     show(body, False, (*COLUMNS, "description", "granted_to"))
     _tell(body.get("report") or {})
     typer.echo("")
@@ -141,14 +163,13 @@ def set_aliases(
         typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
     ],
     tenant: TENANT = None,
-    url: URL = DEFAULT_URL,
+    url: URL = None,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
     """Say which version an alias means; `default` is what the plain name means, so default=1 rolls back to 1."""
-    body = {"aliases": dict(_alias(text) for text in aliases)}
-    path = f"/v1/adapters/{_quoted(name)}"
-    show(call(url, key, "PATCH", path, json=body, params={"tenant": tenant}), as_json, COLUMNS)
+    meanings = dict(_alias(text) for text in aliases)
+    show(connect(url, key, tenant).update_adapter(_own_name(name), aliases=meanings), as_json, COLUMNS)
 
 
 @app.command()
@@ -158,16 +179,16 @@ def grant(
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")] = False,
     tenant: TENANT = None,
-    url: URL = DEFAULT_URL,
+    url: URL = None,
     key: KEY = None,
 ) -> None:
     """Let another tenant call an adapter as `tenant/name`, or take that back."""
-    path = f"/v1/adapters/{_quoted(name)}/grants"
+    client, name = connect(url, key, tenant), _own_name(name)
     if withdraw:
-        call(url, key, "DELETE", f"{path}/{_quoted(grantee)}", params={"tenant": tenant, "version": version})
+        client.withdraw_grant(name, grantee, version)
         typer.echo(f"{grantee} may no longer call {name}")
         return
-    made = call(url, key, "POST", path, json={"tenant": grantee, "version": version}, params={"tenant": tenant})
+    made = client.grant(name, grantee, version)
     typer.echo(f"{made['tenant']} may call {name}" + (f"@{version}" if version else ""))
 
 
@@ -176,25 +197,25 @@ def remove(
     name: str,
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
     tenant: TENANT = None,
-    url: URL = DEFAULT_URL,
+    url: URL = None,
     key: KEY = None,
 ) -> None:
     """Delete an adapter, or one version of it."""
-    call(url, key, "DELETE", f"/v1/adapters/{_quoted(name)}", params={"tenant": tenant, "version": version})
+    connect(url, key, tenant).delete_adapter(_own_name(name), version)
     typer.echo(f"deleted {name}" if version is None else f"deleted {name}@{version}")
 
 
 @app.command()
-def pin(name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None) -> None:
+def pin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
     """Bring an adapter to the device and keep it there."""
-    call(url, key, "PATCH", f"/v1/adapters/{_quoted(name)}", json={"pinned": True}, params={"tenant": tenant})
+    connect(url, key, tenant).update_adapter(_own_name(name), pinned=True)
     typer.echo(f"pinned {name}")
 
 
 @app.command()
-def unpin(name: str, tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None) -> None:
+def unpin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
     """Let an adapter be evicted again."""
-    call(url, key, "PATCH", f"/v1/adapters/{_quoted(name)}", json={"pinned": False}, params={"tenant": tenant})
+    connect(url, key, tenant).update_adapter(_own_name(name), pinned=False)
     typer.echo(f"unpinned {name}")
 
 
@@ -206,7 +227,7 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
     try:
         return adapter_folder.adapter_files(folder)
     except AdapterFormatError as error:
-        fail(error.message, 2)
+        fail(error.message)
 
 
 def _tell(report: Mapping[str, Any]) -> None:
@@ -224,13 +245,18 @@ def _base(folder: Path) -> BaseShape:
     return base_shape(read_spec(folder), "sha256:" + "0" * 64)
 
 
-def _quoted(name: str) -> str:
-    from urllib.parse import quote
-
-    if "/" in name:
-        tenant, _, own = name.partition("/")
-        fail(f"expected an adapter's own name, got {name!r}. For another tenant's: {own} --tenant {tenant}", 2)
-    return quote(name, safe="")
+def _own_name(name: str) -> str:
+    """An adapter's name; ends the command where it comes with a tenant or a version."""
+    tenant, slash, own = name.rpartition("/")
+    if slash:
+        fail(f"expected an adapter's own name, got {name!r}. For another tenant's: {own} --tenant {tenant}")
+    own, at, version = name.partition("@")
+    if at:
+        fail(
+            f"expected an adapter's name without a version, got {name!r}: write {own}. `show` lists all versions; "
+            f"`rm` and `grant` take --version {version}."
+        )
+    return name
 
 
 def _alias(text: str) -> tuple[str, dict[str, int] | int | None]:
@@ -239,7 +265,10 @@ def _alias(text: str) -> tuple[str, dict[str, int] | int | None]:
     shares = [part.partition(":") for part in meaning.split(",")] if meaning else []
     numbers = [number for version, colon, weight in shares for number in (version, weight if colon else "1")]
     if not equals or not all(number.isascii() and number.isdigit() for number in numbers):
-        fail(f"{text!r} must be ALIAS=VERSION, ALIAS=VERSION:WEIGHT,VERSION:WEIGHT or ALIAS=.", 2)
+        fail(
+            f"{text!r} gives an alias no meaning: write ALIAS=VERSION (prod=2), ALIAS=VERSION:WEIGHT,VERSION:WEIGHT "
+            "(prod=2:90,3:10), or prod= to delete the alias prod."
+        )
     if not shares:
         return alias, None
     if len(shares) == 1:

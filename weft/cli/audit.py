@@ -6,16 +6,16 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.client import DEFAULT_URL, JSON, KEY, URL, call, show
+from weft.cli.options import JSON, KEY, URL, connect
+from weft.cli.table import show
 
 
 def audit(
     tenant: Annotated[str | None, typer.Option(help="Only changes of this tenant's objects.")] = None,
     limit: Annotated[int, typer.Option(help="Most entries.", min=1, max=1000)] = 50,
-    url: URL = DEFAULT_URL,
+    url: URL = None,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
     """Show who changed what, newest first; needs the admin key."""
-    page = call(url, key, "GET", "/v1/audit", params={"tenant": tenant, "limit": limit})
-    show(page, as_json, ("at", "actor", "action", "tenant", "target", "detail"))
+    show(connect(url, key, tenant).audit(limit), as_json, ("at", "actor", "action", "tenant", "target", "detail"))

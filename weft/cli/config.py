@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.client import fail
+from weft.cli.options import fail
 from weft.cli.serve import Setting
 
 app = typer.Typer(help="Show or write settings.", no_args_is_help=True)

@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.client import DEFAULT_URL, JSON, KEY, URL, call, fail, show
+from weft.cli.options import JSON, KEY, URL, connect, fail
+from weft.cli.table import show
 
 DataDir = Annotated[
     Path, typer.Option(help="Where the server keeps its data: without a key, the admin key that lies there is used.")
 ]
 
 
-def dashboard(
-    url: URL = DEFAULT_URL, key: KEY = None, data_dir: DataDir = Path("weft-data"), as_json: JSON = False
-) -> None:
+def dashboard(url: URL = None, key: KEY = None, data_dir: DataDir = Path("weft-data"), as_json: JSON = False) -> None:
     """Print a link that opens the dashboard, signed in like the key, once and within ten minutes."""
-    made = call(url, key or _admin_key(data_dir), "POST", "/v1/session/links")
-    address = f"{url.rstrip('/')}/#link={made['link']}"
+    client = connect(url, key or _admin_key(data_dir))
+    made = client.request("POST", "/v1/session/links")
+    address = f"{client.url}/#link={made['link']}"
     if as_json:
         show({"url": address, "expires_at": made["expires_at"]}, True, ())
     else:
@@ -37,4 +37,4 @@ def _admin_key(data_dir: Path) -> str:
         return (data_dir / FILE).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         place = data_dir / FILE
-        fail(f"no key: set --key or WEFT_KEY, or name the server's folder with --data-dir (there is no {place}).", 2)
+        fail(f"no key: set --key or WEFT_KEY, or name the server's folder with --data-dir (there is no {place}).")

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from weft.cli.client import JSON
+from weft.cli.options import JSON
 
 MIN_DISK_GIB = 2
 MIN_FILES = 1024

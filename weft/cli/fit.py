@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.adapter import adapter_files
-from weft.cli.client import JSON, fail, refuse
+from weft.cli.options import JSON, fail, refuse
 from weft.cli.serve import Setting
 from weft.cli.table import print_table
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
 DOES_NOT_FIT = 1
-USAGE_ERROR = 2
 
 
 def fit(  # noqa: PLR0913 - one parameter per option
@@ -50,13 +49,12 @@ def fit(  # noqa: PLR0913 - one parameter per option
     Exits with 0 if they fit, with 1 if not. Adapters that do not fit at once can still be served: they take turns.
     """
     from weft.config import environment
-    from weft.errors import ConfigError
     from weft.server.adapters.fit import find_fit
     from weft.server.adapters.offline_fit import plan_room
     from weft.server.settings import load_config, merge_trees, parse_assignments
 
     if not adapters and not ranks:
-        fail("name folders of adapters, or give --rank for adapters to come.", USAGE_ERROR)
+        fail("name folders of adapters, or give --rank for adapters to come.")
     modules = _modules(targets)
     _check_count(count)
     options: dict[str, dict[str, object]] = {
@@ -64,11 +62,9 @@ def fit(  # noqa: PLR0913 - one parameter per option
         "memory": {"gib": memory_gib},
         "adapter": {"max_rank": max_rank},
     }
-    try:
-        loaded = load_config(merge_trees(options, parse_assignments(settings or [])), environment(), config)
-        planned = plan_room(loaded, free_gib)
-    except ConfigError as error:
-        fail(error.message, USAGE_ERROR)
+    planned = plan_room(
+        load_config(merge_trees(options, parse_assignments(settings or [])), environment(), config), free_gib
+    )
     items = [_on_disk(path, planned, as_json) for path in adapters or []]
     items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
     found = find_fit(items, planned.room)
@@ -85,7 +81,7 @@ def _modules(targets: str) -> list[str]:
     names = [name.removesuffix("_proj") + "_proj" for name in targets.split(",")]
     if not set(names) <= set(MODULE_NAMES):
         known = ", ".join(name.removesuffix("_proj") for name in MODULE_NAMES)
-        fail(f"--targets takes all, or some of {known} with commas between them, got {targets!r}.", USAGE_ERROR)
+        fail(f"--targets takes all, or some of {known} with commas between them, got {targets!r}.")
     return names
 
 
@@ -93,7 +89,7 @@ def _check_count(count: int) -> None:
     from weft.server.adapters.schemas import MAX_PLANNED
 
     if not 1 <= count <= MAX_PLANNED:
-        fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.", USAGE_ERROR)
+        fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.")
 
 
 def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> FitItem:
@@ -107,9 +103,9 @@ def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> FitItem:
     except AdapterError as error:
         refuse(str(path), [asdict(finding) for finding in error.findings], as_json, files)
     except PayloadTooLargeError as error:
-        fail(f"{path} cannot be served: {error.message} ({error.code})", USAGE_ERROR)
+        fail(f"{path} cannot be served: {error.message} ({error.code})")
     except OSError as error:
-        fail(f"{path} cannot be read: {error.strerror}.", USAGE_ERROR)
+        fail(f"{path} cannot be read: {error.strerror}.")
 
 
 def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) -> FitItem:
@@ -119,7 +115,7 @@ def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) ->
     max_rank = planned.config.adapter.max_rank
     if not 1 <= rank <= max_rank:
         advice = " Raise --max-rank for larger ones." if max_rank < rank <= MAX_RANK_LIMIT else ""
-        fail(f"--rank must be 1 to {max_rank}, got {rank}.{advice}", USAGE_ERROR)
+        fail(f"--rank must be 1 to {max_rank}, got {rank}.{advice}")
     return planned_item(rank, modules, count, planned.base, planned.room)
 
 

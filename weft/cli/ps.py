@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from weft.cli.client import DEFAULT_URL, JSON, KEY, URL, call, show
-from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table
+from weft.cli.options import JSON, KEY, URL, connect
+from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table, show
 
 HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
 NUMBERS = ("PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS")
@@ -16,13 +16,13 @@ TIERS = ("device", "loading", "host")
 SHORT_DIGEST = len("sha256:") + 12
 
 
-def ps(url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
+def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
     """List the adapters in memory and say what the pages hold; needs the admin key.
 
     PREFIX counts pages of cached KV that were computed with the adapter, HITS the requests that have run with it since
     it came to memory.
     """
-    body = call(url, key, "GET", "/v1/engine")
+    body = connect(url, key).engine()
     if as_json:
         show(body, True, ())
         return

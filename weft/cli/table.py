@@ -1,7 +1,8 @@
-"""Tables on standard output: with rich on a terminal, as plain aligned columns for files and pipes."""
+"""What commands print: tables, the bodies of the API as tables or JSON, and counts in words."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import typer
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Print a table.
+    """Print a table: with rich on a terminal, as plain aligned columns for files and pipes.
 
     Args:
         header: Names of the columns.
@@ -42,6 +43,45 @@ def print_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> 
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         typer.echo("  ".join(cells).rstrip())
+
+
+def show(body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, columns: Sequence[str]) -> None:
+    """Print a body: as JSON, or these columns, as a table of a list and as lines of one object.
+
+    Nothing is cut or folded, so that keys and digests can be copied whole.
+    """
+    rows = body if isinstance(body, Sequence) else body["data"] if body.get("object") == "list" else None
+    if as_json:
+        whole = {"object": "list", "data": body, "next": None} if body is rows else body
+        typer.echo(json.dumps(whole, indent=2, ensure_ascii=False))
+    elif isinstance(body, Mapping) and rows is None:
+        print_rows([[column, _cell(body.get(column))] for column in columns])
+    else:
+        print_rows(
+            [[column.upper() for column in columns], *([_cell(row.get(c)) for c in columns] for row in rows or ())]
+        )
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return " ".join(f"{name}={_inner(inner)}" for name, inner in value.items()) or "-"
+    return _inner(value) or "-"
+
+
+def _inner(value: object) -> str:
+    """What stands behind a name, as the commands take it: `1:95,2:5`, `none`."""
+    if isinstance(value, dict):
+        parts = {
+            name: f"({_inner(inner)})" if isinstance(inner, dict) else _inner(inner) for name, inner in value.items()
+        }
+        return ",".join(f"{name}:{part}" for name, part in parts.items())
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 REASONS = {

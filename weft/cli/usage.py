@@ -9,7 +9,8 @@ from zoneinfo import ZoneInfo
 
 import typer
 
-from weft.cli.client import DEFAULT_URL, JSON, KEY, TENANT, URL, body_of, call, reach, show
+from weft.cli.options import JSON, KEY, TENANT, URL, connect
+from weft.cli.table import show
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
@@ -32,23 +33,20 @@ def usage(  # noqa: PLR0913 - one parameter per option
     ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     tenant: TENANT = None,
-    url: URL = DEFAULT_URL,
+    url: URL = None,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
     """Show who used how many tokens."""
-    params: dict[str, Any] = {"start": start, "end": end, "tenant": tenant, "adapter": adapter, "status": status}
-    path = "/v1/usage/events" if events else "/v1/usage"
+    client = connect(url, key, tenant)
+    filters: dict[str, Any] = {"events": events, "start": start, "end": end, "adapter": adapter, "status": status}
     if not events:
-        params |= {"group_by": by, "bucket": bucket, "tz": tz, "top": top}
+        filters |= {"group_by": by, "bucket": bucket, "tz": tz, "top": top}
     if as_csv:
-        _print_csv(url, key, path, params)
+        for page in client.usage_csv(**filters):
+            typer.echo(page, nl=False)
         return
-    body = page = call(url, key, "GET", path, params=params)
-    while page.get("next"):
-        page = call(url, key, "GET", path, params={**params, "after": page["next"]})
-        body["data"] += page["data"]
-    body["next"] = None
+    body = client.usage(**filters)
     if events:
         show(body, as_json, EVENT)
         return
@@ -71,17 +69,3 @@ def _readable(row: dict[str, Any], groups: Sequence[str], tz: str | None) -> dic
     if tz:
         row["start"] = datetime.fromisoformat(row["start"]).astimezone(ZoneInfo(tz)).isoformat(timespec="minutes")
     return row
-
-
-def _print_csv(url: str, key: str | None, path: str, params: dict[str, Any]) -> None:
-    """All pages as one table."""
-    after = None
-    while True:
-        answer = reach(url, key, "GET", path, params={**params, "format": "csv", "after": after})
-        if answer.is_error:
-            body_of(answer, url, key)
-        header, _, rows = answer.text.replace("\r\n", "\n").partition("\n")
-        typer.echo(rows if after else f"{header}\n{rows}", nl=False)
-        after = answer.headers.get("x-weft-next")
-        if after is None:
-            return

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from weft.cli.client import DEFAULT_URL, JSON, KEY, TENANT, URL, call, show
-from weft.cli.table import print_rows
+from weft.cli.options import JSON, KEY, TENANT, URL, connect
+from weft.cli.table import print_rows, show
 
 
-def whoami(tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_json: JSON = False) -> None:
+def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
     """Show whose key this is, what it may do, its limits and what is used of them."""
-    me = call(url, key, "GET", "/v1/me", params={"tenant": tenant})
+    me = connect(url, key, tenant).me()
     if as_json:
         show(me, True, ())
         return
@@ -25,4 +25,4 @@ def whoami(tenant: TENANT = None, url: URL = DEFAULT_URL, key: KEY = None, as_js
     ]
     if rows:
         typer.echo("")
-        print_rows([["OF", "LIMIT", "USED", "MOST"], *rows], numbers=(2, 3))
+        print_rows([["LIMIT OF", "LIMIT", "USED", "ALLOWED"], *rows], numbers=(2, 3))

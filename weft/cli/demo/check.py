@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.cli.demo.client import DemoClient
 from weft.cli.demo.traffic import LEFT, Told, Traffic
-from weft.errors import WeftError
+from weft.client import Client
 
 FIGURES = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 WAIT_S = 10.0
 """Longest wait for the events of clients that left: the server may notice that later than they do."""
 POLL_S = 0.2
-MAX_EVENTS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,7 @@ class UsageCheck:
     """Sentences on what does not agree; empty where all does."""
 
 
-async def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S) -> UsageCheck:
+def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S) -> UsageCheck:
     """Compare the usage of the traffic's keys: totals, CSV, events, and what the clients were told.
 
     Args:
@@ -52,14 +50,13 @@ async def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float 
     Raises:
         WeftError: The server refused a question, or does not answer.
     """
-    asked = {"key": traffic.key_ids, "start": traffic.since.isoformat()}
+    asked: dict[str, Any] = {"key": [*traffic.key_ids], "start": traffic.since.isoformat()}
     whole = [told for told in traffic.told if told.is_whole]
     left = [told for told in traffic.told if told.end == LEFT]
-    async with DemoClient(url) as client:
-        events = await _events(client, admin_key, asked, {told.request_id for told in (*whole, *left)}, wait_s)
-        totals = (await client.call("GET", "/v1/usage", admin_key, params=asked))["totals"]
-        rows = {**asked, "group_by": "tenant,adapter,status", "format": "csv"}
-        table = csv.DictReader(io.StringIO((await client.answer("GET", "/v1/usage", admin_key, params=rows)).text))
+    with Client(url, admin_key) as client:
+        events = _events(client, asked, {told.request_id for told in (*whole, *left)}, wait_s)
+        totals = client.usage(**asked)["totals"]
+        table = csv.DictReader(io.StringIO("".join(client.usage_csv(**asked, group_by="tenant,adapter,status"))))
         from_csv = _sum(list(table))
     by_id = {event["request_id"]: event for event in events}
     of_events = _sum([{**event, "requests": 1} for event in events])
@@ -83,20 +80,14 @@ async def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float 
     )
 
 
-async def _events(
-    client: DemoClient, admin_key: str, asked: Mapping[str, Any], awaited: set[str], wait_s: float
-) -> list[dict[str, Any]]:
+def _events(client: Client, asked: Mapping[str, Any], awaited: set[str], wait_s: float) -> list[dict[str, Any]]:
     """The ledger's events, once those awaited are there, or cannot be expected any more."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + wait_s
+    deadline = time.monotonic() + wait_s
     while True:
-        page = await client.call("GET", "/v1/usage/events", admin_key, params={**asked, "limit": MAX_EVENTS})
-        events: list[dict[str, Any]] = page["data"]
-        if page["next"] is not None:
-            raise WeftError(f"The demo traffic has more than {MAX_EVENTS} events.")
-        if awaited <= {event["request_id"] for event in events} or loop.time() > deadline:
+        events: list[dict[str, Any]] = client.usage(events=True, **asked)["data"]
+        if awaited <= {event["request_id"] for event in events} or time.monotonic() > deadline:
             return events
-        await asyncio.sleep(POLL_S)
+        time.sleep(POLL_S)
 
 
 def _sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -5,14 +5,15 @@ It talks to a running server and knows nothing of how it was started.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from weft import demo
-from weft.cli.demo.client import DemoClient
+from weft.client import Client
+from weft.errors import ClientError
 
 BASE_NAME = "weft-demo"
 """Served name of the base."""
@@ -66,7 +67,7 @@ class Round:
     """None if the engine reported no step of the round."""
 
 
-async def play(url: str, admin_key: str) -> Round:
+def play(url: str, admin_key: str) -> Round:
     """Prepare tenants and adapters, ask, and see which step served whom.
 
     Args:
@@ -77,19 +78,19 @@ async def play(url: str, admin_key: str) -> Round:
         WeftError: The server refused something; the message is its own.
     """
     recorded = json.loads(demo.EXPECTED.read_text(encoding="utf-8"))["questions"][0]
-    async with DemoClient(url) as client:
-        keys = {}
-        for tenant in TENANTS:
-            await client.ensure_tenant(admin_key, tenant)
-            keys[tenant] = await client.new_key(admin_key, tenant)
+    with Client(url, admin_key) as admin:
+        keys = {tenant: _new_key(admin, tenant) for tenant in TENANTS}
+        clients = {tenant: Client(url, key) for tenant, key in keys.items()}
         details = {}
         for name, tenant in ADAPTERS.items():
-            uploaded = await client.upload(keys[tenant], name)
+            uploaded = clients[tenant].push(demo.ADAPTERS / name)
             details[name] = f"rank {uploaded['rank']}: {_short(uploaded['target_modules'])}"
         speakers = [*ADAPTERS.items(), (BASE_NAME, TENANTS[0])]
         for model, tenant in speakers:  # brings each adapter to the device, so that the round is about computing
-            await client.ask(keys[tenant], model, recorded["question"], 1)
-        texts, shared = await _ask_together(client, admin_key, keys, speakers, recorded["question"])
+            _ask(clients[tenant], model, recorded["question"], 1)
+        texts, shared = _ask_together(admin, clients, speakers, recorded["question"])
+        for client in clients.values():
+            client.close()
     answers = [
         Answer(
             model=model,
@@ -104,20 +105,39 @@ async def play(url: str, admin_key: str) -> Round:
     return Round(question=recorded["question"], keys=keys, answers=answers, shared=shared)
 
 
-async def _ask_together(
-    client: DemoClient, admin_key: str, keys: dict[str, str], speakers: Sequence[tuple[str, str]], question: str
+def _new_key(admin: Client, tenant: str) -> str:
+    """The secret of a new key of a tenant, which is created on first use."""
+    try:
+        admin.create_tenant(tenant)
+    except ClientError as error:
+        if error.code != "conflict":
+            raise
+    return str(admin.create_key(tenant, name="demo")["key"])
+
+
+def _ask(client: Client, model: str, question: str, max_tokens: int) -> str:
+    """What a model answers, greedily."""
+    messages = [{"role": "user", "content": question}]
+    body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    answer = client.request("POST", "/v1/chat/completions", json=body)
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def _ask_together(
+    admin: Client, clients: Mapping[str, Client], speakers: Sequence[tuple[str, str]], question: str
 ) -> tuple[list[str], SharedStep | None]:
     texts: list[str] = []
     best: SharedStep | None = None
-    for _ in range(MAX_ROUNDS):
-        before = max((step["step"] for step in (await client.engine(admin_key))["last_steps"]), default=0)
-        texts = await asyncio.gather(
-            *(client.ask(keys[tenant], model, question, MAX_TOKENS) for model, tenant in speakers)
-        )
-        shared = _shared_step(await client.engine(admin_key), before)
-        best = max((step for step in (best, shared) if step), key=lambda step: step.adapters, default=None)
-        if best and best.holds_everybody:
-            break
+    with ThreadPoolExecutor(len(speakers)) as threads:
+        for _ in range(MAX_ROUNDS):
+            before = max((step["step"] for step in admin.engine()["last_steps"]), default=0)
+            texts = list(
+                threads.map(lambda speaker: _ask(clients[speaker[1]], speaker[0], question, MAX_TOKENS), speakers)
+            )
+            shared = _shared_step(admin.engine(), before)
+            best = max((step for step in (best, shared) if step), key=lambda step: step.adapters, default=None)
+            if best and best.holds_everybody:
+                break
     return texts, best
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from weft import demo
-from weft.cli.demo.check import UsageCheck, check_usage
+from weft.cli.demo.check import check_usage
 from weft.cli.demo.round import BASE_NAME, play
 from weft.cli.demo.show import show_answers, show_how_to_go_on, show_traffic, show_traffic_begins
-from weft.cli.demo.traffic import Traffic, replay
+from weft.cli.demo.traffic import replay
 from weft.errors import WeftError
 from weft.server.server_process import server_process
 
@@ -41,7 +41,7 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
             with console.status("Starting the server with the demo model ..."):
                 server.wait_ready()
             with console.status("Uploading five adapters and asking all at once ..."):
-                shown = asyncio.run(play(server.url, server.admin_key()))
+                shown = play(server.url, server.admin_key())
             show_answers(console, shown, time.monotonic() - started)
             if not once:
                 show_how_to_go_on(console, shown, server.url, server.admin_key(), data_dir)
@@ -57,14 +57,10 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
 
 def _send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> None:
     """Replay the traffic and show what was compared; if it cannot go on, say so and leave the server to its user."""
-
-    async def run() -> tuple[Traffic, UsageCheck]:
-        traffic = await replay(url, admin_key)
-        return traffic, await check_usage(url, admin_key, traffic)
-
     show_traffic_begins(console, data_dir)
     try:
-        traffic, check = asyncio.run(run())
+        traffic = asyncio.run(replay(url, admin_key))
+        check = check_usage(url, admin_key, traffic)
     except WeftError as error:
         console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shlex
 from collections import Counter
@@ -13,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.demo.check import UsageCheck
-from weft.cli.demo.client import DemoClient
 from weft.cli.demo.round import BASE_NAME, Round, SharedStep
 from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, plan
+from weft.client import Client
 
 DEFAULT_FOLDER = Path("weft-demo")
 SNIPPET_QUESTION = "How much is the scarf?"
@@ -74,12 +73,8 @@ def dashboard_link(url: str, admin_key: str) -> str:
     Raises:
         WeftError: The server refused, or does not answer.
     """
-
-    async def make() -> str:
-        async with DemoClient(url) as client:
-            return str((await client.call("POST", "/v1/session/links", admin_key))["link"])
-
-    return f"{url}/?range=1h#link={asyncio.run(make())}"
+    with Client(url, admin_key) as client:
+        return f"{url}/?range=1h#link={client.request('POST', '/v1/session/links')['link']}"
 
 
 def show_traffic_begins(console: Console, data_dir: Path) -> None:

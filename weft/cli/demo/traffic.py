@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from weft import demo
-from weft.cli.demo.client import DemoClient
 from weft.cli.demo.round import BASE_NAME, TENANTS
+from weft.client import Client
 from weft.errors import WeftError
 
 KEY_NAME = "demo traffic"
@@ -97,15 +97,15 @@ async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Tr
     """Send the plan's requests when they are due, at most `MAX_AT_ONCE` at a time, until all have ended.
 
     Args:
-        url: A server where `demo_round.play` was, without /v1.
+        url: A server where `play` was, without /v1.
         admin_key: Its admin key.
         duration_s: Seconds of the plan.
 
     Raises:
         WeftError: The server refused the keys, or does not answer any more.
     """
-    async with DemoClient(url) as client:
-        keys = {tenant: await _key(client, admin_key, tenant) for tenant in TENANTS}
+    with Client(url, admin_key) as client:
+        keys = {tenant: _key(client, tenant) for tenant in TENANTS}
     traffic = Traffic(since=datetime.now(UTC), key_ids=tuple(key["id"] for key in keys.values()))
     places, loop = asyncio.Semaphore(MAX_AT_ONCE), asyncio.get_running_loop()
     started = loop.time()
@@ -130,14 +130,12 @@ async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Tr
     return traffic
 
 
-async def _key(client: DemoClient, admin_key: str, tenant: str) -> dict[str, Any]:
-    """The tenant's key for traffic, made when it is missing, with a new secret: nobody knows the one before."""
-    found = (await client.call("GET", f"/v1/tenants/{tenant}/keys", admin_key))["data"]
-    for key in found:
+def _key(client: Client, tenant: str) -> dict[str, Any]:
+    """The tenant's key for traffic, created when it is missing, with a new secret: nobody knows the one before."""
+    for key in client.list_keys(tenant):
         if key["name"] == KEY_NAME:
-            return await client.call("POST", f"/v1/keys/{key['id']}/rotate", admin_key, json={})
-    body = {"name": KEY_NAME, "scopes": ["infer"]}
-    return await client.call("POST", f"/v1/tenants/{tenant}/keys", admin_key, json=body)
+            return client.rotate_key(key["id"])
+    return client.create_key(tenant, name=KEY_NAME, scopes=["infer"])
 
 
 def _draw(rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Planned:

@@ -15,21 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from weft.cli.client import (
-    DEFAULT_URL,
-    KEY,
-    URL,
-    authorization,
-    call,
-    fail,
-    reason_of,
-    unreachable,
-)
+from weft.cli.options import KEY, URL, connect
 from weft.cli.top import frame as top_frame
+from weft.errors import ClientError
 
 if TYPE_CHECKING:
     import httpx
     from rich.console import Console, RenderableType
+
+    from weft.client import Client
 
 READ_S = 20.0
 """A line that says nothing for so long is dead: comments come every few seconds."""
@@ -42,24 +36,21 @@ Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds fr
 Once = Annotated[bool, typer.Option("--once", help="Show one frame and exit.")]
 
 
-def top(url: URL = DEFAULT_URL, key: KEY = None, interval: Interval = 1.0, once: Once = False) -> None:
+def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once = False) -> None:
     """Watch steps, pages and adapters of the running engine until Ctrl-C; needs the admin key.
 
     Where the output is no terminal, a line is written at each look. Ctrl-C (SIGINT) is a good end: the status is 0.
     """
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console, client = Console(highlight=False), connect(url, key)
     if once:
-        body = call(url, key, "GET", "/v1/engine")
-        console.print(top_frame.frame(body, 0.0, console.size))
+        console.print(top_frame.frame(client.engine(), 0.0, console.size))
         return
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler if console.is_terminal else _end_now)
     try:
-        asyncio.run(_watch(console, url, authorization(key), key, interval))
-    except _GoneError as error:
-        fail(str(error), 1)
+        asyncio.run(_watch(console, client, interval))
     except KeyboardInterrupt:
         return
 
@@ -71,10 +62,6 @@ def _end_now(*_: object) -> None:
     the process was started with SIGINT ignored, as the background jobs of a shell script are.
     """
     os._exit(0)
-
-
-class _GoneError(Exception):
-    """There is nothing to watch any more; the message says why."""
 
 
 @dataclass
@@ -101,14 +88,14 @@ class _Seen:
         return time.monotonic() - self.received_s
 
 
-async def _watch(console: Console, url: str, headers: dict[str, str], key: str | None, interval: float) -> None:
+async def _watch(console: Console, client: Client, interval: float) -> None:
     """Show what comes until nothing does.
 
     Raises:
-        _GoneError: Nothing comes any more.
+        ClientError: Nothing comes any more.
     """
     seen = _Seen()
-    following = asyncio.create_task(_follow(url, headers, key, seen))
+    following = asyncio.create_task(_follow(client, seen))
     try:
         first = asyncio.create_task(seen.is_news.wait())
         await asyncio.wait([following, first], return_when=asyncio.FIRST_COMPLETED)
@@ -149,47 +136,52 @@ async def _write(seen: _Seen, following: asyncio.Task[NoReturn], interval: float
         await asyncio.wait([following], timeout=interval)
 
 
-async def _follow(url: str, headers: dict[str, str], key: str | None, seen: _Seen) -> NoReturn:
+async def _follow(client: Client, seen: _Seen) -> NoReturn:
     """Keep `seen` up to date.
 
     Raises:
-        _GoneError: The server refuses, was never there, or has been away for too long.
+        ClientError: The server refuses, was never there, or has been away for too long.
     """
     import httpx
 
+    from weft.client import unreachable
+
     lost_s: float | None = None
-    async with httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(CONNECT_S, read=READ_S)) as client:
+    timeout = httpx.Timeout(CONNECT_S, read=READ_S)
+    async with httpx.AsyncClient(headers=client.headers, timeout=timeout, trust_env=client.trust_env) as http:
         while True:
             try:
-                async with client.stream("GET", url.rstrip("/") + "/v1/engine/events") as answer:
-                    await _check(answer, url, key)
+                async with http.stream("GET", f"{client.url}/v1/engine/events") as answer:
+                    await _check(answer, client)
                     async for name, data in _events(answer):
                         seen.take(name, data)
                         lost_s = None
                 why = "the server ended the stream"
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except httpx.HTTPError as error:
                 why = str(error) or type(error).__name__
                 if not seen.is_news.is_set():
-                    raise _GoneError(unreachable(url, error)) from error
+                    raise unreachable(client.url, error) from error
             lost_s = lost_s or time.monotonic()
             left_s = GIVE_UP_S - (time.monotonic() - lost_s)
             if left_s <= 0:
-                raise _GoneError(f"{url} has been away for {GIVE_UP_S:.0f} s: {why}.")
+                raise ClientError(f"{client.url} has been away for {GIVE_UP_S:.0f} s: {why}.", code="unreachable")
             seen.trouble = f"The server is away, trying for {GIVE_UP_S:.0f} s: {why.rstrip('.')}."
             await asyncio.sleep(RETRY_S)
 
 
-async def _check(answer: httpx.Response, url: str, key: str | None) -> None:
+async def _check(answer: httpx.Response, client: Client) -> None:
     import httpx
+
+    from weft.client import not_weft, refusal
 
     if answer.is_error:
         await answer.aread()
-        reason = reason_of(answer, key)
+        refused = refusal(answer, client.key)
         if answer.status_code != UNAVAILABLE:
-            raise _GoneError(reason)
-        raise httpx.RemoteProtocolError(reason)  # it starts or ends, which passes
+            raise refused
+        raise httpx.RemoteProtocolError(f"{refused.message} ({refused.code})")  # it starts or ends, which passes
     if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-        raise _GoneError(f"what answers at {url} is no Weft server. Set --url or WEFT_URL.")
+        raise not_weft(client.url)
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,395 @@
+"""The HTTP client of Weft's own API: tenants, keys, adapters, grants, usage, status. For text, use the openai package.
+
+    client = weft.Client("http://127.0.0.1:8000", key="weft_...")
+    client.push("out/my-adapter", name="support")
+
+Answers are the JSON of the API as dicts and lists; `/openapi.json` of a server describes their fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from weft.adapters.checkpoint.folder import CONFIG, WEIGHTS, adapter_files
+from weft.config import environment, is_loopback
+from weft.errors import AdapterFormatError, ClientError
+
+Json = dict[str, Any]
+Progress = Callable[[Path, int, int], object]
+"""Is called with a file, the number of its bytes that the server has, and its size in bytes."""
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 600.0
+PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
+"""Seconds before each try to send a file of an adapter."""
+PIECE_BYTES = 1 << 18
+AGAIN = frozenset({None, 408, 429, 503})
+"""Statuses after which a push tries again; None is a connection that broke."""
+AGAIN_CODES = frozenset({"upload.busy", "upload.offset_mismatch"})
+"""The same, by code: the server has not yet noticed that the last connection broke."""
+INTERRUPTED = "upload.interrupted"
+"""Code of the error for an upload whose connection broke too often; pushing the same again continues it."""
+
+
+class Client:
+    """Calls one server. May be used by several threads. Its connections end with it, or with the block of `with`.
+
+    Every method raises `ClientError` when the server refuses or cannot be reached.
+
+    Args:
+        url: Where the server listens, with or without /v1; None takes `WEFT_URL`, else http://127.0.0.1:8000.
+        key: API key; None takes `WEFT_KEY`.
+        tenant: For an admin key: the tenant to act for.
+        timeout_s: Longest wait for the server to connect, to take bytes or to send some, in seconds.
+    """
+
+    def __init__(
+        self, url: str | None = None, key: str | None = None, tenant: str | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        variables = environment()
+        self.url = (url or variables.get("WEFT_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
+        self.key = key or variables.get("WEFT_KEY") or None
+        self.tenant = tenant
+        if self.key and not (self.key.isascii() and self.key.isprintable()):
+            hint = "Pass it as it was shown, as key= or in WEFT_KEY."
+            raise ClientError("The API key must be printable ASCII.", code="invalid_api_key", hint=hint)
+        try:
+            self.trust_env = not is_loopback(httpx.URL(self.url).host)
+            """Whether proxies and certificates of the environment are used."""
+            self._http = httpx.Client(
+                base_url=self.url, headers=self.headers, timeout=timeout_s, trust_env=self.trust_env
+            )
+        except httpx.InvalidURL as error:
+            raise unreachable(self.url, error) from error
+        weakref.finalize(self, self._http.close)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that carry the key."""
+        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def request(self, method: str, path: str, **content: Any) -> Json:  # noqa: ANN401 - as httpx takes it
+        """Call a route that has no method here.
+
+        Args:
+            method: HTTP method.
+            path: Path of the route, with /v1.
+            content: As httpx takes it: `json`, `params`, `data`, `files`, `content`, `headers`. Parameters that are
+                None are left out.
+
+        Returns:
+            The parsed body; empty where there is none.
+        """
+        return self._body(self._answer(method, path, **content))
+
+    def me(self) -> Json:
+        """Describe the key: role, tenant, scopes, limits and what is used of them."""
+        return self.request("GET", "/v1/me")
+
+    def engine(self) -> Json:
+        """Show what the engine runs, and what is in its memory; needs the admin key."""
+        return self.request("GET", "/v1/engine")
+
+    def audit(self, limit: int = 50) -> list[Json]:
+        """List the last changes, newest first, of all tenants or the client's `tenant`; needs the admin key."""
+        return list(self.request("GET", "/v1/audit", params={"limit": limit})["data"])
+
+    def create_tenant(
+        self, name: str, limits: Mapping[str, int | None] | None = None, weight: float | None = None
+    ) -> Json:
+        """Create a tenant. A limit that is not given is the server's default; None is no limit."""
+        body = {"name": name, "limits": limits or {}}
+        return self.request("POST", "/v1/tenants", json=body if weight is None else {**body, "weight": weight})
+
+    def list_tenants(self) -> list[Json]:
+        """List all tenants."""
+        return self._list("/v1/tenants", limit=1000)
+
+    def get_tenant(self, name: str) -> Json:
+        """Show a tenant."""
+        return self.request("GET", _path("tenants", name))
+
+    def update_tenant(self, name: str, **fields: Any) -> Json:  # noqa: ANN401 - JSON
+        """Change `weight`, or replace all `limits`."""
+        return self.request("PATCH", _path("tenants", name), json=fields)
+
+    def set_limits(self, name: str, limits: Mapping[str, int | None]) -> Json:
+        """Set some of a tenant's limits, None for no limit; the others stay."""
+        return self.update_tenant(name, limits={**self.get_tenant(name)["limits"], **limits})
+
+    def delete_tenant(self, name: str) -> None:
+        """Delete a tenant with its keys and adapters; its usage stays."""
+        self.request("DELETE", _path("tenants", name))
+
+    def create_key(self, tenant: str, **fields: Any) -> Json:  # noqa: ANN401 - JSON
+        """Create a key from `name`, `scopes`, `expires_at` and `limits`; only this answer has its secret, as `key`."""
+        return self.request("POST", _path("tenants", tenant, "keys"), json=fields)
+
+    def list_keys(self, tenant: str) -> list[Json]:
+        """List a tenant's keys."""
+        return self._list(_path("tenants", tenant, "keys"))
+
+    def rotate_key(self, key_id: str, grace_s: int = 0) -> Json:
+        """Replace a key by a new one of the same rights; the old one works for `grace_s` more seconds."""
+        return self.request("POST", _path("keys", key_id, "rotate"), json={"grace_s": grace_s})
+
+    def revoke_key(self, key_id: str) -> None:
+        """Make a key invalid at once."""
+        self.request("DELETE", _path("keys", key_id))
+
+    def push(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        *,
+        description: str | None = None,
+        activate: bool = True,
+        idempotency_key: str | None = None,
+        progress: Progress | None = None,
+    ) -> Json:
+        """Upload an adapter, or its next version. Continues after a broken connection, and in a later call too.
+
+        Args:
+            path: Folder that PEFT or mlx-lm saved the adapter to, or a weights file with its config beside it.
+            name: The adapter's name; None takes the folder's.
+            description: Free text.
+            activate: Whether the plain name means this version from now on.
+            idempotency_key: A repeated push with the same key gets the answer of the first, for 24 hours.
+            progress: Is called as bytes are sent.
+
+        Returns:
+            The adapter, and as `is_new` whether its bytes are a new version.
+        """
+        config, weights = _files(Path(path))
+        draft = {"name": name or config.resolve().parent.name, "description": description, "activate": activate}
+        named = {CONFIG: config, WEIGHTS[0]: weights}
+        try:
+            files = {each: {"size": file.stat().st_size, "sha256": _sha256(file)} for each, file in named.items()}
+        except OSError as error:
+            raise ClientError(f"{error.filename} cannot be read: {error.strerror}.", code="file_unreadable") from error
+        upload = None if idempotency_key else self._begun(draft, files)
+        if upload is None:
+            headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
+            upload = self.request("POST", "/v1/uploads", json={**draft, "files": files}, headers=headers)
+        place = _path("uploads", upload["id"])
+        for each, file in named.items():
+            self._patiently(self._send, place, each, file, progress or (lambda *_: None))
+        answer = self._patiently(self._answer, "POST", f"{place}/complete")
+        return {**self._body(answer), "is_new": answer.status_code == httpx.codes.CREATED}
+
+    def list_adapters(self, *, all_tenants: bool = False) -> list[Json]:
+        """List adapters: the tenant's, or with the admin key those of all tenants."""
+        return self._list("/v1/adapters", tenant="*" if all_tenants else self.tenant, limit=1000)
+
+    def get_adapter(self, name: str) -> Json:
+        """Show an adapter."""
+        return self.request("GET", _path("adapters", name))
+
+    def list_versions(self, name: str) -> list[Json]:
+        """List an adapter's versions, newest first."""
+        return self._list(_path("adapters", name, "versions"))
+
+    def update_adapter(self, name: str, **fields: Any) -> Json:  # noqa: ANN401 - JSON
+        """Change `description`, `pinned` or `aliases` of an adapter.
+
+        `aliases` maps an alias to a version, to weights of versions that share its requests as `{"1": 95, "2": 5}`, or
+        to None, which deletes it. The alias `default` is what the plain name means.
+        """
+        return self.request("PATCH", _path("adapters", name), json=fields)
+
+    def delete_adapter(self, name: str, version: int | None = None) -> None:
+        """Delete an adapter, or one version of it."""
+        self.request("DELETE", _path("adapters", name), params={"version": version})
+
+    def list_grants(self, name: str) -> list[Json]:
+        """List the other tenants that may call an adapter."""
+        return self._list(_path("adapters", name, "grants"))
+
+    def grant(self, name: str, grantee: str, version: int | None = None) -> Json:
+        """Let another tenant, given by its id, call an adapter as `tenant/name`; admins may give its name."""
+        body = {"tenant": grantee, "version": version}
+        return self.request("POST", _path("adapters", name, "grants"), json=body)
+
+    def withdraw_grant(self, name: str, grantee: str, version: int | None = None) -> None:
+        """Take a grant back."""
+        self.request("DELETE", _path("adapters", name, "grants", grantee), params={"version": version})
+
+    def fit(self, adapters: Sequence[str] = (), ranks: Sequence[Mapping[str, Any]] = ()) -> Json:
+        """Tell whether adapters fit on the device at once, and how much KV cache is left then.
+
+        Args:
+            adapters: Names of uploaded adapters.
+            ranks: Planned ones, as `{"rank": 16, "target_modules": "all-linear", "count": 10}`.
+        """
+        return self.request("POST", "/v1/adapters:fit", json={"adapters": [*adapters], "ranks": [*ranks]})
+
+    def usage(self, *, events: bool = False, **filters: Any) -> Json:  # noqa: ANN401 - parameters of the route
+        """Sum up usage, or list its events; the rows are in `data`.
+
+        Args:
+            events: Whether to list the events that the sums are made of.
+            filters: `start`, `end`, `adapter`, `status` and the others of `GET /v1/usage`; a list where several are
+                meant. Of sums also `group_by`, `bucket`, `tz` and `top`.
+        """
+        path, after, rows = _usage_path(events), None, []
+        while True:
+            page = self.request("GET", path, params={**filters, "after": after})
+            rows += page["data"]
+            if (after := page["next"]) is None:
+                return {**page, "data": rows}
+
+    def usage_csv(self, *, events: bool = False, **filters: Any) -> Iterator[str]:  # noqa: ANN401 - parameters
+        """The same as CSV, page by page; only the first page has the header line."""
+        after = None
+        while True:
+            params = {**filters, "format": "csv", "after": after}
+            answer = self._answer("GET", _usage_path(events), params=params)
+            header, _, rows = answer.text.replace("\r\n", "\n").partition("\n")
+            yield rows if after else f"{header}\n{rows}"
+            if (after := answer.headers.get("x-weft-next")) is None:
+                return
+
+    def _answer(self, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
+        params = {"tenant": self.tenant, **content.pop("params", {})}
+        given = {name: value for name, value in params.items() if value is not None}
+        try:
+            answer = self._http.request(method, path, params=given, **content)
+        except httpx.HTTPError as error:
+            raise unreachable(self.url, error) from error
+        if answer.is_error:
+            raise refusal(answer, self.key)
+        return answer
+
+    def _body(self, answer: httpx.Response) -> Json:
+        if answer.status_code == httpx.codes.NO_CONTENT:
+            return {}
+        try:
+            body = answer.json()
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise not_weft(self.url)
+        return body
+
+    def _list(self, path: str, **params: object) -> list[Json]:
+        """All pages of a list."""
+        rows, after = [], None
+        while True:
+            page = self.request("GET", path, params={**params, "after": after})
+            rows += page["data"]
+            if (after := page.get("next")) is None:
+                return rows
+
+    def _begun(self, draft: Json, files: Json) -> Json | None:
+        """The unfinished upload of the same files that an earlier push left."""
+        for upload in self.request("GET", "/v1/uploads")["data"]:
+            announced = {
+                each: {"size": file["size"], "sha256": file["sha256"]} for each, file in upload["files"].items()
+            }
+            is_same = announced == files and all(upload[field] == value for field, value in draft.items())
+            if is_same and upload["state"] == "uploading":
+                return dict(upload)
+        return None
+
+    def _send(self, place: str, name: str, file: Path, progress: Progress) -> None:
+        """Send what the server lacks of a file."""
+        upload, size = self.request("GET", place), file.stat().st_size
+        start = upload["files"][name]["received"]
+        progress(file, start, size)
+        if name in upload["missing"]:
+            headers = {"content-range": f"bytes {start}-{size - 1}/{size}", "content-length": str(size - start)}
+            self.request("PUT", f"{place}/files/{name}", content=_pieces(file, start, size, progress), headers=headers)
+
+    def _patiently(self, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the call returns
+        """Make a call again where the connection broke or the server is busy."""
+        for pause_s in PAUSES_S:
+            time.sleep(pause_s)
+            try:
+                return call(*arguments)
+            except ClientError as error:
+                if error.status not in AGAIN and error.code not in AGAIN_CODES:
+                    raise
+                last = error
+        if last.status is not None:
+            raise last
+        message = f"The connection broke {len(PAUSES_S)} times: {last.message}"
+        raise ClientError(message, code=INTERRUPTED, hint="Push again: it continues where this ended.") from last
+
+
+def refusal(answer: httpx.Response, key: str | None) -> ClientError:
+    """The error for an answer that is one; its body has been read. `key` is the one that was sent."""
+    try:
+        error = answer.json()["error"]
+        message, code, param = error["message"], error["code"], error.get("param")
+        findings = list(error.get("findings") or ())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        hint = "Is it Weft? Set url= or WEFT_URL."
+        message = f"The server at {answer.url} answered {answer.status_code}."
+        return ClientError(message, code="not_weft", hint=hint, status=answer.status_code)
+    hint = "Set key= or WEFT_KEY." if answer.status_code == httpx.codes.UNAUTHORIZED and not key else ""
+    if findings:
+        hint = findings[0]["hint"]
+        message = message.removesuffix(hint).rstrip()
+    return ClientError(message, code=code, param=param, hint=hint, status=answer.status_code, findings=findings)
+
+
+def unreachable(url: str, error: Exception) -> ClientError:
+    """The error for a server that does not answer."""
+    message = f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}."
+    hint = "Is `weft serve` running there? Set url= or WEFT_URL."
+    return ClientError(message, code="unreachable", hint=hint)
+
+
+def not_weft(url: str) -> ClientError:
+    """The error for a server that answers something else than Weft does."""
+    return ClientError(f"What answers at {url} is no Weft server.", code="not_weft", hint="Set url= or WEFT_URL.")
+
+
+def _path(*parts: str) -> str:
+    return "/".join(("/v1", *(quote(part, safe="") for part in parts)))
+
+
+def _usage_path(events: bool) -> str:
+    return "/v1/usage/events" if events else "/v1/usage"
+
+
+def _files(path: Path) -> tuple[Path, Path]:
+    """Config and weights of an adapter."""
+    if path.is_file():
+        return path.with_name(CONFIG), path
+    try:
+        return adapter_files(path)
+    except AdapterFormatError as error:
+        finding = error.finding
+        raise ClientError(finding.message, code=finding.code, hint=finding.hint) from error
+
+
+def _pieces(file: Path, start: int, size: int, progress: Progress) -> Iterator[bytes]:
+    with file.open("rb") as source:
+        source.seek(start)
+        while piece := source.read(PIECE_BYTES):
+            yield piece
+            progress(file, source.tell(), size)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

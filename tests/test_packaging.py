@@ -67,7 +67,7 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
         "sys.exit('triton' in sys.modules)\n"
     )
     demo = ROOT / "weft" / "demo"
-    command = [sys.executable, "-P", "-c", code, str(demo / "model"), str(demo / "adapters" / "pirate")]
+    command = [sys.executable, "-P", "-c", code, str(demo / "weft-demo"), str(demo / "adapters" / "pirate")]
     env = {**environment(), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -126,7 +126,7 @@ def test_a_folder_of_mlx_is_validated_with_what_was_noticed(tmp_path: Path) -> N
     found = run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))
     assert found.exit_code == 0, found.output
     assert "read as: mlx" in found.stdout
-    assert "warning: The config says that the base was 'meta/Big', here it is 'model'" in found.stderr
+    assert "warning: The config says that the base was 'meta/Big', here it is 'weft-demo'" in found.stderr
     as_json = json.loads(run("adapter", "validate", str(folder), "--json").stdout)
     assert as_json["report"] == {"dtype": ["F32"], "layout": "mlx", "renamed": 0, "warnings": []}
     dora = mlx_folder(tmp_path / "dora", fine_tune_type="dora")

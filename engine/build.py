@@ -175,12 +175,7 @@ def _load(
 
 
 def _allocate(
-    config: Config,
-    plan: MemoryPlan,
-    base: BaseShape,
-    geometry: PageGeometry,
-    device: torch.device,
-    dtype: torch.dtype,
+    config: Config, plan: MemoryPlan, base: BaseShape, geometry: PageGeometry, device: torch.device, dtype: torch.dtype
 ) -> _Memory:
     num_pages = plan.num_pages + 1  # and the zero page
     arena = Arena(geometry, num_pages, device, dtype)
@@ -203,11 +198,7 @@ def _allocate(
 
 
 def _residency(
-    config: Config,
-    memory: _Memory,
-    costs: PageCosts,
-    prefixes: PrefixCache | None,
-    notify: Callable[[], None] | None,
+    config: Config, memory: _Memory, costs: PageCosts, prefixes: PrefixCache | None, notify: Callable[[], None] | None
 ) -> Residency:
     arena, pool, tables, images = memory.arena, memory.pool, memory.tables, memory.images
     loader = AdapterLoader(

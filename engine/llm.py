@@ -15,27 +15,13 @@ from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.checkpoint.folder import adapter_files
 from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
-from weft.config import (
-    AdapterConfig,
-    Config,
-    MemoryConfig,
-    ModelConfig,
-    RegistryConfig,
-    SchedulerConfig,
-)
+from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
 from weft.engine.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
 from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import (
-    AdapterError,
-    CapacityError,
-    ConfigError,
-    EngineError,
-    InvalidRequestError,
-    WeftError,
-)
+from weft.errors import AdapterError, CapacityError, ConfigError, EngineError, InvalidRequestError, WeftError
 from weft.errors import RequestError as RefusedError
 
 BLOCKED_WAIT_S = 0.02

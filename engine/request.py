@@ -7,6 +7,8 @@ from typing import Literal
 
 from weft.adapters.ref import AdapterRef, AdapterTier
 from weft.engine.sampling_params import BeamParams, SamplingParams
+from weft.errors import AdapterError, CapacityError, EngineError, WeftError
+from weft.errors import RequestError as RefusedError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = AdapterTier | Literal["base"]
@@ -72,6 +74,36 @@ class RequestError:
     message: str
     kind: Literal["request", "adapter", "capacity", "internal"] = "request"
     """Whose doing it is; the server maps it to a status."""
+
+
+INTERNAL = RequestError(
+    code=EngineError.code, message="The engine failed while it computed this request.", kind="internal"
+)
+"""Faults of ours say nothing about themselves to clients; the log does."""
+
+UNSOUND = RequestError(
+    code="scores_not_finite",
+    message="The scores of the next token are not finite numbers. An adapter whose training diverged does that, and so "
+    "does a repetition_penalty close to 0. Change it and send the request again.",
+)
+"""The doing of the request or its adapter; others in the step are not touched."""
+
+EXPIRED = RequestError(
+    code="deadline.queue",
+    message="The request waited for longer than its deadline allows and was not begun. Send it again later.",
+    kind="capacity",
+)
+
+
+def request_error(error: WeftError) -> RequestError:
+    """What the client is told: the error's own words, unless the fault is ours."""
+    if isinstance(error, RefusedError):
+        return RequestError(code=error.code, message=error.message, kind="request")
+    if isinstance(error, AdapterError):
+        return RequestError(code=error.code, message=error.message, kind="adapter")
+    if isinstance(error, CapacityError):
+        return RequestError(code=error.code, message=error.message, kind="capacity")
+    return INTERNAL
 
 
 @dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and a step makes one a row

@@ -66,18 +66,8 @@ class SamplingParams:
         _check(self.top_k >= -1, "top_k", ">= -1", self.top_k)
         _check(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", "above 0, at most 1", self.top_p)
         _check(_within(self.min_p, 0, 1), "min_p", "from 0 to 1", self.min_p)
-        _check(
-            _within(self.presence_penalty, -2, 2),
-            "presence_penalty",
-            "from -2 to 2",
-            self.presence_penalty,
-        )
-        _check(
-            _within(self.frequency_penalty, -2, 2),
-            "frequency_penalty",
-            "from -2 to 2",
-            self.frequency_penalty,
-        )
+        _check(_within(self.presence_penalty, -2, 2), "presence_penalty", "from -2 to 2", self.presence_penalty)
+        _check(_within(self.frequency_penalty, -2, 2), "frequency_penalty", "from -2 to 2", self.frequency_penalty)
         _check(
             _within(self.repetition_penalty, 0, 10) and self.repetition_penalty > 0,
             "repetition_penalty",
@@ -87,18 +77,10 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check(token_id >= 0, "logit_bias", "a map from token ids >= 0", token_id)
             _check(_within(bias, -100, 100), "logit_bias", "from -100 to 100", bias)
-        _check(
-            self.seed is None or -(1 << 63) <= self.seed < 1 << 63,
-            "seed",
-            "a 64-bit integer",
-            self.seed,
-        )
+        _check(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit integer", self.seed)
         _check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0", self.logprobs)
         _check(
-            self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-            "prompt_logprobs",
-            ">= 0",
-            self.prompt_logprobs,
+            self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", ">= 0", self.prompt_logprobs
         )
         _check(all(self.stop), "stop", "non-empty strings", "")
         _check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", ">= 0", self.stop_token_ids)

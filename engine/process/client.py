@@ -13,166 +13,25 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
+from weft.engine.process import messages
 from weft.engine.process.inbox import Inbox
-from weft.engine.process.messages import (
-    MAX_MESSAGE_BYTES,
-    Abort,
-    AskStatus,
-    Close,
-    DropAdapter,
-    FromEngine,
-    Load,
-    Outputs,
-    PinAdapter,
-    Ready,
-    StartFailed,
-    Status,
-    Submit,
-    Taken,
-    ToEngine,
-    decode_from_engine,
-    encode,
-)
 from weft.engine.process.supervisor import (
     CRASH_LOOP_DEATHS,
     CRASH_LOOP_DELAY_S,
     CRASH_LOOP_WINDOW_S,
-    EngineProcess,
+    EngineConnection,
     RestartPolicy,
 )
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineLoad, EngineReady, EngineStatus
-from weft.errors import ConfigError, EngineUnavailableError, WeftError
-
-ASKED_S = 5.0
-"""How long an engine has to end after it was asked to."""
-ENDED_INPUT_S = 7.0
-"""And after its standard input was closed."""
-LAST_WORDS_S = 0.5
-"""How long a message of a process that has ended may still be on its way."""
-
-
-class EngineConnection:
-    """Starts an engine process and speaks with it. Belongs to one event loop.
-
-    Args:
-        config: Settings of the engine.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[int] = self._loop.create_future()
-        """Done with the exit code when the process has ended."""
-        self._process = EngineProcess(config, self._note_exit)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        try:
-            self._socket.bind(self._process.address)
-        except zmq.ZMQError:
-            self._context.destroy(linger=0)
-            self._process.clean_up()
-            raise
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the engine."""
-        return self._process.pid
-
-    async def start(self) -> Ready:
-        """Start the process and wait until it has loaded the model.
-
-        Raises:
-            ConfigError: A setting is wrong.
-            EngineUnavailableError: It ended without being ready.
-        """
-        self._process.start()
-        receiving = asyncio.ensure_future(self.receive())
-        either: set[asyncio.Future[Any]] = {receiving, self.exited}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not receiving.done():
-                await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
-            if not receiving.done():
-                raise EngineUnavailableError(
-                    f"The engine process ended while starting, with exit code {self.exited.result()}; its log says why."
-                )
-            first = receiving.result()
-        finally:
-            receiving.cancel()
-        if isinstance(first, StartFailed):
-            raise _start_error(first)
-        if not isinstance(first, Ready):
-            raise EngineUnavailableError(f"The engine's first word was {type(first).__name__}, not Ready.")
-        return first
-
-    async def receive(self) -> FromEngine:
-        """The next message."""
-        return decode_from_engine(await self._socket.recv())
-
-    def receive_now(self) -> FromEngine | None:
-        """The next message, if it is there already."""
-        receiving = cast("asyncio.Future[bytes]", self._socket.recv(zmq.NOBLOCK))
-        # Receiving without waiting is over when the call returns.
-        return None if isinstance(receiving.exception(), zmq.Again) else decode_from_engine(receiving.result())
-
-    def send(self, message: ToEngine) -> None:
-        """Send without waiting.
-
-        Raises:
-            EngineUnavailableError: The engine is gone.
-        """
-        sending = cast("asyncio.Future[Any]", self._socket.send(encode(message), zmq.NOBLOCK))
-        # Sending without waiting is over when the call returns.
-        if isinstance(sending.exception(), zmq.ZMQError):
-            raise EngineUnavailableError("The engine is gone; it is being restarted.")
-
-    async def close(self) -> None:
-        """Ask the process to end, then close its input, then kill it; returns when it is gone."""
-        try:
-            if not self.exited.done():
-                try:
-                    self.send(Close())
-                    await self._has_exited(ASKED_S)
-                except EngineUnavailableError:
-                    pass
-                self._process.end_input()
-                await self._has_exited(ENDED_INPUT_S)
-        finally:
-            await self.kill()
-
-    async def kill(self) -> None:
-        """End the process now, if it still lives, and remove its traces."""
-        if self._process.pid is not None and not self.exited.done():
-            self._process.kill()
-            await asyncio.shield(self.exited)
-        self._context.destroy(linger=0)
-        self._process.clean_up()
-
-    def _note_exit(self, code: int) -> None:
-        """Called from a thread of the process's own."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.exited.set_result, code)
-
-    async def _has_exited(self, timeout_s: float) -> None:
-        await asyncio.wait({self.exited}, timeout=timeout_s)
-
-
-def _start_error(failed: StartFailed) -> ConfigError | EngineUnavailableError:
-    if failed.is_setting:
-        return ConfigError(failed.message, code=failed.code, param=failed.param)
-    return EngineUnavailableError(failed.message, code=failed.code, param=failed.param)
-
+from weft.errors import EngineUnavailableError, WeftError
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +112,7 @@ class EngineClient:
         weights = [request.adapter.weights_sha256] if request.adapter else []
         self._weights.update(weights)
         try:
-            connection.send(Submit(request))
+            connection.send(messages.Submit(request))
             while True:
                 for output in await outputs.take():
                     is_over = isinstance(output, WeftError) or output.finish_reason is not None
@@ -271,7 +130,7 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with `finish_reason` "abort". Unknown ids and a dead engine are fine."""
-        self._tell(Abort(request_id))
+        self._tell(messages.Abort(request_id))
 
     def uses(self, weights_sha256: str) -> bool:
         """Whether a request that has not ended may still have to load these weights."""
@@ -287,7 +146,7 @@ class EngineClient:
         answer = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
         try:
-            self._connected().send(AskStatus(query_id, is_detailed))
+            self._connected().send(messages.AskStatus(query_id, is_detailed))
             status: EngineStatus = await answer
         finally:
             del self._queries[query_id]
@@ -296,7 +155,7 @@ class EngineClient:
     async def drop_adapter(self, digest: str) -> None:
         """Let go of a deleted adapter; a dead engine has nothing to let go of."""
         self._pinned.pop(digest, None)
-        self._tell(DropAdapter(digest))
+        self._tell(messages.DropAdapter(digest))
 
     async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
         """Set whether an adapter is brought to the device and stays there; a restarted engine is told again."""
@@ -304,7 +163,7 @@ class EngineClient:
             self._pinned[ref.digest] = ref
         else:
             self._pinned.pop(ref.digest, None)
-        self._tell(PinAdapter(ref, is_pinned))
+        self._tell(messages.PinAdapter(ref, is_pinned))
 
     async def close(self) -> None:
         """End the engine; requests that still wait get EngineUnavailableError."""
@@ -323,7 +182,7 @@ class EngineClient:
             raise _copy_of(self._down)
         return self._connection
 
-    def _tell(self, message: Abort | DropAdapter | PinAdapter | Taken) -> None:
+    def _tell(self, message: messages.Abort | messages.DropAdapter | messages.PinAdapter | messages.Taken) -> None:
         if self._connection is not None:
             with suppress(EngineUnavailableError):
                 self._connection.send(message)
@@ -343,7 +202,7 @@ class EngineClient:
         self._announce(f"weft: engine ready after {self._start_s:.1f} s")
         self._connection, self.ready = connection, first.ready
         for ref in self._pinned.values():
-            self._tell(PinAdapter(ref, True))
+            self._tell(messages.PinAdapter(ref, True))
         return connection, first.ready
 
     async def _supervise(self, connection: EngineConnection) -> None:
@@ -415,7 +274,7 @@ class EngineClient:
             while True:
                 message = connection.receive_now() if num_current or num_following else await connection.receive()
                 while message is not None:
-                    if isinstance(message, Outputs):
+                    if isinstance(message, messages.Outputs):
                         num_following += 1
                         for output in message.outputs:
                             if output.queue_s is not None:
@@ -431,7 +290,7 @@ class EngineClient:
                     self._pass_on(current.pop(request_id))
                 await asyncio.sleep(0)
                 if num_current and not current:
-                    self._tell(Taken(num_current))
+                    self._tell(messages.Taken(num_current))
                     num_current = 0
         finally:  # what has come before an engine died is nobody's loss
             for outputs in (*current.values(), *following.values()):
@@ -443,11 +302,11 @@ class EngineClient:
             if stream is not None:
                 stream.put(output)
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: messages.FromEngine) -> None:
         match message:
-            case Load(load=load):
+            case messages.Load(load=load):
                 self.load = load
-            case Status(query_id=query_id, status=status):
+            case messages.Status(query_id=query_id, status=status):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():
                     answer.set_result(status)

@@ -22,30 +22,8 @@ import zmq
 from weft.engine.build import build_engine
 from weft.engine.core import EngineCore
 from weft.engine.execution.memory_plan import format_plan
-from weft.engine.failures import request_error
-from weft.engine.process.messages import (
-    MAX_LAUNCH_BYTES,
-    MAX_MESSAGE_BYTES,
-    Abort,
-    AskStatus,
-    Close,
-    DropAdapter,
-    FromEngine,
-    Launch,
-    Load,
-    Outputs,
-    PinAdapter,
-    Ready,
-    StartFailed,
-    Status,
-    Submit,
-    Taken,
-    ToEngine,
-    decode_launch,
-    decode_to_engine,
-    encode,
-)
-from weft.engine.request import RequestOutput
+from weft.engine.process import messages
+from weft.engine.request import RequestOutput, request_error
 from weft.errors import ConfigError, WeftError
 
 
@@ -131,7 +109,7 @@ class EngineLoop:
             steps_before = self._core.num_steps
             outputs = refusals if self._is_too_far_ahead() else refusals + self._core.pump()
             if outputs:
-                self._send(Outputs(outputs=outputs))
+                self._send(messages.Outputs(outputs=outputs))
                 self._num_ahead += 1
             self._tell_load()
             timeout_ms = BLOCKED_POLL_MS if self._core.has_work() else IDLE_POLL_MS
@@ -145,7 +123,7 @@ class EngineLoop:
         """Say what there is to do, now and then while there is something, and once when there is nothing any more."""
         has_work, now_s = self._core.has_work(), time.monotonic()
         if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
-            self._send(Load(self._core.load()))
+            self._send(messages.Load(self._core.load()))
             self._next_load_s = now_s + LOAD_PERIOD_S
         self._is_idle_told = not has_work
 
@@ -154,7 +132,7 @@ class EngineLoop:
         refusals: list[RequestOutput] = []
         while self._is_open:
             try:
-                message = decode_to_engine(self._socket.recv(zmq.NOBLOCK))
+                message = messages.decode_to_engine(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
             except (msgspec.DecodeError, WeftError):
@@ -165,31 +143,31 @@ class EngineLoop:
                 refusals.append(refusal)
         return refusals
 
-    def _act(self, message: ToEngine) -> RequestOutput | None:
+    def _act(self, message: messages.ToEngine) -> RequestOutput | None:
         match message:
-            case Submit(request=request):
+            case messages.Submit(request=request):
                 try:
                     self._core.submit(request)
                 except WeftError as error:
                     return RequestOutput(
                         request_id=request.request_id, finish_reason="error", error=request_error(error)
                     )
-            case Abort(request_id=request_id):
+            case messages.Abort(request_id=request_id):
                 self._core.abort(request_id)
-            case DropAdapter(digest=digest):
+            case messages.DropAdapter(digest=digest):
                 self._core.drop_adapter(digest)
-            case PinAdapter(ref=ref, is_pinned=is_pinned):
+            case messages.PinAdapter(ref=ref, is_pinned=is_pinned):
                 self._core.pin_adapter(ref, is_pinned)
-            case AskStatus(query_id=query_id, is_detailed=is_detailed):
-                self._send(Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
-            case Taken(count=count):
+            case messages.AskStatus(query_id=query_id, is_detailed=is_detailed):
+                self._send(messages.Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
+            case messages.Taken(count=count):
                 self._num_ahead -= count
-            case Close():
+            case messages.Close():
                 self._is_open = False
         return None
 
-    def _send(self, message: FromEngine) -> None:
-        self._socket.send(encode(message), zmq.NOBLOCK)
+    def _send(self, message: messages.FromEngine) -> None:
+        self._socket.send(messages.encode(message), zmq.NOBLOCK)
 
 
 def main() -> int:
@@ -197,14 +175,14 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    launch = decode_launch(sys.stdin.buffer.readline(MAX_LAUNCH_BYTES))
+    launch = messages.decode_launch(sys.stdin.buffer.readline(messages.MAX_LAUNCH_BYTES))
     wakeup, parent_gone = Wakeup(), threading.Event()
     threading.Thread(target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set(zmq.LINGER, 1000)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
-        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         socket.connect(launch.address)
         try:
             return _serve(launch, socket, wakeup, parent_gone)
@@ -213,15 +191,17 @@ def main() -> int:
                 _remove_socket(launch.address)
 
 
-def _serve(launch: Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event) -> int:
+def _serve(launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event) -> int:
     try:
         parts = build_engine(launch.config, notify=wakeup.wake)
     except WeftError as error:
-        socket.send(encode(StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)))
+        failed = messages.StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)
+        socket.send(messages.encode(failed))
         return 2
     gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
     gc.set_threshold(10_000, 20)  # few of its objects are in cycles
-    socket.send(encode(Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))))
+    ready = messages.Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))
+    socket.send(messages.encode(ready))
     try:
         EngineLoop(parts.core, socket, wakeup, parent_gone).run()
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from operator import itemgetter
 
-from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.plan import PlanBuilder
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable

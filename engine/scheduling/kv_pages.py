@@ -16,8 +16,7 @@ from typing import Literal
 
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import GenerationRequest
-from weft.engine.scheduling.plan import PageCopy, PageMove
-from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
 from weft.engine.scheduling.request_limits import check_fits
 from weft.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
 from weft.errors import EngineError, PageAccountingError
@@ -47,11 +46,7 @@ def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
         adapter = request.adapter
         # The adapter's digest is of its weights and of its config.
         return chain_seed(
-            request.flow.tenant,
-            base_digest,
-            "" if adapter is None else adapter.digest,
-            kv_dtype,
-            rope_settings,
+            request.flow.tenant, base_digest, "" if adapter is None else adapter.digest, kv_dtype, rope_settings
         )
 
     return seed
@@ -252,10 +247,7 @@ class KvPages:
         swapped = None if draft is None else self._swap_out(state, draft)
         self.give_back(state, state.last_step if swapped is None else swapped.step)
         state.pages = RequestPages(
-            table=BlockTable(self._geometry),
-            chain=pages.chain,
-            swapped=swapped,
-            is_publishing=pages.is_publishing,
+            table=BlockTable(self._geometry), chain=pages.chain, swapped=swapped, is_publishing=pages.is_publishing
         )
         return "recompute" if swapped is None else "swap"
 

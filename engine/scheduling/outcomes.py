@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from weft.engine.failures import UNSOUND
-from weft.engine.request import FinishReason, RequestError, RequestOutput, TokenLogprobs
+from weft.engine.request import UNSOUND, FinishReason, RequestError, RequestOutput, TokenLogprobs
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.plan import Chunk, ChunkResult
 from weft.engine.scheduling.request_limits import ModelLimits

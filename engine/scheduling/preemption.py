@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.plan import PlanBuilder
 from weft.engine.scheduling.request_state import RequestState
-from weft.engine.scheduling.request_table import RequestTable
-from weft.engine.scheduling.waiting import MAX_BYPASSES
+from weft.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool
 

@@ -5,13 +5,190 @@ What moves a request from one place to another is decided elsewhere; here it is 
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterator, KeysView, Mapping
+
+from weft.adapters.residency.residency import Residency
 from weft.engine.fairness.fair_order import FairOrder
 from weft.engine.fairness.tenant_service import TenantService
 from weft.engine.scheduling.kv_pages import PREEMPTIONS, KvPages
-from weft.engine.scheduling.protocols import AdapterResidency
 from weft.engine.scheduling.request_state import RequestState
-from weft.engine.scheduling.waiting import WaitingQueue
 from weft.errors import EngineError
+
+MAX_BYPASSES = 16
+"""Steps in which others may be admitted past a request that lacks pages."""
+SPARE_ENTRIES = 64
+"""Entries of requests that started or ended may be as many as there are requests, and this many more."""
+
+
+class Deadlines:
+    """Seconds by which requests are to start.
+
+    Args:
+        requests: All that live, by id.
+    """
+
+    def __init__(self, requests: Mapping[str, RequestState]) -> None:
+        self._requests = requests
+        self._heap: list[tuple[float, float, str]] = []
+        """(second, arrival, request)."""
+
+    def add(self, state: RequestState, expires_s: float) -> None:
+        """A request arrived that is to start by then."""
+        heapq.heappush(self._heap, (expires_s, state.arrival_index, state.request_id))
+        if len(self._heap) > 2 * len(self._requests) + SPARE_ENTRIES:
+            self._heap = [entry for entry in self._heap if self._awaits(entry) is not None]
+            heapq.heapify(self._heap)
+
+    def take_expired(self, now_s: float) -> Iterator[RequestState]:
+        """Requests that were to start by now and never did, each once."""
+        while self._heap and self._heap[0][0] <= now_s:
+            state = self._awaits(heapq.heappop(self._heap))
+            if state is not None:
+                yield state
+
+    def _awaits(self, entry: tuple[float, float, str]) -> RequestState | None:
+        """The request that is still to start by a deadline."""
+        state = self._requests.get(entry[2])
+        return None if state is None or state.arrival_index != entry[1] or state.has_started else state
+
+
+class WaitingQueue:
+    """All waiting requests. A hold keeps an adapter coming to the device, or on it, for a request near the front.
+
+    Args:
+        residency: Where adapters are.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._states: dict[str, RequestState] = {}
+        self._holders: dict[str, RequestState] = {}
+        """Those with a hold."""
+        self._num_holders: dict[str, int] = {}
+        """By adapter; only those that have some."""
+        self._overdue: dict[str, RequestState] = {}
+        """Those that were overtaken as often as may be."""
+        self.has_changed = False
+        """Whether a request came; the reader resets it."""
+        self.by_tenant: Counter[str] = Counter()
+        """How many wait, by tenant; only tenants that have some."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    @property
+    def request_ids(self) -> KeysView[str]:
+        """Who waits."""
+        return self._states.keys()
+
+    def add(self, state: RequestState) -> None:
+        """Let a request wait."""
+        self._states[state.request_id] = state
+        self.has_changed = True
+        self.by_tenant[state.tenant] += 1
+
+    def remove(self, state: RequestState) -> None:
+        """It no longer waits; its hold goes too."""
+        del self._states[state.request_id]
+        self.by_tenant[state.tenant] -= 1
+        if not self.by_tenant[state.tenant]:
+            del self.by_tenant[state.tenant]
+        self._overdue.pop(state.request_id, None)
+        self._unhold(state)
+
+    def bypass(self, state: RequestState, count: int = 1) -> None:
+        """Others were admitted past it `count` times."""
+        state.num_bypasses += count
+        if state.num_bypasses >= MAX_BYPASSES:
+            self._overdue[state.request_id] = state
+
+    def overdue(self) -> list[RequestState]:
+        """Those that were overtaken as often as may be, the oldest first: nobody behind them may be admitted now.
+
+        One whose adapter is yet to be read keeps nobody else waiting: pages would not help it.
+        """
+        overdue = [state for state in self._overdue.values() if not self.is_unread(state)]
+        return sorted(overdue, key=lambda state: state.age_key)
+
+    def is_unread(self, state: RequestState) -> bool:
+        """Whether its adapter is still to be read from the store, which pages would not shorten."""
+        return state.digest is not None and self._residency.state(state.digest) == "stored"
+
+    def hold(self, state: RequestState) -> None:
+        """Have the request's adapter loaded and kept for it."""
+        if not state.is_holding and state.request.adapter is not None:
+            adapter = state.request.adapter
+            num_holders = self._num_holders.get(adapter.digest, 0)
+            if not num_holders and self._residency.state(adapter.digest) != "device":
+                state.caused_load = True
+            self._residency.want(adapter)
+            state.is_holding = True
+            self._holders[state.request_id] = state
+            self._num_holders[adapter.digest] = num_holders + 1
+
+    def holders_of(self, digest: str) -> list[RequestState]:
+        """Requests that hold an adapter."""
+        if digest not in self._num_holders:
+            return []
+        return [state for state in self._holders.values() if state.digest == digest]
+
+    def release_holds(self, digest: str) -> None:
+        """Drop the holds on one adapter."""
+        for state in self.holders_of(digest):
+            self._unhold(state)
+
+    def pass_load_on(self, state: RequestState) -> bool:
+        """Have another request that holds the same adapter be charged for its load; False where there is none."""
+        heir = next((other for other in self.holders_of(state.digest or "") if other is not state), None)
+        if heir is not None:
+            state.caused_load, heir.caused_load = False, True
+        return heir is not None
+
+    def keep_holds(self, looked_at: Collection[str]) -> None:
+        """Drop the holds of all other requests, so that their adapters are not in the way."""
+        for state in [state for name, state in self._holders.items() if name not in looked_at]:
+            self._unhold(state)
+
+    def yield_hold(self) -> bool:
+        """Drop the newest hold on an adapter with pages, for a running request that lacks some; False without one."""
+        holders = self._holders.values()
+        with_pages = [state for state in holders if self._residency.state(state.digest or "") == "device"]
+        if with_pages:
+            self._unhold(max(with_pages, key=lambda state: state.age_key))
+        return bool(with_pages)
+
+    def drop_holds(self, keep: str | None) -> None:
+        """Drop all holds but those on one adapter."""
+        dropped = [state for state in self._holders.values() if state.digest != keep]
+        self._residency.drop_holds(keep)
+        for state in dropped:
+            self._forget_hold(state)
+
+    def num_loading(self) -> int:
+        """Requests near the front that wait for their adapters to be loaded, and for nothing else."""
+        return sum(state.waiting_reason == "LOADING" for state in self._holders.values())
+
+    def reasons(self) -> dict[str, int]:
+        """Requests by what they wait for."""
+        return dict(Counter(state.waiting_reason for state in self))
+
+    def _unhold(self, state: RequestState) -> None:
+        if state.is_holding and state.digest is not None:
+            self._forget_hold(state)
+            self._residency.unwant(state.digest)
+
+    def _forget_hold(self, state: RequestState) -> None:
+        state.is_holding = False
+        del self._holders[state.request_id]
+        if state.digest is not None:
+            self._num_holders[state.digest] -= 1
+            if not self._num_holders[state.digest]:
+                del self._num_holders[state.digest]
 
 
 class RequestTable:
@@ -26,7 +203,7 @@ class RequestTable:
     """
 
     def __init__(
-        self, order: FairOrder, service: TenantService, kv: KvPages, residency: AdapterResidency, max_rows: int
+        self, order: FairOrder, service: TenantService, kv: KvPages, residency: Residency, max_rows: int
     ) -> None:
         self.order = order
         self.service = service

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.engine.failures import request_error
-from weft.engine.request import FinishReason, RequestError
+from weft.engine.request import FinishReason, RequestError, request_error
 from weft.engine.scheduling.kv_pages import PrefixHit
-from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.plan import PlanBuilder
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState, WaitingReason
-from weft.engine.scheduling.request_table import RequestTable
-from weft.errors import NeverFitsError
+from weft.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
+from weft.errors import CapacityError, NeverFitsError
+from weft.memory.pool import PagePool
 
 LOOK_AHEAD = 64
 """Requests without a row looked at in a step that has room, besides one for each row that is free."""
@@ -26,6 +26,9 @@ GLANCE_STEPS = 4
 WHOLE_LOOK_STEPS = 8
 """While all rows are taken, the whole look-ahead is looked at, and its adapters are loaded, every so many steps."""
 
+MAX_STALLS = 16
+"""Plans that may come to nothing, with nothing under way, before the first in line is refused."""
+
 
 class Rows:
     """Fills the rows of each step.
@@ -33,6 +36,7 @@ class Rows:
     Args:
         table: The requests.
         preemption: Where pages and rows come from that others have.
+        pool: Where pages come from.
         clock: Monotonic seconds.
         finish: Ends a request that can never be served.
     """
@@ -41,6 +45,7 @@ class Rows:
         self,
         table: RequestTable,
         preemption: Preemption,
+        pool: PagePool,
         clock: Callable[[], float],
         finish: Callable[[str, FinishReason, RequestError], None],
     ) -> None:
@@ -50,8 +55,10 @@ class Rows:
         self._kv = table.kv
         self._residency = table.residency
         self._preemption = preemption
+        self._pool = pool
         self._clock = clock
         self._finish = finish
+        self._num_stalls = 0
 
     def fill(self, draft: PlanBuilder) -> None:
         """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
@@ -102,6 +109,43 @@ class Rows:
             state.leader = None
             return False
         return leader.num_computed < state.num_shared
+
+    def end_stall(self) -> None:
+        """Something was computed."""
+        self._num_stalls = 0
+
+    def resolve_stall(self, draft: PlanBuilder) -> None:
+        """Change what is in the way of the first in line, which may give the plan something to do."""
+        first = self._first_in_line()
+        waiting = self._waiting
+        # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
+        if first is None or self._pool.num_quarantined or self._residency.is_copying:
+            return
+        waiting.drop_holds(keep=first.digest)
+        if first.status == "waiting":
+            waiting.bypass(first, MAX_BYPASSES)
+        in_the_way = [state for state in self._table.running if state.is_idle and not _are_beams(state, first)]
+        if in_the_way:
+            self._preemption.preempt(max(in_the_way, key=self._order.place), draft)
+            return
+        self._num_stalls += 1
+        if self._num_stalls > MAX_STALLS:
+            self._num_stalls = 0
+            error = CapacityError("Pinned adapters leave too little room for this request. Try again, or unpin some.")
+            self._finish(first.request_id, "error", request_error(error))
+
+    def _first_in_line(self) -> RequestState | None:
+        """The most entitled that runs and is not idle, or else of those that idle ones wait for, or of all."""
+        table = self._table
+        running = [state for state in table.running if not state.is_idle]
+        awaited = [state for state in table.waiting if any(_are_beams(state, idle) for idle in table.running)]
+        able = running or [state for state in awaited if not state.is_idle]
+        if able:
+            return min(able, key=table.order.place)
+        line = table.order.candidates(LOOK_AHEAD)
+        first = next((state for state in line if not state.is_idle and not table.waiting.is_unread(state)), None)
+        line.close()
+        return first
 
     def _try_row(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
         """Give a request a row, and pages if it has none; or say, and note, what it lacks."""
@@ -212,3 +256,8 @@ class Rows:
         state.num_cached = min(state.num_computed, state.num_prompt)
         if not state.keeps_prompt_logprobs:
             self._kv.note_lookup(state.num_prompt, state.num_cached)
+
+
+def _are_beams(state: RequestState, other: RequestState) -> bool:
+    """Whether both are beams of one search."""
+    return state.beam is not None and other.beam is not None and state.beam.search_id == other.beam.search_id

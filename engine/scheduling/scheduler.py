@@ -4,8 +4,8 @@ A step has at most `max_running` rows, one per request; more requests may have p
 is paused. The fair order (`weft.engine.fairness.fair_order`) chooses who gets the rows. docs/scheduling.md says what a
 step is, what always holds, and why every request moves on.
 
-`request_table` has the books of who is where, `rows` fills the rows, `chunks` says what each row computes, `preemption`
-takes pages from others, `stall` acts when nothing can be computed, and `outcomes` takes in what steps yield.
+`request_table` says where each request is, `rows` gives out the rows and acts when nothing can be computed, `chunks`
+says what each row computes, `preemption` takes pages from others, and `outcomes` takes in what steps yield.
 """
 
 from __future__ import annotations
@@ -16,36 +16,27 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
-from weft.engine.failures import EXPIRED, INTERNAL, request_error
 from weft.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
 from weft.engine.fairness.inner_order import inner_order
 from weft.engine.fairness.lengths import Lengths
 from weft.engine.fairness.prices import Prices
 from weft.engine.fairness.tenant_service import TenantService
-from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.request import EXPIRED, INTERNAL, GenerationRequest, RequestOutput, request_error
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.chunks import Chunks
 from weft.engine.scheduling.kv_pages import KvPages
 from weft.engine.scheduling.outcomes import Outcomes
-from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.plan import Chunk, ChunkResult, PlanBuilder, StepPlan
 from weft.engine.scheduling.preemption import Preemption
-from weft.engine.scheduling.protocols import AdapterResidency
 from weft.engine.scheduling.request_limits import ModelLimits, check_limits
 from weft.engine.scheduling.request_state import RequestPages, RequestState
-from weft.engine.scheduling.request_table import RequestTable
+from weft.engine.scheduling.request_table import Deadlines, RequestTable
 from weft.engine.scheduling.rows import Rows
-from weft.engine.scheduling.stall import Stall
 from weft.engine.scheduling.step_budget import StepBudget
-from weft.engine.scheduling.waiting import Deadlines
 from weft.engine.status import EngineLoad, TenantLoad
-from weft.errors import (
-    EngineError,
-    InvalidRequestError,
-    QueueFullError,
-    WeftError,
-)
+from weft.errors import EngineError, InvalidRequestError, QueueFullError, WeftError
 from weft.memory.block_table import BlockTable
 from weft.memory.eviction import Evictor, PageCosts
 from weft.memory.geometry import PageGeometry
@@ -80,7 +71,7 @@ class Scheduler:
         config: SchedulerConfig,
         geometry: PageGeometry,
         pool: PagePool,
-        residency: AdapterResidency,
+        residency: Residency,
         limits: ModelLimits,
         *,
         evictor: Evictor,
@@ -115,10 +106,9 @@ class Scheduler:
         self.take_outputs = self._outcomes.take
         """What happened to requests since the last call."""
         self._preemption = Preemption(self.table, geometry, pool)
-        self._rows = Rows(self.table, self._preemption, clock, self.finish)
+        self._rows = Rows(self.table, self._preemption, pool, clock, self.finish)
         budget = StepBudget(config, costs.token_s)
         self._chunks = Chunks(self.table, self._preemption, budget, geometry.page_tokens)
-        self._stall = Stall(self.table, self._preemption, pool, self.finish)
         self._deadlines = Deadlines(self.table.requests)
         self._last_units = 0.0
         """Price of the step that was committed last."""
@@ -223,12 +213,12 @@ class Scheduler:
         self._residency.reserve_pages = self._preemption.room_to_grow() + draft.promised
         plan = draft.plan()
         if plan is None:
-            self._stall.resolve(draft)
+            self._rows.resolve_stall(draft)
             plan = draft.plan()
         if plan is None:
             return None
         if plan.chunks:
-            self._stall.end()
+            self._rows.end_stall()
         self._step = draft.step
         self._started = draft.started
         return plan

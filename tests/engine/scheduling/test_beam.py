@@ -20,8 +20,7 @@ from simulation.driven import (
     request,
 )
 from weft.adapters.ref import AdapterRef
-from weft.engine.failures import INTERNAL, UNSOUND
-from weft.engine.request import FlowKey, GenerationRequest
+from weft.engine.request import INTERNAL, UNSOUND, FlowKey, GenerationRequest
 from weft.engine.sampling_params import BeamParams
 from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError

@@ -11,7 +11,7 @@ from simulation.scenario import Action, draw
 from weft.adapters.ref import AdapterRef
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.waiting import MAX_BYPASSES
+from weft.engine.scheduling.request_table import MAX_BYPASSES
 
 PINNED, LARGE, SMALL, HANGING = (adapter_ref(index, "t0") for index in range(4))
 SOON_S = 10.0

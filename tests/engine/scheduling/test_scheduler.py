@@ -14,7 +14,7 @@ from simulation.driven import PAGE_TOKENS, RECOMPUTES, SWAPS, VOCAB_SIZE, Simula
 from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduling.plan import Chunk
-from weft.engine.scheduling.waiting import MAX_BYPASSES
+from weft.engine.scheduling.request_table import MAX_BYPASSES
 from weft.errors import (
     ContextLengthError,
     InvalidRequestError,

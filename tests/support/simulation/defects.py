@@ -16,8 +16,7 @@ from weft.engine.fairness.fair_order import FairOrder
 from weft.engine.fairness.shares import Share
 from weft.engine.scheduling import kv_pages
 from weft.engine.scheduling.kv_pages import KvPages, PrefixHit
-from weft.engine.scheduling.plan import StepPlan
-from weft.engine.scheduling.plan_builder import PlanBuilder
+from weft.engine.scheduling.plan import PlanBuilder, StepPlan
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable

@@ -21,8 +21,7 @@ from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
 from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.images import HostImages
 from weft.config import SchedulerConfig
-from weft.engine.failures import EXPIRED, INTERNAL, UNSOUND
-from weft.engine.request import RequestOutput
+from weft.engine.request import EXPIRED, INTERNAL, UNSOUND, RequestOutput
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError, WeftError
 from weft.memory.pool import PageState

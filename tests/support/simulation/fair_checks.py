@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from simulation.pages import Fail
 from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.request_table import MAX_BYPASSES
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.scheduling.waiting import MAX_BYPASSES
 
 MAX_BARREN_STEPS = 64
 """Steps in a row that compute nothing: each has a preemption that a request is protected from for a page of tokens."""

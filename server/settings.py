@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,20 +116,6 @@ def merge_trees(*trees: SettingTree) -> dict[str, dict[str, object]]:
         for section, values in tree.items():
             merged.setdefault(section, {}).update(values)
     return merged
-
-
-def defaults_as_yaml() -> str:
-    """A settings file with every setting, commented out at its default."""
-    lines = ["# Settings of Weft. What is commented out has the value shown."]
-    for section, cls in SECTIONS.items():
-        lines.append(f"\n{section}:")
-        for field in dataclasses.fields(cls):
-            if field.default is dataclasses.MISSING:
-                lines.append(f"  {field.name}: CHANGE-ME")
-            else:
-                value = str(field.default) if isinstance(field.default, Path) else field.default
-                lines.append(f"  # {field.name}: {json.dumps(value)}")
-    return "\n".join(lines) + "\n"
 
 
 def as_tree(config: Config) -> dict[str, dict[str, object]]:

@@ -31,6 +31,7 @@ DOCUMENTS = (
     "docs/internals.md",
     "docs/scheduling.md",
     "docs/fit.md",
+    "docs/settings.md",
 )
 
 
@@ -51,12 +52,9 @@ def test_settings_named_in_documents_exist(document: str) -> None:
     assert named <= settings()
 
 
-def test_default_values_in_the_readme_are_the_real_ones() -> None:
-    config = Config(model=ModelConfig(path="m"))
-    rows = re.findall(r"^\| `([a-z]+)\.([a-z_]+)` \| ([0-9a-z]+) \|", README, re.MULTILINE)
-    assert len(rows) >= 8
-    for section, name, value in rows:
-        assert str(getattr(getattr(config, section), name)).removesuffix(".0").lower() == value
+def test_the_page_of_settings_is_that_of_the_config() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "settings_page.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

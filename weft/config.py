@@ -57,20 +57,21 @@ def _check_bounds(section: str, settings: object, **bounds: tuple[float, float])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which base model, and how it is computed."""
+    """The base model, and how it is computed."""
 
     path: str
-    """Folder with a Hugging Face checkpoint, or a hub id."""
+    """Folder with a Hugging Face checkpoint, or a hub id. The one setting without a default."""
     served_name: str | None = None
-    """Name that clients use for the base; the last part of `path` when None."""
+    """Name of the base for clients; when not set, the last part of `model.path`."""
     device: Device = "auto"
-    """Where the model runs; auto takes a CUDA device when there is one."""
+    """Where the model runs: auto, cpu or cuda. auto takes a CUDA device if there is one."""
     dtype: Dtype = "auto"
-    """Number format of weights, KV cache and adapters; auto follows the model where the device computes it natively."""
+    """Number format of weights, KV cache and adapters: auto, float32, bfloat16 or float16. auto takes the format of the
+    model where the device computes it natively."""
     max_model_len: int | None = None
-    """Longest prompt plus output, in tokens; None takes the model's own limit."""
+    """Longest prompt plus output, in tokens; when not set, the limit of the model."""
     threads: int = 0
-    """Intra-op threads of the engine on the CPU; 0 takes one for a tiny model and all usable cores for others."""
+    """Threads that compute one operation on a CPU; 0 takes one for a tiny model, and all usable cores for others."""
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", "a folder or hub id", self.path)
@@ -80,18 +81,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """How much memory the pool takes, and where."""
+    """The memory of KV cache and adapters."""
 
     gib: float | None = None
-    """Size of the arena in GiB; None takes min(4, a quarter of free memory) on a CPU, 85% of what is left on a GPU."""
+    """Size of the page pool in GiB; when not set, a quarter of the free memory but at most 4 on a CPU, and 85% of what
+    the weights leave free on a GPU."""
     host_gib: float | None = None
-    """Size of the host page slab in GiB; None takes min(2, an eighth of free memory)."""
+    """Host memory in GiB for adapters ready to be copied to the device and for swapped KV cache; when not set, an
+    eighth of the free memory, at most 2."""
     prefix_cache: bool = True
-    """Keep the KV pages of earlier requests and use them again for requests that begin with the same tokens."""
+    """Whether to keep the KV cache of earlier requests for requests that begin with the same tokens."""
     eviction: Eviction = "gdsf"
-    """What goes first under pressure: the fewest seconds per page to have it again, by use; or least recently used."""
+    """What is evicted first when pages run short: with gdsf what takes the fewest seconds per page to load or compute
+    again, weighted by how often it is used; with lru what was used longest ago."""
     poison: bool = False
-    """Debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
+    """For debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
 
     def __post_init__(self) -> None:
         for name, value in (("memory.gib", self.gib), ("memory.host_gib", self.host_gib)):
@@ -101,18 +105,19 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What adapters may be."""
+    """What adapters may be, and how they are loaded."""
 
     max_rank: int = 64
-    """Largest rank served; a multiple of 8, at most 256."""
+    """Largest rank that is served; a multiple of 8, at most 256."""
     slots: int | None = None
-    """Most adapters resident on the device at once, which are rows of the tables; None takes as many as the pool may
-    hold, as far as the tables stay small beside it."""
+    """Most adapters on the device at once; when not set, as many as fit into the pool, as long as the tables for them
+    stay small beside it."""
     load_threads: int = 1
     """Threads that read, check and pack adapters."""
     load_share: float = 0.06
-    """CPU: what loading and copying adapters may take of one core while steps run and no request waits for them, 0.01
-    to 1; 1 does not hold it up. More where requests wait, and where steps leave a core idle."""
+    """On a CPU: part of one core that loading adapters may take while steps run and no request waits for a load, 0.01
+    to 1; 1 is no bound. It grows with the share of requests that wait for loads, and an idle core may always be
+    used."""
 
     def __post_init__(self) -> None:
         _require(
@@ -126,28 +131,30 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How a step is filled."""
+    """Which requests a step computes."""
 
     max_running: int = 64
-    """Most requests in one step; requests that are paused for others keep their memory and are not counted."""
+    """Most requests in one step. Requests that are paused for others keep their memory and do not count."""
     step_tokens: int = 512
-    """Most tokens in one step; prompts longer than what is left are computed in chunks."""
+    """Most tokens in one step; longer prompts are computed in chunks."""
     max_waiting: int = 4096
-    """Most requests that may wait, for the sake of memory. One tenant may have twice as many as places are free."""
+    """Most requests that may wait, which bounds memory. One tenant may have twice as many as there are free places."""
     max_wait_s: float = 10.0
-    """Longest predicted wait for a first token, in seconds; requests that would wait longer are answered 429 or 503
-    with Retry-After."""
+    """Longest predicted wait for a first token, in seconds. A request that would wait longer is refused at once, with
+    429 or 503 and Retry-After."""
     policy: Policy = "fair"
-    """Who is in a step: tenants by weighted service, then their adapters, then arrival; or first come first served."""
+    """Order of requests: fair takes the tenants served least for their weight first, then their adapters, then arrival;
+    fcfs is first come, first served."""
     inner: Inner = "fifo"
-    """Order among requests of one adapter of one tenant: arrival, fewest predicted tokens, least time to the deadline,
-    or a multi-level feedback queue, in which long answers pause for short ones, for about half a second at most."""
+    """Order among the requests of one tenant for one adapter: fifo by arrival, shortest by fewest predicted tokens,
+    slack by least time to the deadline, mlfq by a multi-level feedback queue, in which long answers pause for short
+    ones, for about half a second at most."""
     itl_target_ms: float | None = None
-    """Milliseconds that a step should take at most: prompts are computed in smaller chunks, and batches get what is
-    left, to keep it. None fills each step up to step_tokens."""
+    """Longest time that a step should take, in milliseconds: to keep it, prompts are computed in smaller chunks and
+    batches get what is left. When not set, each step is filled up to `scheduler.step_tokens`."""
     batch_stretch: float = 1.25
-    """How many times longer a step in which interactive requests decode may become by the batch lane, where
-    itl_target_ms does not say how long steps may be."""
+    """How many times longer batches may make a step in which interactive requests decode. Counts only where
+    `scheduler.itl_target_ms` is not set."""
 
     def __post_init__(self) -> None:
         _check_bounds("scheduler", self, max_running=(1, 4096), max_waiting=(1, 1 << 20), max_wait_s=(0.1, 3600))
@@ -163,33 +170,33 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the HTTP side listens and what it lets in."""
+    """Where the server listens, and what it accepts."""
 
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = 8000
     """Port to bind; 0 takes a free one."""
     metrics_port: int | None = None
-    """Separate port for /metrics; None serves it on the main port to admins."""
+    """Separate port for /metrics, without a key; when not set, admins read it on the main port."""
     auth: Auth = "on"
-    """off lets everybody in as admin, and is refused on a non-loopback host."""
+    """on or off. off lets everybody in as admin, and is refused on an address that other machines can reach."""
     data_dir: Path = Path("weft-data")
-    """Folder of the database, blobs, usage journal and admin key."""
+    """Folder of the database, the blobs, the usage journal and the admin key."""
     drain_s: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     max_body_bytes: int = MIB
-    """Largest JSON body in bytes."""
+    """Largest JSON body, in bytes."""
     max_upload_bytes: int = 2 * GIB
-    """Largest adapter upload in bytes."""
+    """Largest upload of an adapter, in bytes."""
     max_logprobs: int = 20
-    """Most alternatives per token in logprobs."""
+    """Most alternatives per token in `logprobs`."""
     max_choices: int = 128
-    """Largest n, and most prompts in one completions request times n."""
+    """Largest `n`, and most prompts in one completions request times `n`."""
     max_stops: int = 32
     """Most stop strings of a request."""
     cors_origins: str = ""
     """Origins of web pages that may call the API with a key, separated by commas, such as https://chat.example.org; *
-    allows all. The cookie of the dashboard's session stays useless to them."""
+    allows all. They cannot use a session of the dashboard."""
 
     def __post_init__(self) -> None:
         _require(bool(self.host), "server.host", "an address", self.host)
@@ -216,17 +223,17 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryConfig:
-    """Where the registry keeps its rows and blobs."""
+    """Where tenants, keys, adapters and usage are stored."""
 
     database_url: str | None = None
-    """sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE; None takes SQLite in the data folder."""
+    """sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE; when not set, SQLite in the data folder."""
     blob_url: str | None = None
-    """Where the adapter blobs are: a folder, file:///folder or s3://bucket[/prefix]; None takes blobs/ in the data
-    folder. Keys, region and endpoint of S3 come from the AWS_... environment."""
+    """Where adapters are stored: a folder, file:///folder or s3://bucket[/prefix]; when not set, blobs/ in the data
+    folder. Keys, region and endpoint of S3 come from the AWS_... variables of the environment."""
     blob_cache_gib: float = 10.0
-    """S3: most GiB of copies kept in blob-cache/ in the data folder; those used longest ago go first."""
+    """With S3: most GiB of copies kept in blob-cache/ in the data folder; those used longest ago are deleted first."""
     price_file: Path | None = None
-    """YAML file of prices per million tokens; with it, usage shows its cost."""
+    """YAML file of prices per million tokens; with it, usage shows costs."""
 
     def __post_init__(self) -> None:
         if self.blob_url and not _BLOB_URL.fullmatch(self.blob_url):
@@ -257,24 +264,25 @@ class RegistryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantDefaults:
-    """Limits that a new tenant gets where its creation names none; null is no limit. Old tenants keep theirs."""
+    """Limits of a new tenant where its creation names none; null is no limit. Changes do not affect old tenants."""
 
     requests_per_minute: int | None = 60_000
-    """A thousand a second: each costs the server time, also one that is refused."""
+    """Requests in any 60 seconds. Also a refused request costs the server time."""
     tokens_per_minute: int | None = None
-    """The engine shares its time by weight, so that an idle one need not stay idle."""
+    """Prompt and generated tokens in any 60 seconds."""
     concurrent_requests: int | None = 2048
-    """Open requests hold connections and memory."""
+    """Requests at the same time; each holds a connection and memory."""
     tokens_per_month: int | None = None
-    """For whoever sells quotas."""
+    """Billed tokens in a calendar month (UTC)."""
     adapters: int | None = 4096
-    """Rows and names of one tenant."""
+    """Adapters."""
     stored_bytes: int | None = 64 * GIB
-    """Bytes of all its adapter versions on the server's disk."""
+    """Bytes of all versions of its adapters."""
     adapter_pages: int | None = None
-    """adapter.max_rank bounds one adapter already."""
+    """Device pages of one adapter; its rank is bounded by `adapter.max_rank` already."""
     pinned_pages: int | None = 1024
-    """Pinned pages are lost to all others; for an 8B model these are about 25 adapters of rank 16."""
+    """Device pages of all pinned adapters, which others cannot use; of an 8B model 1024 are about 25 adapters of rank
+    16."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -284,18 +292,18 @@ class TenantDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """What batches may be: files of requests that run in what interactive traffic leaves."""
+    """Batches: files of requests that run in what interactive traffic leaves."""
 
     max_file_bytes: int = 200 * MIB
-    """Largest file of requests in bytes."""
+    """Largest file of requests, in bytes."""
     max_lines: int = 50_000
     """Most requests in one batch."""
     max_files: int = 500
-    """Most files of a tenant, those of results included."""
+    """Most files of a tenant, results included."""
     max_stored_bytes: int = 10 * GIB
     """Most bytes of all files of a tenant."""
     max_running: int = 128
-    """Most lines of all batches that this server runs at once."""
+    """Most requests of all batches that run on this server at once."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

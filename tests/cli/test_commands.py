@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from fake_engine import DEMO_MODEL
 from postgres_server import fresh_database
 from registry_samples import NEWEST
 from weft.cli import make_app
+from weft.server.settings import load_config, setting_names
 
 DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
 
@@ -299,13 +301,24 @@ def test_the_version_is_printed() -> None:
     assert run("version").output == f"weft {weft.__version__}\n"
 
 
-def test_config_shows_what_serve_would_use_and_writes_a_file(tmp_path: Path) -> None:
-    shown = run("config", "show", "--set", "model.path=m", WEFT_SERVER__PORT="9")
-    assert "port: 9" in shown.output
+def test_config_shows_what_serve_would_use_with_the_same_options() -> None:
+    shown = run("config", "show", "--model", "m", "--set", "server.host=::1", WEFT_SERVER__PORT="9")
+    assert [text in shown.output for text in ("path: m", "port: 9", "host: ::1")] == [True] * 3
+    without = run("config", "show")
+    assert (without.exit_code, "give --model" in without.output) == (2, True)
+
+
+def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "weft.yaml"
     assert run("config", "init", str(file)).exit_code == 0
-    assert "step_tokens" in file.read_text()
-    assert run("config", "init", str(file)).exit_code == 2
+    text = file.read_text()
+    assert "  # Most tokens in one step; longer prompts are computed in chunks.\n  #step_tokens: 512\n" in text
+    assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
+    file.write_text(re.sub(r"^  #(\w)", r"  \1", text, flags=re.MULTILINE))
+    assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
+    assert all(f"  {name.partition('.')[2]}: " in file.read_text() for name in setting_names())
+    again = run("config", "init", str(file))
+    assert (again.exit_code, "weft config init other.yaml" in again.output) == (2, True)
     homeless = run("config", "init", str(tmp_path / "none" / "weft.yaml"))
     assert (homeless.exit_code, "folder that exists" in homeless.output) == (2, True)
 

@@ -4,14 +4,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import yaml
 
 from weft.config import RegistryConfig, SchedulerConfig, TenantDefaults
 from weft.errors import ConfigError
 from weft.registry.limits import TENANT_LIMITS
 from weft.server.settings import (
     as_tree,
-    defaults_as_yaml,
     environment_name,
     load_config,
     parse_assignments,
@@ -102,16 +100,6 @@ def test_assignments_reach_any_setting() -> None:
     assert (config.memory.poison, config.model.path, config.server.port) == (True, "x=y", 9)
     with pytest.raises(ConfigError, match=r"section\.name=value"):
         parse_assignments(["port=9"])
-
-
-def test_a_written_file_reads_as_the_defaults(tmp_path: Path) -> None:
-    text = defaults_as_yaml()
-    uncommented = "\n".join(line.replace("  # ", "  ") for line in text.splitlines())
-    file = tmp_path / "weft.yaml"
-    file.write_text(uncommented)
-    assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
-    sections = {"model", "memory", "adapter", "scheduler", "server", "registry", "tenant_defaults", "batch"}
-    assert set(yaml.safe_load(uncommented)) == sections
 
 
 def test_a_database_password_is_never_shown() -> None:

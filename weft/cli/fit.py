@@ -11,7 +11,7 @@ import typer
 
 from weft.cli.adapter import adapter_files
 from weft.cli.options import JSON, fail, refuse
-from weft.cli.serve import Setting
+from weft.cli.serve import Model, Setting
 from weft.cli.table import print_table
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
         list[Path] | None,
         typer.Argument(metavar="ADAPTER", help="Folders of PEFT adapters, or weights files.", show_default=False),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")
-    ] = None,
+    model: Model = None,
     ranks: Annotated[list[int] | None, typer.Option("--rank", help="Rank of adapters to come; repeatable.")] = None,
     count: Annotated[int, typer.Option(help="How many adapters of each --rank.")] = 1,
     targets: Annotated[str, typer.Option(help="Their modules: all, or some of q,k,v,o,gate,up,down.")] = "all",

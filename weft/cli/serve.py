@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Any other setting; repeat for more."),
@@ -16,9 +17,7 @@ Setting = Annotated[
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")
-    ] = None,
+    model: Model = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name of the base for clients.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind. [default: 8000]")] = None,

@@ -29,8 +29,7 @@ from weft.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.sampler import Sampler
 from weft.engine.model.decoder import Decoder
-from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core
-from weft.engine.model.heap import keep_freed_memory
+from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core, keep_freed_memory
 from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
 from weft.engine.model.weights import base_digest, load_decoder
 from weft.engine.scheduling.kv_pages import prefix_seed

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_slots import KvSlots
 from weft.kernels.plain import attention as attention_cpu
 from weft.kernels.plain import rows as rows_cpu
 
@@ -102,7 +101,6 @@ def check_operands(
     fits = qkv.dim() == 2 and qkv.shape[1] % group_width == 0 and qkv.shape[1] >= 3 * group_width
     expect_that("qkv", fits, f"[T, (Hq + {2 * num_kv_heads}) * {head_dim}]", list(qkv.shape))
     expect_that("qkv", qkv.is_contiguous(), "contiguous rows", qkv.stride())
-    expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     rows_cpu.check_rope(q, k, cos, sin)

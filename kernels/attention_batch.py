@@ -1,4 +1,6 @@
-"""Which query rows of a step attend to which pages, worked out on the host once for all layers of a group.
+"""Which query rows of a step attend to which pages, and where the step's keys and values go.
+
+Both are worked out on the host, once for all layers of a group.
 
 Short runs of query rows (decode, and verification of a few drafted tokens) are items: each row attends on its own, so
 that its result does not depend on the rows beside it. Longer runs are chunks of a prompt.
@@ -15,6 +17,40 @@ import torch
 
 MAX_ITEM_ROWS = 8
 """Requests with at most this many query rows are computed row by row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvSlots:
+    """The slot mapping of a step with its division into pages done. Valid for every layer of one layer group."""
+
+    mapping: torch.Tensor
+    """[T], int64: page * page_tokens + offset of each token; -1 is not stored."""
+    rows: torch.Tensor | None
+    """[S], int64: tokens that are stored; None where all are."""
+    pages: torch.Tensor
+    """[S], int64: page of each stored token."""
+    offsets: torch.Tensor
+    """[S], int64: its place in the page."""
+
+    @classmethod
+    def build(cls, slot_mapping: Sequence[int] | np.ndarray, page_tokens: int, device: torch.device) -> KvSlots:
+        """Work out pages and offsets on the host and move them to `device`.
+
+        Args:
+            slot_mapping: [T]: page * page_tokens + offset, or -1.
+            page_tokens: Tokens per page.
+            device: Where the kernels run.
+        """
+        mapping = np.asarray(slot_mapping, dtype=np.int64)
+        rows = np.flatnonzero(mapping >= 0)
+        stored = mapping[rows]
+        pages, offsets = np.divmod(stored, page_tokens)
+        return cls(
+            mapping=torch.from_numpy(mapping).to(device),
+            rows=None if rows.size == mapping.size else torch.from_numpy(rows).to(device),
+            pages=torch.from_numpy(pages).to(device),
+            offsets=torch.from_numpy(offsets).to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True)

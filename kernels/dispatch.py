@@ -6,67 +6,34 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_slots import KvSlots
+from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.sampling import PenaltyTensors, SamplingTensors, apply_penalties
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
-
-class PagedAttention(Protocol):
-    """`weft.kernels.plain.attention.paged_attention` states what it computes."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """Attend."""
-
-
-class Attend(Protocol):
-    """`weft.kernels.attend.attend` states what it computes."""
-
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        norms: HeadNorms | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        slot_mapping: KvSlots,
-        batch: AttentionBatch,
-        scale: float,
-        sliding_window: int | None = None,
-    ) -> torch.Tensor:
-        """Attend."""
-
-
-KvWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KvSlots], None]
-RmsNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-FusedAddRmsNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-SiluAndMul = Callable[[torch.Tensor], torch.Tensor]
-Sgmv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SgmvTables, Tiles, SgmvSite, int], None]
-Sample = Callable[[torch.Tensor, SamplingTensors], torch.Tensor]
-Logprobs = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+RmsNorm = Callable[[Tensor, Tensor, float], Tensor]
+FusedAddRmsNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Rope = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+SiluAndMul = Callable[[Tensor], Tensor]
+KvWrite = Callable[[Tensor, Tensor, Tensor, Tensor, KvSlots], None]
+PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None], Tensor]
+Attend = Callable[
+    [Tensor, HeadNorms | None, Tensor, Tensor, Tensor, Tensor, KvSlots, AttentionBatch, float, int | None], Tensor
+]
+Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None]
+Sample = Callable[[Tensor, SamplingTensors], Tensor]
+Logprobs = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations of one kind of device. What each computes stands in `<op>_cpu.py`."""
+    """The operations of one kind of device. What each computes is stated in `weft.kernels.plain`."""
 
     rms_norm: RmsNorm
     fused_add_rms_norm: FusedAddRmsNorm
@@ -78,8 +45,8 @@ class Kernels:
     sample: Sample
     logprobs: Logprobs
     attend: Attend | None = None
-    """All of a layer between its projections in one call; None where it is composed of the others."""
-    apply_penalties: Callable[[torch.Tensor, PenaltyTensors], None] = apply_penalties
+    """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
+    apply_penalties: Callable[[Tensor, PenaltyTensors], None] = apply_penalties
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:

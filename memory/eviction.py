@@ -90,32 +90,22 @@ class Evictable(Protocol):
         """Give up the pages, and all that depends on them; whatever else goes is withdrawn."""
 
 
-class EvictionPolicy(Protocol):
-    """The order in which things go: the smallest score first."""
-
-    def score(self, item: Evictable) -> float:
-        """The score as of now; it is kept until the item is offered again."""
-
-    def evicted(self, score: float) -> None:
-        """Note that the item with this score went."""
-
-
 class Lru:
-    """Least recently used first."""
+    """Least recently used first. A policy: the item with the smallest score is evicted first."""
 
     def score(self, item: Evictable) -> float:
-        """The second of the last use."""
+        """The score as of now, which is kept until the item is offered again: the second of the last use."""
         return item.uses.last_s
 
     def evicted(self, score: float) -> None:
-        """Nothing is kept."""
+        """Note that the item with this score was evicted."""
 
 
-class Gdsf:
-    """Greedy-dual-size-frequency (Cherkasova, 1998): what takes the fewest seconds per page to have again, by use.
+class Gdsf(Lru):
+    """Greedy-dual-size-frequency (Cherkasova, 1998): fewest seconds per page to have again, weighted by use, first.
 
-    The inflation is the score of what went last. It is added to whatever is used later, so that what was dear once and
-    is used no more goes in the end.
+    The inflation is the score of the last item that was evicted. It is added to whatever is used later, so that an item
+    that was expensive and is no longer used is evicted in the end.
     """
 
     def __init__(self) -> None:
@@ -131,7 +121,7 @@ class Gdsf:
         self._inflation = max(self._inflation, score)
 
 
-def eviction_policy(name: Literal["gdsf", "lru"]) -> EvictionPolicy:
+def eviction_policy(name: Literal["gdsf", "lru"]) -> Lru:
     """The policy of that name."""
     return Lru() if name == "lru" else Gdsf()
 
@@ -156,7 +146,7 @@ class Evictor:
         clock: Monotonic seconds.
     """
 
-    def __init__(self, pool: PagePool, policy: EvictionPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: PagePool, policy: Lru, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
         self._policy = policy
         self._clock = clock

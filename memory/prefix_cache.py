@@ -17,6 +17,8 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from weft.errors import PageAccountingError
 from weft.memory.eviction import Evictor, UseCount
@@ -30,8 +32,8 @@ def chain_seed(*fields: str) -> bytes:
     them) belongs here.
     """
     digest = hashlib.sha256()
-    for field in fields:
-        content = field.encode()
+    for text in fields:
+        content = text.encode()
         digest.update(struct.pack("<Q", len(content)))
         digest.update(content)
     return digest.digest()
@@ -74,49 +76,27 @@ class TokenChain:
             self.blocks.append(block)
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class PrefixBlock:
     """One cached block. Made and changed by the cache alone."""
 
-    __slots__ = (
-        "_cache",
-        "children",
-        "depth",
-        "digest",
-        "group",
-        "last_step",
-        "pages",
-        "parent",
-        "refs",
-        "tokens",
-        "uses",
-    )
-
-    kind: PageKind = "prefix"
-    evict_last = False
-
-    def __init__(
-        self,
-        cache: PrefixCache,
-        digest: bytes,
-        tokens: tuple[int, ...],
-        pages: Sequence[int],
-        parent: PrefixBlock | None,
-        group: str | None,
-    ) -> None:
-        self._cache = cache
-        self.digest = digest
-        self.tokens = tokens
-        self.pages = list(pages)
-        """One per layer group."""
-        self.parent = parent
-        self.children: dict[PrefixBlock, None] = {}
-        """Cached blocks that go on from here, in the order in which they came, as everywhere: runs can be repeated."""
-        self.group = group
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.refs = 0
-        """Requests that hold it."""
-        self.last_step = 0
-        self.uses = UseCount()
+    kind: ClassVar[PageKind] = "prefix"
+    evict_last: ClassVar[bool] = False
+    cache: PrefixCache
+    digest: bytes
+    tokens: tuple[int, ...]
+    pages: list[int]
+    """One per layer group."""
+    parent: PrefixBlock | None
+    group: str | None
+    depth: int
+    """Blocks before it."""
+    children: dict[PrefixBlock, None] = field(default_factory=dict)
+    """Cached blocks that follow it, in the order in which they came, so that runs can be repeated."""
+    refs: int = 0
+    """Requests that hold it."""
+    last_step: int = 0
+    uses: UseCount = field(default_factory=UseCount)
 
     @property
     def num_pages(self) -> int:
@@ -125,11 +105,11 @@ class PrefixBlock:
 
     def reload_cost(self) -> tuple[float, int]:
         """Seconds to compute the block again, and its pages."""
-        return self._cache.block_s, self.num_pages
+        return self.cache.block_s, self.num_pages
 
     def evict(self) -> None:
         """Leave the cache, with all that goes on from here."""
-        self._cache.remove(self)
+        self.cache.remove(self)
 
 
 class PrefixCache:
@@ -232,7 +212,10 @@ class PrefixCache:
         digest, tokens = chain.digests[index], chain.blocks[index]
         block = self._blocks.get(digest)
         if block is None:
-            block = PrefixBlock(self, digest, tokens, pages, parent, group)
+            depth = 0 if parent is None else parent.depth + 1
+            block = PrefixBlock(
+                cache=self, digest=digest, tokens=tokens, pages=list(pages), parent=parent, group=group, depth=depth
+            )
             self._pool.change_kind(pages, "prefix")
             self._blocks[digest] = block
             self._groups.setdefault(group, {})[block] = None

@@ -1,20 +1,20 @@
-"""One adapter that is on the device or on its way there, as the evictor sees it, and what is remembered of it.
+"""The adapters that are on the device or on their way there, as the evictor sees them, and what is remembered of them.
 
-Remembered is, also while it is in no memory, how large it is, how often it is used, and how long its loads took.
+An adapter's size, its use and the times of its loads are remembered also while it is in no memory.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from weft.adapters.ref import AdapterRef, AdapterTier
 from weft.adapters.residency.images import HostImage
 from weft.adapters.residency.load_threads import LAST_TURN, LoadJob
-from weft.errors import WeftError
+from weft.errors import PageAccountingError, WeftError
 from weft.memory.eviction import UseCount
 from weft.memory.pool import PageKind
 
@@ -103,7 +103,7 @@ class LoadFailure(NamedTuple):
 
 
 class Stage(Enum):
-    """How far it is."""
+    """How far an adapter is on its way to the device."""
 
     QUEUED = "queued"
     LOADING = "loading"
@@ -114,7 +114,7 @@ class Stage(Enum):
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """An adapter with what it has. Changed by the residency alone."""
+    """An adapter with its pages, slot and references. Changed by the residency alone."""
 
     ref: AdapterRef
     known: KnownAdapter
@@ -154,6 +154,13 @@ class Entry:
         return self.stage is Stage.DEVICE and not self.holds and not self.running
 
     @property
+    def tier(self) -> AdapterTier | Literal["loading"]:
+        """Where it is, as operators see it."""
+        if self.stage is Stage.DEVICE:
+            return "device"
+        return "loading" if self.stage in (Stage.LOADING, Stage.COPYING) else "host"
+
+    @property
     def num_pages(self) -> int:
         """Pages on the device."""
         return len(self.pages)
@@ -170,3 +177,79 @@ class Entry:
     def evict(self) -> None:
         """Leave the device, its cached prefixes with it."""
         self.evict_entry(self)
+
+
+class Entries(dict[str, Entry]):
+    """All entries by digest, in the order in which they were first wanted; also by stage and by holds.
+
+    Changed by its methods alone. A step looks at the entries under way, not at all of them: most are on the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_stage: dict[Stage, dict[str, Entry]] = {stage: {} for stage in Stage}
+        self.held: dict[str, Entry] = {}
+        """Those with holds."""
+        self.held_pages = 0
+        """Device pages of adapters that have holds and do not run."""
+
+    def on_device(self, digest: str) -> Entry | None:
+        """The entry of an adapter that is on the device."""
+        return self.by_stage[Stage.DEVICE].get(digest)
+
+    def coming(self) -> list[Entry]:
+        """Those that are not on the device yet."""
+        return [
+            entry for stage, those in self.by_stage.items() if stage is not Stage.DEVICE for entry in those.values()
+        ]
+
+    def in_turn(self, stage: Stage) -> list[Entry]:
+        """Those of one stage, the one that is needed first at the beginning."""
+        return sorted(self.by_stage[stage].values(), key=lambda entry: entry.turn)
+
+    def num_under_way(self) -> Counter[AdapterTier]:
+        """How many are loaded or wait for pages, by where they come from."""
+        under_way = [*self.by_stage[Stage.LOADING].values(), *self.by_stage[Stage.PLACING].values()]
+        return Counter(entry.origin for entry in under_way)
+
+    def add(self, entry: Entry) -> None:
+        """Take in an entry."""
+        self[entry.ref.digest] = self.by_stage[entry.stage][entry.ref.digest] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an entry without holds."""
+        del self[entry.ref.digest]
+        del self.by_stage[entry.stage][entry.ref.digest]
+
+    def advance(self, entry: Entry, stage: Stage) -> None:
+        """Move an entry to another stage."""
+        del self.by_stage[entry.stage][entry.ref.digest]
+        entry.stage = stage
+        self.by_stage[stage][entry.ref.digest] = entry
+
+    def count_held(self, entry: Entry) -> None:
+        """Keep the sums over entries with holds, after a change of this entry's holds, requests or pages."""
+        num_pages = entry.num_pages if entry.holds and not entry.running else 0
+        self.held_pages += num_pages - entry.held_pages
+        entry.held_pages = num_pages
+        if entry.holds:
+            self.held[entry.ref.digest] = entry
+        else:
+            self.held.pop(entry.ref.digest, None)
+
+    def check(self) -> None:
+        """Verify stages and sums.
+
+        Raises:
+            PageAccountingError: They do not agree with the entries.
+        """
+        staged = {digest: entry for those in self.by_stage.values() for digest, entry in those.items()}
+        if staged != self or any(
+            entry.stage is not stage for stage, those in self.by_stage.items() for entry in those.values()
+        ):
+            raise PageAccountingError("adapters are listed under stages that they are not in")
+        if self.held != {entry.ref.digest: entry for entry in self.values() if entry.holds}:
+            raise PageAccountingError("adapters are listed with holds that they do not have")
+        waiting = sum(entry.num_pages for entry in self.held.values() if not entry.running)
+        if self.held_pages != waiting:
+            raise PageAccountingError(f"{self.held_pages} pages are said to wait for requests, adapters have {waiting}")

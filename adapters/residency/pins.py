@@ -7,12 +7,12 @@ first.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.entry import Entry, Stage
+from weft.adapters.residency.entry import Entries, Entry
 
 PIN_SHARE = 2
 """Pinned adapters may keep one in so many slots, and one in so many pages of the pool, for themselves."""
@@ -91,7 +91,7 @@ class Pins:
         else:
             self._failed.add(digest)
 
-    def apply(self, entries: Mapping[str, Entry]) -> list[Entry]:
+    def apply(self, entries: Entries) -> list[Entry]:
         """Decide anew which pinned adapters on the device are kept.
 
         Returns:
@@ -100,8 +100,8 @@ class Pins:
         self._num_kept = self._kept_pages = 0
         changed = []
         for digest in self._pinned:
-            entry = entries.get(digest)
-            if entry is None or entry.stage is not Stage.DEVICE:
+            entry = entries.on_device(digest)
+            if entry is None:
                 continue
             is_kept = self.has_share(entry.num_pages)
             if is_kept:

@@ -15,18 +15,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
-from weft.adapters.residency.entry import Entry, KnownAdapters, LoadFailure, LoadTimes, Stage
+from weft.adapters.residency.entry import Entries, Entry, KnownAdapters, LoadFailure, LoadTimes, Stage
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.adapters.residency.load_threads import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
 from weft.adapters.residency.loader import AdapterLoader
 from weft.adapters.residency.pins import Pins
 from weft.adapters.residency.slots import AdapterSlots, SlotLease
-from weft.adapters.residency.view import check_entries, check_sums, residents
 from weft.errors import EngineError, PageAccountingError, WeftError
 from weft.memory.arena import PageCopier
 from weft.memory.eviction import Evictable, Evictor, PageCosts
@@ -44,8 +43,6 @@ NUM_LOADS = 256
 """Loads that count for how long loads take, those from the store and from host memory apart."""
 MAX_KNOWN = 1 << 16
 """Adapters whose size and use is remembered after they left memory."""
-
-_COMING = (Stage.QUEUED, Stage.LOADING, Stage.PLACING, Stage.COPYING)
 
 
 class Residency:
@@ -97,15 +94,8 @@ class Residency:
         self._clock = clock
         self._slots = AdapterSlots(tables.slots)
         self._pins = Pins(tables.slots, pool.capacity)
-        self._known = KnownAdapters(MAX_KNOWN)
-        self._entries: dict[str, Entry] = {}
-        """In the order in which they were first wanted."""
-        self._by_stage: dict[Stage, dict[str, Entry]] = {stage: {} for stage in Stage}
-        """The same, for work that is done every step is done for those under way alone: most are on the device."""
-        self._held: dict[str, Entry] = {}
-        """Those with holds."""
-        self._held_pages = 0
-        """Device pages of adapters that have holds and do not run."""
+        self.known = KnownAdapters(MAX_KNOWN)
+        self.entries = Entries()
         self._copied_pages = 0
         """Copied by the engine's thread since the last tick."""
         self._failures: list[LoadFailure] = []
@@ -130,56 +120,55 @@ class Residency:
     @property
     def is_copying(self) -> bool:
         """Whether an adapter has pages that nobody can have yet, because they are being copied to the device."""
-        return bool(self._by_stage[Stage.COPYING])
+        return bool(self.entries.by_stage[Stage.COPYING])
 
     @property
     def lacks_slot(self) -> bool:
         """Whether no slot is free, cools down, or belongs to an adapter that can go."""
-        return self._slots.all_taken and not any(
-            entry in self._evictor for entry in self._by_stage[Stage.DEVICE].values()
-        )
+        on_device = self.entries.by_stage[Stage.DEVICE].values()
+        return self._slots.all_taken and not any(entry in self._evictor for entry in on_device)
 
     def state(self, digest: str) -> AdapterTier:
         """Where the adapter can be had from now."""
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         if entry is not None and entry.stage is Stage.DEVICE:
             return "device"
         return "host" if digest in self._images or (entry is not None and entry.image is not None) else "stored"
 
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
         """Why a wanted adapter is not on the device: it is on its way, or pages or a slot are lacking."""
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         return "LOADING" if entry is not None and entry.stage in (Stage.LOADING, Stage.COPYING) else "NO_ROOM"
 
     def pages_needed(self, ref: AdapterRef) -> int | None:
         """Pages of the adapter on the device; None before it was first loaded."""
-        entry = self._entries.get(ref.digest)  # a deleted adapter is not known any more, but may still be in use
-        return self._known.get(ref.digest).num_pages if entry is None else entry.known.num_pages
+        entry = self.entries.get(ref.digest)  # a deleted adapter is not known any more, but may still be in use
+        return self.known.get(ref.digest).num_pages if entry is None else entry.known.num_pages
 
     def want(self, ref: AdapterRef) -> None:
         """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""
-        entry = self._entries.get(ref.digest) or self._enter(ref)
+        entry = self.entries.get(ref.digest) or self._enter(ref)
         entry.holds += 1
         entry.is_forgotten = False
-        self._count_held(entry)
+        self.entries.count_held(entry)
         self._evictor.withdraw(entry)
-        if entry.stage is Stage.QUEUED and self._num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
+        if entry.stage is Stage.QUEUED and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
             self._start(entry)
 
     def unwant(self, digest: str) -> None:
         """Drop one hold. Nothing happens without one: it may have gone with a failed load or `drop_holds`."""
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         if entry is not None and entry.holds > 0:
             entry.holds -= 1
-            self._count_held(entry)
+            self.entries.count_held(entry)
             self._settle(entry)
 
     def drop_holds(self, keep: str | None = None) -> None:
         """Drop all holds but those on the adapter `keep`; those who wait take new ones with `want`."""
-        for entry in list(self._held.values()):
+        for entry in list(self.entries.held.values()):
             if entry.ref.digest != keep:
                 entry.holds = 0
-                self._count_held(entry)
+                self.entries.count_held(entry)
                 self._settle(entry)
 
     def expect(self, digests: Sequence[str]) -> None:
@@ -191,14 +180,14 @@ class Residency:
         Args:
             digests: Adapters of waiting requests, of the one that is served first at the beginning; may repeat.
         """
-        coming = [entry for stage in _COMING for entry in self._by_stage[stage].values()]
+        coming = self.entries.coming()
         for entry in coming:
             entry.turn = LAST_TURN
         num_left = len(coming)
         for turn, digest in enumerate(digests):
             if not num_left:
                 break
-            expected = self._entries.get(digest)
+            expected = self.entries.get(digest)
             if expected is not None and expected.stage is not Stage.DEVICE and expected.turn == LAST_TURN:
                 expected.turn = turn
                 num_left -= 1
@@ -208,11 +197,11 @@ class Residency:
 
     def acquire(self, digest: str) -> SlotLease | None:
         """Take a running reference, or None while the adapter is not on the device."""
-        entry = self._entries.get(digest)
-        if entry is None or entry.stage is not Stage.DEVICE:
+        entry = self.entries.on_device(digest)
+        if entry is None:
             return None
         entry.running += 1
-        self._count_held(entry)
+        self.entries.count_held(entry)
         self._evictor.withdraw(entry)
         return self._slots.lease(entry.slot)
 
@@ -226,11 +215,11 @@ class Residency:
         Raises:
             EngineError: There is none.
         """
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         if entry is None or entry.running == 0:
             raise EngineError(f"adapter {digest} was released more often than acquired")
         entry.running -= 1
-        self._count_held(entry)
+        self.entries.count_held(entry)
         if last_step:
             entry.last_step = max(entry.last_step, last_step)
             entry.known.num_runs += 1
@@ -250,7 +239,7 @@ class Residency:
     def pin(self, ref: AdapterRef, pinned: bool) -> None:
         """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
         if pinned:
-            self._pins.add(ref, is_here=ref.digest in self._entries)
+            self._pins.add(ref, is_here=ref.digest in self.entries)
         else:
             self._unpin(ref.digest)
         self._apply_pins()
@@ -259,9 +248,9 @@ class Residency:
         """Let go of a deleted adapter: at once where nobody uses it, otherwise when the last request is done."""
         self._unpin(digest)
         self._apply_pins()
-        self._known.forget(digest)
+        self.known.forget(digest)
         self._images.drop(digest)
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         if entry is not None:
             entry.is_forgotten = True
             self._settle(entry)
@@ -282,23 +271,45 @@ class Residency:
             self._take_in(job)
         for digest in self._images.take_gone():
             self._rescore(digest)
-        for entry in self._in_turn(Stage.PLACING):
+        for entry in self.entries.in_turn(Stage.PLACING):
             if entry.holds:
                 self._place(entry)
         self._start_queued()
         self._bring_pinned()
         failures, self._failures = self._failures, []
         for failure in failures:  # of a copy since the last tick: the adapter may have been wanted again meanwhile
-            wanted_again = self._entries.get(failure.digest)
+            wanted_again = self.entries.get(failure.digest)
             if wanted_again is not None:
                 wanted_again.holds = 0
-                self._count_held(wanted_again)
+                self.entries.count_held(wanted_again)
                 self._settle(wanted_again)
         return failures
 
     def residents(self) -> list[ResidentAdapter]:
         """Adapters in memory or on their way there, those of the device first."""
-        return residents(self._entries, self._images, self._known, self._pins, self._prefixes)
+        pages = self._images.page_counts()
+        entries = sorted(self.entries.values(), key=lambda entry: entry.stage is not Stage.DEVICE)
+        started = [entry.ref.digest for entry in entries if entry.stage is not Stage.QUEUED]
+        return [self._resident(digest, pages) for digest in dict.fromkeys([*started, *pages])]
+
+    def _resident(self, digest: str, host_pages: Mapping[str, int]) -> ResidentAdapter:
+        entry = self.entries.get(digest)
+        is_started = entry is not None and entry.stage is not Stage.QUEUED
+        known = self.known.get(digest) if entry is None else entry.known
+        running = 0 if entry is None else entry.running
+        return ResidentAdapter(
+            digest=digest,
+            tier="host" if entry is None else entry.tier,
+            pages=known.num_pages or 0 if is_started else host_pages[digest],
+            running=running,
+            pinned=digest in self._pins,
+            holds=0 if entry is None else entry.holds,
+            uses=known.num_runs + running,
+            prefix_pages=0 if self._prefixes is None else self._prefixes.group_reload_cost(digest)[1],
+            slot=-1 if entry is None else entry.slot,
+            loads=known.loads.count,
+            load_p95_s=known.loads.p95_s,
+        )
 
     def check(self, num_swap_pages: int = 0) -> None:
         """Verify that pages, slots and host pages are those of the adapters.
@@ -307,11 +318,24 @@ class Residency:
             num_swap_pages: Host pages that hold the KV cache of preempted requests.
 
         Raises:
-            PageAccountingError: Pages or slots were lost or doubled.
+            PageAccountingError: Pages or slots were lost or doubled, or the evictor is offered other adapters than
+                those that may be evicted.
         """
-        check_entries(self._entries, self._pool, self._slots, self._evictor, self._prefixes)
-        check_sums(self._entries, self._by_stage, self._held, self._held_pages, self._pins.missing())
+        self.entries.check()
         self._images.check(num_swap_pages)
+        self._slots.check({entry.slot: entry.ref.digest for entry in self.entries.values() if entry.slot >= 0})
+        pages = [page for entry in self.entries.values() for page in entry.pages]
+        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["adapter"]:
+            raise PageAccountingError(f"adapters hold {len(pages)} pages, the pool says {self._pool.counts()}")
+        for entry in self.entries.values():
+            on_device = entry.stage is Stage.DEVICE
+            if (entry.slot >= 0) != bool(entry.pages) or (entry.running and not on_device) or entry.holds < 0:
+                raise PageAccountingError(f"adapter {entry.ref.digest} cannot be {entry.stage.name} with what it has")
+            if (entry in self._evictor) != (entry.is_idle and not entry.is_kept):
+                raise PageAccountingError(f"adapter {entry.ref.digest} is in use and can be evicted, or neither")
+        groups = self._prefixes.groups().keys() if self._prefixes is not None else set()
+        if stray := groups - self.entries.by_stage[Stage.DEVICE].keys() - {None}:
+            raise PageAccountingError(f"adapters have cached blocks and are not on the device: {stray}")
 
     def close(self) -> None:
         """Drop work that waits, and return when what runs is done."""
@@ -321,46 +345,22 @@ class Residency:
     def _enter(self, ref: AdapterRef, *, comes_for_pin: bool = False) -> Entry:
         entry = Entry(
             ref=ref,
-            known=self._known[ref.digest],
+            known=self.known[ref.digest],
             wanted_s=self._clock(),
             worth_of=self._worth,
             evict_entry=self._remove,
             comes_for_pin=comes_for_pin,
         )
-        self._entries[ref.digest] = self._by_stage[entry.stage][ref.digest] = entry
+        self.entries.add(entry)
         self._pins.entered(ref.digest)
         return entry
-
-    def _advance(self, entry: Entry, stage: Stage) -> None:
-        del self._by_stage[entry.stage][entry.ref.digest]
-        entry.stage = stage
-        self._by_stage[stage][entry.ref.digest] = entry
-
-    def _in_turn(self, stage: Stage) -> list[Entry]:
-        """Entries of one stage, those that are needed first at the beginning."""
-        return sorted(self._by_stage[stage].values(), key=lambda entry: entry.turn)
-
-    def _count_held(self, entry: Entry) -> None:
-        """Keep the sums over what has holds, after a change of the entry's holds, requests or pages."""
-        num_pages = entry.num_pages if entry.holds and not entry.running else 0
-        self._held_pages += num_pages - entry.held_pages
-        entry.held_pages = num_pages
-        if entry.holds:
-            self._held[entry.ref.digest] = entry
-        else:
-            self._held.pop(entry.ref.digest, None)
 
     def _origin(self, digest: str) -> AdapterTier:
         return "host" if digest in self._images else "stored"
 
-    def _num_under_way(self) -> Counter[str]:
-        """Adapters that are loaded or wait for pages, by where they come from."""
-        under_way = [*self._by_stage[Stage.LOADING].values(), *self._by_stage[Stage.PLACING].values()]
-        return Counter(entry.origin for entry in under_way)
-
     def _start_queued(self) -> None:
-        queued = self._in_turn(Stage.QUEUED)
-        num_under_way = self._num_under_way() if queued else Counter()
+        queued = self.entries.in_turn(Stage.QUEUED)
+        num_under_way = self.entries.num_under_way() if queued else Counter()
         for entry in queued:
             origin = self._origin(entry.ref.digest)
             if num_under_way[origin] < MAX_UNDER_WAY:
@@ -372,36 +372,35 @@ class Residency:
         entry.image = self._images.hold(ref.digest)
         if entry.image is not None:
             entry.origin = "host"
-            self._advance(entry, Stage.PLACING)
+            self.entries.advance(entry, Stage.PLACING)
             entry.known.num_pages = len(entry.image.pages)
             self._place(entry)
             return
         entry.origin = "stored"
-        self._advance(entry, Stage.LOADING)
+        self.entries.advance(entry, Stage.LOADING)
         entry.known.num_runs = 0
         entry.job = LoadJob(ref.digest, lambda: self._loader.load(ref), turn=entry.turn)
         self._load_queue.submit(entry.job)
 
     def _bring_pinned(self) -> None:
         """Bring one pinned adapter at a time, as long as nothing that is wanted lacks room or a loader."""
-        placing = list(self._by_stage[Stage.PLACING].values())
+        placing = list(self.entries.by_stage[Stage.PLACING].values())
         missing = self._pins.missing()
         if not placing and not missing:
             return
-        has_room = not any(entry.holds for entry in (*placing, *self._by_stage[Stage.QUEUED].values()))
+        has_room = not any(entry.holds for entry in (*placing, *self.entries.by_stage[Stage.QUEUED].values()))
         for entry in [entry for entry in placing if not entry.holds]:
             if has_room and self._has_room_for_pin(entry.known.num_pages or 0):
                 self._place(entry)
             if entry.stage is Stage.PLACING:
                 self._remove(entry)  # its image is in the slab, if that has room; later it is tried again
-        coming = [entry for stage in _COMING for entry in self._by_stage[stage].values()]
-        if has_room and not any(entry.comes_for_pin for entry in coming):
+        if has_room and not any(entry.comes_for_pin for entry in self.entries.coming()):
             ref = next((ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)), None)
             if ref is not None:
                 self._start(self._enter(ref, comes_for_pin=True))
 
     def _take_in(self, job: LoadJob) -> None:
-        entry = self._entries[job.digest]
+        entry = self.entries[job.digest]
         entry.job = None
         if job.image is None:
             self._fail(entry, job.error)
@@ -409,7 +408,7 @@ class Residency:
         if entry.stage is Stage.LOADING:
             self._images.add(job.image, keep=not entry.is_forgotten)
             entry.image = job.image
-            self._advance(entry, Stage.PLACING)
+            self.entries.advance(entry, Stage.PLACING)
             entry.known.num_pages = len(job.image.pages)
         else:
             self._arrive(entry, job.image)
@@ -420,7 +419,7 @@ class Residency:
         self._pins.note_load(entry.ref.digest, succeeded=False)
         was_wanted = entry.holds > 0
         entry.holds = 0
-        self._count_held(entry)
+        self.entries.count_held(entry)
         self._remove(entry)
         if not was_wanted:
             logger.warning("adapter %s could not be loaded: %s", entry.ref.digest, error)
@@ -439,8 +438,8 @@ class Residency:
         if pages is None or slot is None:
             raise PageAccountingError("room that was made for an adapter is not there")
         entry.pages, entry.slot = pages, slot
-        self._advance(entry, Stage.COPYING)
-        self._count_held(entry)
+        self.entries.advance(entry, Stage.COPYING)
+        self.entries.count_held(entry)
         if self._copied_pages + len(pages) <= self._copier.pages_at_once:
             self._copied_pages += len(pages)
             self._copy_now(entry, image)
@@ -465,7 +464,7 @@ class Residency:
 
     def _arrive(self, entry: Entry, image: HostImage) -> None:
         self._tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
-        self._advance(entry, Stage.DEVICE)
+        self.entries.advance(entry, Stage.DEVICE)
         entry.image = None
         self._images.release(image)
         self._evictor.used(entry)
@@ -481,7 +480,7 @@ class Residency:
 
     def _may_hold(self, num_pages: int) -> bool:
         """Whether an adapter of so many pages may join those that only wait for their requests."""
-        return self._held_pages == 0 or self._held_pages + num_pages <= self._pool.capacity // HOLD_SHARE
+        return self.entries.held_pages == 0 or self.entries.held_pages + num_pages <= self._pool.capacity // HOLD_SHARE
 
     def _has_room_for_pin(self, num_pages: int) -> bool:
         """Whether an adapter of so many pages would be kept by its pin, and nothing in use is in its way."""
@@ -503,7 +502,7 @@ class Residency:
 
     def _slot_victim(self) -> Evictable | None:
         """The adapter that goes first where only a slot is lacking."""
-        return self._evictor.first(self._by_stage[Stage.DEVICE].values())
+        return self._evictor.first(self.entries.by_stage[Stage.DEVICE].values())
 
     def _worth(self, entry: Entry) -> tuple[float, int]:
         """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
@@ -515,17 +514,17 @@ class Residency:
 
     def _rescore(self, digest: str) -> None:
         """Offer an adapter anew, if it is offered, because what it takes to have it again has changed."""
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         if entry is not None and entry in self._evictor:
             self._evictor.offer(entry)
 
     def _apply_pins(self) -> None:
-        for entry in self._pins.apply(self._entries):
+        for entry in self._pins.apply(self.entries):
             self._settle(entry)
 
     def _unpin(self, digest: str) -> None:
         self._pins.discard(digest)
-        entry = self._entries.get(digest)
+        entry = self.entries.get(digest)
         if entry is not None:
             entry.is_kept = entry.evict_last = entry.comes_for_pin = False
             self._settle(entry)
@@ -552,8 +551,7 @@ class Residency:
         """Forget an entry, with its pages, slot and image given back, and the KV that was cached with it."""
         if self._prefixes is not None and entry.stage is Stage.DEVICE:
             self._prefixes.evict_group(entry.ref.digest)
-        del self._entries[entry.ref.digest]
-        del self._by_stage[entry.stage][entry.ref.digest]
+        self.entries.remove(entry)
         self._pins.left(entry.ref.digest)
         if entry.image is not None:
             self._images.release(entry.image)

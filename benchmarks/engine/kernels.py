@@ -29,9 +29,8 @@ from weft.benchmarks.model_shapes import MODELS, ModelShape
 from weft.benchmarks.report import goal
 from weft.engine.model.device import choose_device
 from weft.errors import ConfigError
-from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.kernels.dispatch import kernels_for
-from weft.kernels.kv_slots import KvSlots
 from weft.kernels.sampling import SamplingTensors
 from weft.memory.arena import Arena
 
@@ -181,7 +180,9 @@ class KernelBench:
         kv_bytes = 2 * rows * context * model.num_kv_heads * model.head_dim * DTYPE.itemsize
 
         def attend(call: int) -> object:
-            return self.kernels.paged_attention(q, *self.arena.kv(call % self.num_layers), batch, model.head_dim**-0.5)
+            return self.kernels.paged_attention(
+                q, *self.arena.kv(call % self.num_layers), batch, model.head_dim**-0.5, None
+            )
 
         return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
 

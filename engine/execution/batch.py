@@ -19,8 +19,7 @@ from weft.engine.model.decoder import StepRows
 from weft.engine.model.linear import padded_rows
 from weft.engine.scheduling.plan import Chunk, StepPlan
 from weft.errors import EngineError, PageAccountingError
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_slots import KvSlots
+from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.memory.geometry import PageGeometry
 
 BASE_SLOT = -1

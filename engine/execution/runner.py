@@ -18,7 +18,6 @@ from weft.errors import EngineError, PageAccountingError
 from weft.memory.arena import Arena
 from weft.memory.host_slab import HostSlab
 
-"""(slot, generation, digest): raises StaleSlotError unless the adapter slot still is what the plan says."""
 LOGPROB_ROWS = 64
 """Prompt rows whose logits are held at once."""
 
@@ -31,7 +30,7 @@ class ModelRunner:
         arena: Its pages.
         slab: Host pages, for KV that is swapped out.
         lora: The adapters.
-        check_lease: Called for every adapter of a step before it runs.
+        check_lease: Called for every adapter of a step before it runs; raises StaleSlotError for a stale slot.
         sampler: Chooses tokens.
     """
 

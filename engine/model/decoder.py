@@ -17,9 +17,8 @@ from weft.engine.model.linear import Linear
 from weft.engine.model.rope import RopeTable
 from weft.engine.model.spec import DecoderSpec
 from weft.kernels.attend import HeadNorms, attend
-from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.kernels.dispatch import Kernels
-from weft.kernels.kv_slots import KvSlots
 
 if TYPE_CHECKING:
     from weft.adapters.lora.step import LoraStep

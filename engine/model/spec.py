@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.engine.model.config_fields import ConfigFields
-from weft.engine.model.rope_spec import RopeSpec, rope_spec
+from weft.engine.model.rope import RopeSpec, rope_spec
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
 
@@ -130,35 +130,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        "architectures",
-        "attention_dropout",
-        "attn_implementation",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "model_type",
-        "name_or_path",
-        "num_labels",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "use_cache",
+        *("attention_dropout", "hidden_dropout", "initializer_range", "pretraining_tp"),
+        *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+        *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+        *("finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+        *("attn_implementation", "chunk_size_feed_forward", "dtype", "torch_dtype", "torchscript"),
+        *("architectures", "model_type", "name_or_path", "tokenizer_class", "transformers_version"),
     }
 )
 """Keys that training, generation settings or bookkeeping left behind. Keys starting with _ or unsloth are such too."""

@@ -29,8 +29,8 @@ struct Call {
     int64_t max_blocks;
     const Task* tasks;
     int64_t num_tasks, heads, group, head_dim;  // `heads` of keys and values, each for a group of query heads
-    float scale, softcap;  // no cap where it is 0
-    int64_t window;        // all where it is 0
+    float scale;
+    int64_t window;  // all where it is 0
     T* out;                // [rows, heads * group, head_dim], contiguous
 };
 
@@ -143,22 +143,14 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
     }
 }
 
-inline Floats capped(Floats scores, float softcap) {
-    const Floats x = scores / softcap;
-    const Floats shrunk = exponential(-2.0f * (x < 0.0f ? -x : x));
-    const Floats size = softcap * (1.0f - shrunk) / (1.0f + shrunk);
-    return x < 0.0f ? -size : size;
-}
-
-// Hides what a row does not see of a block, all but [begin, end), and caps the rest. Returns the largest of each lane.
-inline Floats seen_scores(float* scores, int64_t begin, int64_t end, float softcap) {
+// Hides what a row does not see of a block, all but [begin, end). Returns the largest of each lane.
+inline Floats seen_scores(float* scores, int64_t begin, int64_t end) {
     const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const bool sees_all = begin <= 0 && end >= BLOCK;
     Floats most = splat(NOTHING);
     for (int64_t key = 0; key < BLOCK; key += LANES) {
         Floats score = load(scores + key);
-        if (softcap > 0 || !sees_all) {
-            if (softcap > 0) score = LOG2_E * capped(score, softcap);
+        if (!sees_all) {
             const Floats at = lanes + (float)key;
             score = at >= (float)begin && at < (float)end ? score : splat(NOTHING);
             store(scores + key, score);
@@ -178,7 +170,7 @@ void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) 
         for (int64_t i = 0; i < count; i++) {
             const int64_t end = task.end + (start + i) / call.group;
             const int64_t begin = call.window ? end - call.window : 0;
-            most[i] = seen_scores(&room.scores[(start + i) * BLOCK], begin - first, end - first, call.softcap);
+            most[i] = seen_scores(&room.scores[(start + i) * BLOCK], begin - first, end - first);
         }
         const Floats before = load(&room.maxima[start]);
         const Floats after = maximum(before, combine_lanes<LANES>(most, maximum));
@@ -207,7 +199,7 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
     constexpr int64_t depth = BLOCK / P::PER_UNIT;
     const int64_t rows = task.count * call.group, last = task.end + task.count - 1, width = room.panels * PANEL;
     const int64_t start = call.window ? std::max<int64_t>(0, task.end - call.window) : 0;
-    const float scale = call.softcap > 0 ? call.scale : call.scale * LOG2_E;
+    const float scale = call.scale * LOG2_E;
     pack_queries(call, task, head, room);
     std::fill_n(room.sums.data(), rows * width, 0.0f);
     std::fill_n(room.maxima.data(), rows, NOTHING);
@@ -304,10 +296,10 @@ void place(const Projection<T>& x, const Pages<T>& pages) {
         T* q, int64_t q_row, int64_t q_head, T* k_pages, T* v_pages, int64_t page_stride, int64_t head_stride,         \
         int64_t token_stride, int64_t page_tokens, const int32_t* block_table, int64_t max_blocks,                     \
         const weft::Task* tasks, int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale,       \
-        float softcap, int64_t window, T* out) {                                                                       \
+        int64_t window, T* out) {                                                                                      \
         return weft::attention<T>({{q, q_row, q_head, heads * group, head_dim},                                        \
                                    {k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens},            \
-                                   block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, softcap,  \
+                                   block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale,           \
                                    window, out});                                                                      \
     }                                                                                                                  \
     extern "C" bool attend_##DTYPE(                                                                                    \
@@ -322,7 +314,7 @@ void place(const Projection<T>& x, const Pages<T>& pages) {
         const weft::Pages<T> pages{k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens};             \
         weft::place<T>({q, k, v, q_norm, k_norm, eps, cos, sin, slots, rows}, pages);                                  \
         return weft::attention<T>({q, pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, \
-                                   0.0f, window, out});                                                                \
+                                   window, out});                                                                      \
     }
 WEFT_ATTENTION(float32, float)
 WEFT_ATTENTION(bfloat16, weft::Bfloat16)

@@ -10,9 +10,7 @@ import torch
 
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.checks import expect_that
-from weft.kernels.kv_slots import KvSlots
+from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.kernels.native.library import native_function
 from weft.kernels.plain.attention import check_operands
 
@@ -27,28 +25,25 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
-    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. Keys and values must have the same
-    strides. As long as values are finite, a row comes out bitwise the same whatever else is in the batch and however
-    its prompt was cut.
+    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. While values are finite, a row's result is
+    bitwise the same whatever else is in the batch and however its prompt was cut.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
         MemoryError: There is none left.
     """
     check_operands(q, k_pages, v_pages, batch, sliding_window)
-    expect_that("q", q.stride(2) == 1, "consecutive elements", q.stride())
     tasks = _tasks(batch, q.shape[1], k_pages.shape[1])
     out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
-    is_short = native_function("attention", q.dtype, "i" * 16 + "ffii", ctypes.c_bool)(
+    is_short = native_function("attention", q.dtype, "i" * 16 + "fii", ctypes.c_bool)(
         *(q.data_ptr(), q.stride(0), q.stride(1)),
         *_page_arguments(k_pages, v_pages),
         *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
         *(k_pages.shape[1], q.shape[1] // k_pages.shape[1], q.shape[2]),
-        *(scale, softcap or 0.0, sliding_window or 0, out.data_ptr()),
+        *(scale, sliding_window or 0, out.data_ptr()),
     )
     _expect_memory(is_short)
     return out
@@ -119,9 +114,7 @@ def _expect_memory(is_short: bool) -> None:
 
 
 def _page_arguments(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[int, ...]:
-    strides = k_pages.stride()
-    expect_that("v_pages", v_pages.stride() == strides, f"the strides of k_pages, {strides}", v_pages.stride())
-    return (k_pages.data_ptr(), v_pages.data_ptr(), *strides[:3], k_pages.shape[2])
+    return (k_pages.data_ptr(), v_pages.data_ptr(), *k_pages.stride()[:3], k_pages.shape[2])
 
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:

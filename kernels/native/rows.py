@@ -1,27 +1,18 @@
-"""Operations that pass over rows once, on the CPU in C++ (`native/rows.cpp`). They compute in float32."""
+"""Operations on single rows, on the CPU in C++ (`rows.cpp`). Semantics and operands: `weft.kernels.plain.rows`."""
 
 from __future__ import annotations
 
 import torch
 
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_slots import KvSlots
+from weft.kernels.attention_batch import KvSlots
 from weft.kernels.native.library import native_function
-from weft.kernels.plain import rows as rows_cpu
+from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scale every vector of the last dimension to unit root mean square, then by `weight`.
-
-    Semantics and arguments: `weft.kernels.plain.rows.rms_norm`; x has two or three dimensions.
-
-    Raises:
-        ValueError: `weight` does not fit the last dimension of `x`, or that is not contiguous.
-    """
-    expect_that("x", x.dim() in (2, 3), "two or three dimensions", list(x.shape))
+    """See `weft.kernels.plain.rows.rms_norm`."""
+    check_norm(x, weight)
     rows, heads, size = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
-    _expect_weight(weight, size, x)
-    expect_that("x", x.stride(-1) == 1, "consecutive elements", x.stride())
     out = torch.empty(x.shape, dtype=x.dtype)
     native_function("rms_norm", x.dtype, "iiiiiiifi")(
         x.data_ptr(), rows, x.stride(0), heads, x.stride(1), size, weight.data_ptr(), eps, out.data_ptr()
@@ -32,18 +23,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the residual stream, then normalise.
-
-    Semantics and arguments: `weft.kernels.plain.rows.fused_add_rms_norm`. Neither input is changed.
-
-    Raises:
-        ValueError: A shape, dtype or device does not fit, or a tensor is not contiguous.
-    """
+    """See `weft.kernels.plain.rows.fused_add_rms_norm`."""
+    check_add_norm(x, residual, weight)
     rows, size = x.shape
-    expect("residual", residual, x.shape, x.dtype, x.device)
-    _expect_weight(weight, size, x)
-    expect_that("x", x.is_contiguous(), "contiguous rows", x.stride())
-    expect_that("residual", residual.is_contiguous(), "contiguous rows", residual.stride())
     out, new_residual = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     native_function("add_rms_norm", x.dtype, "iiifiiii")(
         *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, rows, size),
@@ -52,22 +34,9 @@ def fused_add_rms_norm(
     return out, new_residual
 
 
-def _expect_weight(weight: torch.Tensor, size: int, x: torch.Tensor) -> None:
-    expect("weight", weight, (size,), x.dtype, x.device)
-    expect_that("weight", weight.stride(0) == 1, "consecutive elements", weight.stride())
-
-
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate queries and keys by their positions, in place.
-
-    Semantics and arguments: `weft.kernels.plain.rows.rope`.
-
-    Raises:
-        ValueError: A shape, dtype or stride does not fit.
-    """
-    rows_cpu.check_rope(q, k, cos, sin)
-    expect_that("q", q.stride(2) == 1 == k.stride(2), "consecutive elements", q.stride())
-    expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
+    """See `weft.kernels.plain.rows.rope`."""
+    check_rope(q, k, cos, sin)
     native_function("rope", q.dtype, "i" * 12)(
         *(q.data_ptr(), q.stride(0), q.stride(1), q.shape[1]),
         *(k.data_ptr(), k.stride(0), k.stride(1), k.shape[1]),
@@ -76,14 +45,8 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The gate of a feed-forward layer.
-
-    Semantics and arguments: `weft.kernels.plain.rows.silu_and_mul`.
-
-    Raises:
-        ValueError: The shape or stride does not fit.
-    """
-    rows_cpu.check_silu_and_mul(gate_up)
+    """See `weft.kernels.plain.rows.silu_and_mul`."""
+    check_silu_and_mul(gate_up)
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
     native_function("silu_and_mul", gate_up.dtype, "iiii")(gate_up.data_ptr(), rows, width // 2, out.data_ptr())
@@ -93,17 +56,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def kv_write(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: KvSlots
 ) -> None:
-    """Store the keys and values of a step's tokens in their pages.
-
-    Semantics and arguments: `weft.kernels.plain.rows.kv_write`. Pages of keys and values must have the same
-    strides.
-
-    Raises:
-        ValueError: A shape, dtype, device or stride does not fit.
-    """
-    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping)
-    expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
-    expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())
+    """See `weft.kernels.plain.rows.kv_write`."""
+    check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     rows, heads, head_dim = k.shape
     native_function("kv_write", k.dtype, "i" * 16)(
         *(k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), rows, heads, head_dim),

@@ -49,27 +49,12 @@ def sgmv(
     num_slices = len(site.modules)
     bridge = x.new_empty(len(x) * num_slices * groups * GROUP_ROWS, dtype=torch.float32)
     native_function("sgmv", x.dtype, "i" * 21)(
-        x.data_ptr(),
-        x.stride(0),
-        y.data_ptr(),
-        y.stride(0),
-        arena_elements.data_ptr(),
-        tables.offsets.data_ptr(),
-        tables.ranks.data_ptr(),
-        tables.scalings.data_ptr(),
-        num_layers,
-        num_modules,
-        groups,
-        tiles.slot.data_ptr(),
-        tiles.start.data_ptr(),
-        tiles.length.data_ptr(),
-        len(tiles.slot),
-        layer,
-        site.modules[0],
-        num_slices,
-        site.in_features,
-        ctypes.addressof(_widths(site.widths)),
-        bridge.data_ptr(),
+        *(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), arena_elements.data_ptr()),
+        *(tables.offsets.data_ptr(), tables.ranks.data_ptr(), tables.scalings.data_ptr()),
+        *(num_layers, num_modules, groups),
+        *(tiles.slot.data_ptr(), tiles.start.data_ptr(), tiles.length.data_ptr(), len(tiles.slot)),
+        *(layer, site.modules[0], num_slices, site.in_features),
+        *(ctypes.addressof(_widths(site.widths)), bridge.data_ptr()),
     )
 
 

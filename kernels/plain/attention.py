@@ -81,7 +81,6 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of a step's query rows over keys and values in pages (PagedAttention, arXiv:2309.06180).
 
@@ -89,34 +88,27 @@ def paged_attention(
         for request r, query row i of its n, at position p = context_lens[r] - n + i, head h of KV group g:
             keys = positions max(0, p - sliding_window + 1) to p of request r, through its block table
             scores = scale * q[row, h] @ k[keys, g].T
-            if softcap: scores = softcap * tanh(scores / softcap)
             out[row, h] = softmax(scores) @ v[keys, g]
 
     Args:
         q: [T, Hq, D]; Hq is a multiple of Hkv, head h reads KV head h // (Hq / Hkv).
         k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride. This
             step's keys must have been written. What lies beyond a request's context is never read into a result.
-        v_pages: The same for values.
+        v_pages: The same for values, with the same strides.
         batch: Which rows attend to what.
         scale: Factor of the scores.
         sliding_window: How many positions a row sees, itself included; None for all.
-        softcap: Bound of the scores; None for none.
 
     Returns:
         [T, Hq, D], dtype of q. Rows of no request, and of requests without context, are zero.
 
-    In this implementation page, head and token strides must be multiples of the head dimension, and the same for keys
-    and values.
+    In this implementation page, head and token strides must be multiples of the head dimension.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
     # Operands like those of an earlier layer were checked there.
-    key = (
-        *("cpu", q.shape, q.dtype, q.device, sliding_window),
-        *(k_pages.shape, k_pages.stride(), k_pages.dtype, k_pages.device),
-        *(v_pages.shape, v_pages.stride(), v_pages.dtype, v_pages.device),
-    )
+    key = plan_key(q, k_pages, v_pages, sliding_window)
     plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window))
     covered = sum(bucket.count for bucket in plan.buckets) + sum(chunk.query_len for chunk in batch.chunks)
     if covered == batch.num_rows:
@@ -131,12 +123,23 @@ def paged_attention(
     values = v_pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1))
     for bucket in plan.buckets:
         k, v = _gather(keys, values, bucket.gather, plan)
-        _attend_items(q, k, v, bucket, heads, scale, softcap, out)
+        _attend_items(q, k, v, bucket, heads, scale, out)
     for chunk in plan.chunks:
         k, v = (gathered.view(heads, -1, head_dim) for gathered in _gather(keys, values, chunk.gather, plan))
         for block in chunk.blocks:
-            _attend_chunk(q, k, v, block, heads, scale, softcap, out)
+            _attend_chunk(q, k, v, block, heads, scale, out)
     return out
+
+
+def plan_key(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, sliding_window: int | None
+) -> tuple[object, ...]:
+    """What a batch keeps a `GatherPlan` under: all of the operands that it depends on."""
+    return (
+        *("cpu", q.shape, q.dtype, q.device, sliding_window),
+        *(k_pages.shape, k_pages.stride(), k_pages.dtype, k_pages.device),
+        *(v_pages.shape, v_pages.stride(), v_pages.dtype, v_pages.device),
+    )
 
 
 def _gather(
@@ -153,14 +156,13 @@ def _attend_items(
     bucket: ItemBucket,
     heads: int,
     scale: float,
-    softcap: float | None,
     out: torch.Tensor,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
     count, length, group = bucket.count, bucket.length, num_heads // heads
     queries = q[bucket.rows] if isinstance(bucket.rows, slice) else q.index_select(0, bucket.rows)
     k, v = (gathered.view(count * heads, length, head_dim) for gathered in (keys, values))
-    scores = _scores(queries.reshape(count * heads, group, head_dim), k, scale, softcap)  # [n * Hkv, group, L]
+    scores = _scores(queries.reshape(count * heads, group, head_dim), k, scale)  # [n * Hkv, group, L]
     if bucket.mask is not None:
         scores += bucket.mask
     result = _weighted(scores, v).view(count, num_heads, head_dim)
@@ -177,7 +179,6 @@ def _attend_chunk(
     block: QueryBlock,
     heads: int,
     scale: float,
-    softcap: float | None,
     out: torch.Tensor,
 ) -> None:
     num_heads, head_dim = q.shape[1:]
@@ -185,23 +186,20 @@ def _attend_chunk(
     queries = q[block.rows].unflatten(1, (heads, group)).transpose(0, 1)  # [Hkv, rows, group, D]
     count = queries.shape[1]
     k, v = keys[:, block.keys], values[:, block.keys]  # [Hkv, L, D]
-    scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale, softcap)
+    scores = _scores(queries.reshape(heads, count * group, head_dim), k, scale)
     # [Hkv, rows, group, m] against [rows, 1, m]
     scores.unflatten(1, (count, group))[..., scores.shape[2] - block.mask.shape[1] :] += block.mask.unsqueeze(1)
     result = _weighted(scores, v).view(heads, count, group, head_dim)
     out[block.rows].view(count, heads, group, head_dim).copy_(result.transpose(0, 1))
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """Scaled products, summed in float32 and rounded once; softmax computes in float32 whatever it reads."""
     dtype = keys.dtype
     if _is_dear(keys):
         queries, keys = queries.float(), keys.float()
     ignored = queries.new_empty(())
-    scores = torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale).to(dtype)
-    if not softcap:
-        return scores
-    return scores.float().div_(softcap).tanh_().mul_(softcap)
+    return torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale).to(dtype)
 
 
 def _weighted(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -224,7 +222,6 @@ def _plan(
     head_dim = q.shape[2]
     strides = k_pages.stride()[:3]
     expect_that("k_pages", all(s % head_dim == 0 for s in strides), f"strides in multiples of {head_dim}", strides)
-    expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"the strides of k_pages {strides}", v_pages.stride())
     steps = tuple(stride // head_dim for stride in strides)
     last = sum((extent - 1) * step for extent, step in zip(k_pages.shape[:3], steps, strict=True))
     heads = k_pages.shape[1]
@@ -356,5 +353,7 @@ def check_operands(
     expect("v_pages", v_pages, k_pages.shape, q.dtype, q.device)
     expect_that("q", q.shape[0] >= batch.num_rows, f"at least {batch.num_rows} rows", q.shape[0])
     expect_that("q", q.shape[1] % k_pages.shape[1] == 0, f"a multiple of {k_pages.shape[1]} heads", q.shape[1])
-    expect_that("k_pages", k_pages.stride(3) == 1 == v_pages.stride(3), "consecutive elements", k_pages.stride())
+    expect_that("q", q.stride(2) == 1, "consecutive elements", q.stride())
+    expect_that("k_pages", k_pages.stride(3) == 1, "consecutive elements", k_pages.stride())
+    expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())
     expect_that("sliding_window", sliding_window is None or sliding_window > 0, "a positive number", sliding_window)

@@ -1,16 +1,15 @@
-"""Operations that pass over rows once, on the CPU in torch operators: what they are, and the checks of their operands.
+"""Operations on single rows, on the CPU in torch operators. Their docstrings define the operations for all kernels.
 
-Norm and rotation are computed in float32 whatever the dtype, with fewer operations than torch's own take.
+The `check_*` functions check operands for every implementation. Norm and rotation compute in float32 for any dtype,
+with fewer operations than torch's own.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
+from weft.kernels.attention_batch import KvSlots
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_slots import KvSlots
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -20,17 +19,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         y[..., n] = x[..., n] / sqrt(mean(x[..., :] ** 2) + eps) * weight[n]
 
     Args:
-        x: [..., N].
+        x: [T, N] or [T, H, N]; rows and heads may be strided (a slice of a fused projection), vectors may not.
         weight: [N], dtype of x.
         eps: Added to the mean square.
 
     Returns:
-        Like x, rounded once.
+        Like x, contiguous, rounded once.
 
     Raises:
-        ValueError: `weight` does not fit the last dimension of `x`.
+        ValueError: A shape, dtype, device or stride does not fit.
     """
-    expect("weight", weight, (x.shape[-1],), x.dtype, x.device)
+    check_norm(x, weight)
     wide = x.float()
     norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scales = torch.addcmul(torch.full((1,), eps), norms, norms, value=1 / x.shape[-1]).rsqrt_()
@@ -38,7 +37,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed.mul_(weight).to(x.dtype)
 
 
-@functools.cache
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,15 +46,46 @@ def fused_add_rms_norm(
         new_residual = x + residual                      # rounded to the dtype of x
         normed = rms_norm(new_residual, weight, eps)
 
+    Args:
+        x: [T, N], contiguous.
+        residual: Like x.
+        weight: [N], dtype of x.
+        eps: Added to the mean square.
+
     Returns:
         (normed, new_residual), both like x. Neither input is changed.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit.
+        ValueError: A shape, dtype, device or stride does not fit.
     """
-    expect("residual", residual, x.shape, x.dtype, x.device)
+    check_add_norm(x, residual, weight)
     new_residual = x + residual
     return rms_norm(new_residual, weight, eps), new_residual
+
+
+def check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Check what a call to `rms_norm` was given.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    expect_that("x", x.dim() in (2, 3), "two or three dimensions", list(x.shape))
+    expect("weight", weight, (x.shape[-1],), x.dtype, x.device)
+    expect_that("weight", weight.stride(0) == 1, "consecutive elements", weight.stride())
+    expect_that("x", x.stride(-1) == 1, "consecutive elements", x.stride())
+
+
+def check_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    """Check what a call to `fused_add_rms_norm` was given.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    expect("x", x, (None, weight.shape[0]), weight.dtype, weight.device)
+    expect("residual", residual, x.shape, x.dtype, x.device)
+    expect_that("weight", weight.stride(0) == 1, "consecutive elements", weight.stride())
+    expect_that("x", x.is_contiguous(), "contiguous rows", x.stride())
+    expect_that("residual", residual.is_contiguous(), "contiguous rows", residual.stride())
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -67,14 +96,14 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
             x[t, h, i] = x[t, h, i] * cos[t, i] + x[t, h, j] * sin[t, i]
 
     Args:
-        q: [T, Hq, D]. Mutated.
+        q: [T, Hq, D], any strides of tokens and heads. Mutated.
         k: [T, Hkv, D], dtype of q. Mutated.
-        cos: [T, D], float32, from `both_halves`: at each token's position, with the model's attention scaling
-            multiplied in.
+        cos: [T, D], float32, contiguous, from `both_halves`: at each token's position, times the model's attention
+            scaling.
         sin: Like cos.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape, dtype, device or stride does not fit.
     """
     check_rope(q, k, cos, sin)
     cosines, sines = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
@@ -98,12 +127,14 @@ def check_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.T
     """Check what a call to `rope` was given.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape, dtype, device or stride does not fit.
     """
     num_tokens, _, head_dim = q.shape
     expect("k", k, (num_tokens, None, head_dim), q.dtype, q.device)
     expect("cos", cos, (num_tokens, head_dim), torch.float32, q.device)
     expect("sin", sin, cos.shape, torch.float32, q.device)
+    expect_that("q", q.stride(2) == 1 == k.stride(2), "consecutive elements", q.stride())
+    expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
 
 
 def both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,13 +143,13 @@ def both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Multiply each element by its gate.
+    """Multiply each element by the SiLU of its gate.
 
     Semantics:
         out[t, n] = silu(gate_up[t, n]) * gate_up[t, N + n], silu(x) = x / (1 + exp(-x))
 
     Args:
-        gate_up: [T, 2 * N], contiguous: the gates, then what they let through.
+        gate_up: [T, 2 * N], contiguous: the gates, then the values.
 
     Returns:
         [T, N], dtype of gate_up, rounded once; in this implementation the gate is rounded before the product, too.
@@ -159,12 +190,13 @@ def kv_write(
     Args:
         k: [T, Hkv, D].
         v: Like k.
-        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any strides. Mutated.
-        v_pages: The same for values. Mutated.
+        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride.
+            Mutated.
+        v_pages: The same for values, with the same strides. Mutated.
         slot_mapping: KV slots of the T tokens, for pages of page_tokens tokens; none twice.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit.
+        ValueError: A shape, dtype, device or stride does not fit.
     """
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     rows = slot_mapping.rows
@@ -196,14 +228,16 @@ def check_kv_write(
     """Check what a call to `kv_write` was given.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit.
+        ValueError: A shape, dtype, device or stride does not fit.
     """
     num_tokens, heads, head_dim = k.shape
     expect("v", v, k.shape, k.dtype, k.device)
     expect("k_pages", k_pages, (None, heads, None, head_dim), k.dtype, k.device)
     expect("v_pages", v_pages, k_pages.shape, k.dtype, k.device)
     expect("slot_mapping", slot_mapping.mapping, (num_tokens,), torch.int64, k.device)
-    expect_that("k_pages", k_pages.stride(3) == 1 == v_pages.stride(3), "consecutive elements", k_pages.stride())
+    expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
+    expect_that("k_pages", k_pages.stride(3) == 1, "consecutive elements", k_pages.stride())
+    expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())
 
 
 def distance_within_storage(first: torch.Tensor, second: torch.Tensor) -> int | None:

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.checks import expect_that
 from weft.kernels.plain.attention import check_operands
 
 SPLIT_TOKENS = 256
@@ -22,31 +21,31 @@ SPLIT_TOKENS = 256
 
 
 @triton.jit
-def _scores(q, k, live, scale, softcap, SOFTCAP: tl.constexpr):
+def _scores(q, k, live, scale):
     # In units of log2, so that exp2 can be used; masked by select, never by arithmetic.
     s = tl.dot(q, k, input_precision="ieee") * scale
-    if SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), exact in both limits.
-        s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
     return tl.where(live, s * 1.4426950408889634, float("-inf"))
 
 
 @triton.jit
-def _load_keys(pages, place, live_n, d, live_d, INTERPRET: tl.constexpr):
-    """Keys of the tokens at `place`, [BLOCK_D, BLOCK_N]; zero where there are none."""
-    k = tl.load(pages + place[None, :] + d[:, None], mask=live_d[:, None] & live_n[None, :], other=0.0)
+def _load(pointers, live, INTERPRET: tl.constexpr):
+    """What is live of a block, zero elsewhere; the interpreter computes other dtypes than float32 wrongly."""
+    values = tl.load(pointers, mask=live, other=0.0)
     if INTERPRET:
-        k = k.to(tl.float32)
-    return k
+        values = values.to(tl.float32)
+    return values
 
 
 @triton.jit
-def _load_values(pages, place, live_n, d, live_d, INTERPRET: tl.constexpr):
-    """Values of the tokens at `place`, [BLOCK_N, BLOCK_D]; zero where there are none."""
-    v = tl.load(pages + place[:, None] + d[None, :], mask=live_n[:, None] & live_d[None, :], other=0.0)
-    if INTERPRET:
-        v = v.to(tl.float32)
-    return v
+def _add_block(s, v, top, total, acc):
+    """Take in a block of scores and values: the running maximum, the sum of weights and the weighted sum of values."""
+    new_top = tl.maximum(top, tl.max(s, axis=1))
+    # A row that has seen no key yet keeps -inf; the difference of two infinities is not a number.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.exp2(top - base)
+    p = tl.exp2(s - base[:, None])
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return new_top, total * shrink + tl.sum(p, axis=1), acc
 
 
 @triton.jit(do_not_specialize=["table_row"])
@@ -63,17 +62,13 @@ def item_kernel(
     item_requests,
     item_lens,
     scale,
-    softcap,
     q_row: tl.int64,
     q_head: tl.int64,
     out_row: tl.int64,
     out_head: tl.int64,
-    k_page: tl.int64,
-    k_head: tl.int64,
-    k_token: tl.int64,
-    v_page: tl.int64,
-    v_head: tl.int64,
-    v_token: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    token_stride: tl.int64,
     table_row: tl.int64,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -84,7 +79,6 @@ def item_kernel(
     SPLIT: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Attention of one item's heads of one KV group over one split of its keys. Grid: (items, Hkv, NUM_SPLITS).
@@ -109,11 +103,8 @@ def item_kernel(
     live_g = g < GROUP
     live_d = d < D
     head = kv_head * GROUP + g
-    query = tl.load(
-        q + row * q_row + head[:, None] * q_head + d[None, :], mask=live_g[:, None] & live_d[None, :], other=0.0
-    )
-    if INTERPRET:
-        query = query.to(tl.float32)
+    live = live_g[:, None] & live_d[None, :]
+    query = _load(q + row * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
     top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
@@ -122,23 +113,19 @@ def item_kernel(
         live_n = n < end
         page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
         token = (n % PAGE_TOKENS).to(tl.int64)
-        k = _load_keys(k_pages + kv_head * k_head, page * k_page + token * k_token, live_n, d, live_d, INTERPRET)
-        v = _load_values(v_pages + kv_head * v_head, page * v_page + token * v_token, live_n, d, live_d, INTERPRET)
-        s = _scores(query, k, live_n[None, :], scale, softcap, SOFTCAP)
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        shrink = tl.exp2(top - new_top)
-        p = tl.exp2(s - new_top[:, None])
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = new_top
+        tokens = kv_head * head_stride + page * page_stride + token * token_stride
+        k = _load(k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET)
+        v = _load(v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET)
+        s = _scores(query, k, live_n[None, :], scale)
+        top, total, acc = _add_block(s, v, top, total, acc)
     if NUM_SPLITS == 1:
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         place = out + row * out_row + head[:, None] * out_head + d[None, :]
-        tl.store(place, result.to(out.dtype.element_ty), mask=live_g[:, None] & live_d[None, :])
+        tl.store(place, result.to(out.dtype.element_ty), mask=live)
     else:
         heads = tl.num_programs(1) * GROUP
         place = (item * heads + head) * NUM_SPLITS + split
-        tl.store(partial + place[:, None] * D + d[None, :], acc, mask=live_g[:, None] & live_d[None, :])
+        tl.store(partial + place[:, None] * D + d[None, :], acc, mask=live)
         tl.store(partial_max + place, top, mask=live_g)
         tl.store(partial_sum + place, total, mask=live_g)
 
@@ -193,17 +180,13 @@ def chunk_kernel(
     tile_requests,
     tile_starts,
     scale,
-    softcap,
     q_row: tl.int64,
     q_head: tl.int64,
     out_row: tl.int64,
     out_head: tl.int64,
-    k_page: tl.int64,
-    k_head: tl.int64,
-    k_token: tl.int64,
-    v_page: tl.int64,
-    v_head: tl.int64,
-    v_token: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    token_stride: tl.int64,
     table_row: tl.int64,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -212,7 +195,6 @@ def chunk_kernel(
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """Attention of BLOCK_M // GROUP query rows of one request and the heads of one KV group. Grid: (tiles, Hkv)."""
@@ -234,9 +216,7 @@ def chunk_kernel(
     d = tl.arange(0, BLOCK_D)
     live_d = d < D
     live = live_m[:, None] & live_d[None, :]
-    query = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=live, other=0.0)
-    if INTERPRET:
-        query = query.to(tl.float32)
+    query = _load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -249,20 +229,14 @@ def chunk_kernel(
         live_n = n < end
         page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
         token = (n % PAGE_TOKENS).to(tl.int64)
-        k = _load_keys(k_pages + kv_head * k_head, page * k_page + token * k_token, live_n, d, live_d, INTERPRET)
-        v = _load_values(v_pages + kv_head * v_head, page * v_page + token * v_token, live_n, d, live_d, INTERPRET)
+        tokens = kv_head * head_stride + page * page_stride + token * token_stride
+        k = _load(k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET)
+        v = _load(v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET)
         seen = (n[None, :] <= position[:, None]) & live_n[None, :]
         if WINDOW > 0:
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
-        s = _scores(query, k, seen, scale, softcap, SOFTCAP)
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        # A row that has seen no key yet keeps -inf; the difference of two infinities is not a number.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp2(top - base)
-        p = tl.exp2(s - base[:, None])
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = new_top
+        s = _scores(query, k, seen, scale)
+        top, total, acc = _add_block(s, v, top, total, acc)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = out + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=live)
@@ -279,7 +253,6 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
@@ -287,104 +260,60 @@ def paged_attention(
     items and tiles and on `batch.max_item_len`, not on the lengths themselves.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit.
+        ValueError: A shape, dtype, device or stride does not fit.
     """
     check_operands(q, k_pages, v_pages, batch, sliding_window)
-    expect_that("q", q.stride(2) == 1, "heads of consecutive elements", q.stride())
     covered = len(batch.items_host[0]) + sum(chunk.query_len for chunk in batch.chunks)
     out = q.new_empty(q.shape) if covered == q.shape[0] else q.new_zeros(q.shape)
-    strides = (
-        *q.stride()[:2],
-        *out.stride()[:2],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        batch.block_table.stride(0),
-    )
+    tensors = (q, k_pages, v_pages, out)
+    numbers = (scale, *q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], batch.block_table.stride(0))
     shared = {
         "GROUP": q.shape[1] // k_pages.shape[1],
         "D": q.shape[2],
         "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
+        "BLOCK_N": 64,
         "PAGE_TOKENS": batch.page_tokens,
         "WINDOW": sliding_window or 0,
-        "SOFTCAP": bool(softcap),
         "INTERPRET": INTERPRET,
         "num_warps": 4,
         "num_stages": 2,
     }
     if len(batch.items_host[0]):
-        _launch_items(q, k_pages, v_pages, out, batch, scale, softcap or 0.0, strides, shared)
+        _launch_items(tensors, batch, numbers, shared)
     if batch.chunks:
-        _launch_chunks(q, k_pages, v_pages, out, batch, scale, softcap or 0.0, strides, shared)
+        _launch_chunks(tensors, batch, numbers, shared)
     return out
 
 
-def _launch_items(q, k_pages, v_pages, out, batch: AttentionBatch, scale, softcap, strides, shared) -> None:
+def _launch_items(tensors, batch: AttentionBatch, numbers, shared) -> None:
+    q, k_pages, _, out = tensors
     num_items, num_heads, head_dim = len(batch.items_host[0]), q.shape[1], q.shape[2]
     num_splits = max(1, -(-batch.max_item_len // SPLIT_TOKENS))
     split = SPLIT_TOKENS if num_splits > 1 else max(SPLIT_TOKENS, batch.max_item_len)
     wide = {"dtype": torch.float32, "device": q.device}
     cells = (num_items, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
-    partial = torch.empty((*cells, head_dim), **wide)
-    partial_max, partial_sum = torch.empty(cells, **wide), torch.empty(cells, **wide)
+    partials = (torch.empty((*cells, head_dim), **wide), torch.empty(cells, **wide), torch.empty(cells, **wide))
+    items = (batch.block_table, batch.item_rows, batch.item_requests, batch.item_lens)
+    splits = {"SPLIT": split, "NUM_SPLITS": num_splits}
+    block_g = max(16, triton.next_power_of_2(shared["GROUP"]))
     item_kernel[(num_items, k_pages.shape[1], num_splits)](
-        q,
-        k_pages,
-        v_pages,
-        out,
-        partial,
-        partial_max,
-        partial_sum,
-        batch.block_table,
-        batch.item_rows,
-        batch.item_requests,
-        batch.item_lens,
-        scale,
-        softcap,
-        *strides,
-        BLOCK_G=max(16, triton.next_power_of_2(shared["GROUP"])),
-        BLOCK_N=64,
-        SPLIT=split,
-        NUM_SPLITS=num_splits,
-        **shared,
+        *tensors, *partials, *items, *numbers, BLOCK_G=block_g, **splits, **shared
     )
     if num_splits > 1:
+        sizes = {name: shared[name] for name in ("D", "BLOCK_D", "WINDOW", "num_warps")}
+        block_s = triton.next_power_of_2(num_splits)
         reduce_kernel[(num_items, num_heads)](
-            partial,
-            partial_max,
-            partial_sum,
-            out,
-            batch.item_rows,
-            batch.item_lens,
-            *out.stride()[:2],
-            D=head_dim,
-            BLOCK_D=shared["BLOCK_D"],
-            SPLIT=split,
-            NUM_SPLITS=num_splits,
-            BLOCK_S=triton.next_power_of_2(num_splits),
-            WINDOW=shared["WINDOW"],
-            num_warps=4,
+            *partials, out, batch.item_rows, batch.item_lens, *out.stride()[:2], BLOCK_S=block_s, **splits, **sizes
         )
 
 
-def _launch_chunks(q, k_pages, v_pages, out, batch: AttentionBatch, scale, softcap, strides, shared) -> None:
+def _launch_chunks(tensors, batch: AttentionBatch, numbers, shared) -> None:
     block_m = max(64, triton.next_power_of_2(shared["GROUP"]))
-    tiles = batch.keep(("chunk tiles", block_m // shared["GROUP"]), lambda: _tiles(batch, block_m // shared["GROUP"]))
-    chunk_kernel[(tiles.shape[1], k_pages.shape[1])](
-        q,
-        k_pages,
-        v_pages,
-        out,
-        batch.block_table,
-        batch.query_indptr,
-        batch.context_lens,
-        tiles[0],
-        tiles[1],
-        scale,
-        softcap,
-        *strides,
-        BLOCK_M=block_m,
-        BLOCK_N=64,
-        **shared,
+    rows = block_m // shared["GROUP"]
+    tiles = batch.keep(("chunk tiles", rows), lambda: _tiles(batch, rows))
+    requests = (batch.block_table, batch.query_indptr, batch.context_lens)
+    chunk_kernel[(tiles.shape[1], tensors[1].shape[1])](
+        *tensors, *requests, *tiles, *numbers, BLOCK_M=block_m, **shared
     )
 
 

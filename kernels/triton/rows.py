@@ -1,4 +1,4 @@
-"""Operations that pass over rows once, in Triton: a norm reads a vector once, a gate takes one pass instead of two."""
+"""Operations on single rows, in Triton. Semantics and operands: `weft.kernels.plain.rows`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_slots import KvSlots
-from weft.kernels.plain.rows import check_kv_write, check_rope, check_silu_and_mul
+from weft.kernels.attention_batch import KvSlots
+from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
 
 GATE_BLOCK = 1024
 """Elements of a gate that one program computes."""
@@ -46,46 +45,20 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Scale every vector of the last dimension to unit root mean square, then by `weight`.
-
-    Semantics: `weft.kernels.plain.rows.rms_norm`.
-
-    Args:
-        x: [T, N] or [T, H, N]; rows and heads may be strided (a slice of a fused projection), vectors may not.
-        weight: [N], dtype of x.
-        eps: Added to the mean square.
-
-    Returns:
-        Like x, contiguous.
-
-    Raises:
-        ValueError: A shape, dtype or stride does not fit.
-    """
-    expect("weight", weight, (x.shape[-1],), x.dtype, x.device)
-    expect_that("x", x.dim() in (2, 3) and x.stride(-1) == 1, "[T, N] or [T, H, N], consecutive vectors", x.shape)
-    heads = x.shape[1] if x.dim() == 3 else 1
+    """See `weft.kernels.plain.rows.rms_norm`."""
+    check_norm(x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, x, weight, out, out, heads, eps, add=False)
+    _launch_norm(x, x, weight, out, out, eps, add=False)
     return out
 
 
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the residual stream, then normalise, in one pass.
-
-    Semantics: `weft.kernels.plain.rows.fused_add_rms_norm`. Neither input is changed.
-
-    Raises:
-        ValueError: A shape, dtype or stride does not fit.
-    """
-    expect("x", x, (None, weight.shape[0]))
-    expect("residual", residual, x.shape, x.dtype, x.device)
-    expect("weight", weight, (x.shape[1],), x.dtype, x.device)
-    expect_that("residual", residual.is_contiguous() and x.stride(-1) == 1, "consecutive rows", residual.stride())
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    new_residual = torch.empty_like(out)
-    _launch_norm(x, residual, weight, out, new_residual, 1, eps, add=True)
+    """See `weft.kernels.plain.rows.fused_add_rms_norm`."""
+    check_add_norm(x, residual, weight)
+    out, new_residual = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, residual, weight, out, new_residual, eps, add=True)
     return out, new_residual
 
 
@@ -95,28 +68,16 @@ def _launch_norm(
     weight: torch.Tensor,
     out: torch.Tensor,
     new_residual: torch.Tensor,
-    heads: int,
     eps: float,
     add: bool,
 ) -> None:
     if x.numel() == 0:
         return
-    features = x.shape[-1]
-    block = triton.next_power_of_2(features)
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    block = triton.next_power_of_2(x.shape[-1])
+    sizes = {"N": x.shape[-1], "BLOCK": block, "ADD": add, "num_warps": min(16, max(1, block // 256))}
     rms_norm_kernel[(x.shape[0] * heads,)](
-        x,
-        residual,
-        weight,
-        out,
-        new_residual,
-        heads,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        eps,
-        N=features,
-        BLOCK=block,
-        ADD=add,
-        num_warps=min(16, max(1, block // 256)),
+        x, residual, weight, out, new_residual, heads, x.stride(0), head_stride, eps, **sizes
     )
 
 
@@ -163,35 +124,15 @@ def _rotate(pointers, live_head, live_i, c, s, HALF: tl.constexpr):
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate queries and keys by their positions, in place.
-
-    Semantics and arguments: `weft.kernels.plain.rows.rope`.
-
-    Raises:
-        ValueError: A shape, dtype or stride does not fit.
-    """
+    """See `weft.kernels.plain.rows.rope`."""
     check_rope(q, k, cos, sin)
-    expect_that("q", q.stride(2) == 1 and k.stride(2) == 1, "heads of consecutive elements", q.stride())
-    expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous tables", cos.stride())
     num_tokens, q_heads, head_dim = q.shape
     if num_tokens == 0:
         return
-    block_h = min(16, triton.next_power_of_2(q_heads))
+    half, block_h = head_dim // 2, min(16, triton.next_power_of_2(q_heads))
+    sizes = {"HALF": half, "BLOCK_H": block_h, "BLOCK_D": triton.next_power_of_2(half), "num_warps": 4}
     rope_kernel[(num_tokens, -(-q_heads // block_h) + -(-k.shape[1] // block_h))](
-        q,
-        k,
-        cos,
-        sin,
-        q_heads,
-        k.shape[1],
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        HALF=head_dim // 2,
-        BLOCK_H=block_h,
-        BLOCK_D=triton.next_power_of_2(head_dim // 2),
-        num_warps=4,
+        q, k, cos, sin, q_heads, k.shape[1], *q.stride()[:2], *k.stride()[:2], **sizes
     )
 
 
@@ -207,13 +148,7 @@ def silu_and_mul_kernel(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Multiply each element by its gate.
-
-    Semantics and arguments: `weft.kernels.plain.rows.silu_and_mul`.
-
-    Raises:
-        ValueError: The shape or stride does not fit.
-    """
+    """See `weft.kernels.plain.rows.silu_and_mul`."""
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
@@ -233,12 +168,9 @@ def kv_write_kernel(
     k_head: tl.int64,
     v_token: tl.int64,
     v_head: tl.int64,
-    k_page: tl.int64,
-    k_page_head: tl.int64,
-    k_page_token: tl.int64,
-    v_page: tl.int64,
-    v_page_head: tl.int64,
-    v_page_token: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    token_stride: tl.int64,
     PAGE_TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -257,42 +189,20 @@ def kv_write_kernel(
     d = i % D
     key = tl.load(k + token * k_token + head * k_head + d, mask=live)
     value = tl.load(v + token * v_token + head * v_head + d, mask=live)
-    tl.store(k_pages + page * k_page + head * k_page_head + offset * k_page_token + d, key, mask=live)
-    tl.store(v_pages + page * v_page + head * v_page_head + offset * v_page_token + d, value, mask=live)
+    place = page * page_stride + head * head_stride + offset * token_stride + d
+    tl.store(k_pages + place, key, mask=live)
+    tl.store(v_pages + place, value, mask=live)
 
 
 def kv_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: KvSlots,
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: KvSlots
 ) -> None:
-    """Store the keys and values of a step's tokens in their pages.
-
-    Semantics and arguments: `weft.kernels.plain.rows.kv_write`.
-
-    Raises:
-        ValueError: A shape, dtype or device does not fit.
-    """
+    """See `weft.kernels.plain.rows.kv_write`."""
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
-    expect_that("k", k.stride(2) == 1 == v.stride(2), "heads of consecutive elements", k.stride())
     num_tokens, heads, head_dim = k.shape
     if num_tokens == 0:
         return
-    kv_write_kernel[(num_tokens,)](
-        k,
-        v,
-        k_pages,
-        v_pages,
-        slot_mapping.mapping,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        PAGE_TOKENS=k_pages.shape[2],
-        HEADS=heads,
-        D=head_dim,
-        BLOCK=triton.next_power_of_2(heads * head_dim),
-        num_warps=4,
-    )
+    block = triton.next_power_of_2(heads * head_dim)
+    sizes = {"PAGE_TOKENS": k_pages.shape[2], "HEADS": heads, "D": head_dim, "BLOCK": block, "num_warps": 4}
+    strides = (*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3])
+    kv_write_kernel[(num_tokens,)](k, v, k_pages, v_pages, slot_mapping.mapping, *strides, **sizes)

@@ -207,57 +207,28 @@ def sgmv(
     widths = site.widths + (0,) * (MAX_SLICES - num_slices)
     rank_block, column_block, k_block, split_k = block_sizes(site.in_features, tiles.rows, capacity, groups)
     planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
-    shared = {"UNIT": unit, "GROUPS": groups, "SPLIT_K": split_k, "NUM_SLICES": num_slices, "MODULE": site.modules[0]}
+    weights = (arena_elements, tables.offsets, tables.ranks)
+    tile = (tiles.slot, tiles.start, tiles.length)
+    sizes = (layer, num_layers, num_modules, num_tokens)
+    shared = {
+        "UNIT": unit,
+        "GROUPS": groups,
+        "SPLIT_K": split_k,
+        "NUM_SLICES": num_slices,
+        "MODULE": site.modules[0],
+        "BM": tiles.rows,
+        "INTERPRET": INTERPRET,
+        "num_warps": 4,
+    }
+    pitch = row_pitch_units(site.in_features, arena_elements.element_size()) * unit
+    blocks = {"K": site.in_features, "PITCH": pitch, "BR": rank_block, "BK": k_block}
     shrink_kernel[(capacity, num_slices * -(-groups * GROUP_ROWS // rank_block), split_k)](
-        x,
-        arena_elements,
-        tables.offsets,
-        tables.ranks,
-        tiles.slot,
-        tiles.start,
-        tiles.length,
-        planes,
-        layer,
-        num_layers,
-        num_modules,
-        num_tokens,
-        x.stride(0),
-        K=site.in_features,
-        PITCH=row_pitch_units(site.in_features, arena_elements.element_size()) * unit,
-        BM=tiles.rows,
-        BR=rank_block,
-        BK=k_block,
-        INTERPRET=INTERPRET,
-        num_warps=4,
-        num_stages=3,
-        **shared,
+        x, *weights, *tile, planes, *sizes, x.stride(0), **blocks, num_stages=3, **shared
     )
+    blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": column_block, "BR": 16}
+    shared["ALIGN"] = gcd(16, *site.widths)
     expand_kernel[(capacity, sum(-(-width // column_block) for width in widths))](
-        planes,
-        arena_elements,
-        tables.offsets,
-        tables.ranks,
-        tables.scalings,
-        tiles.slot,
-        tiles.start,
-        tiles.length,
-        y,
-        layer,
-        num_layers,
-        num_modules,
-        num_tokens,
-        y.stride(0),
-        W0=widths[0],
-        W1=widths[1],
-        W2=widths[2],
-        ALIGN=gcd(16, *site.widths),
-        BM=tiles.rows,
-        BN=column_block,
-        BR=16,
-        INTERPRET=INTERPRET,
-        num_warps=4,
-        num_stages=2,
-        **shared,
+        planes, *weights, tables.scalings, *tile, y, *sizes, y.stride(0), **blocks, num_stages=2, **shared
     )
 
 

@@ -3,17 +3,31 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import poison
-from cpu_kernels import BUILDS, can_run, flags_for
+from implementations import IMPLEMENTATIONS, Implementation, flags_for, marks
 from weft.kernels.native import library as native_library
 from weft.kernels.native.library import load_library
 
 
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Memory that torch hands out uninitialised holds NaN."""
-    with poison.poisoned_memory():
-        yield
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `impl` runs for every implementation; with `dtype` or `case`, for all that it can compute.
+
+    The cases of an implementation are what `cases(impl)` of the test's module returns; a module with `IMPLEMENTATIONS`
+    of its own is for these.
+    """
+    if "impl" not in metafunc.fixturenames:
+        return
+    found = getattr(metafunc.module, "IMPLEMENTATIONS", IMPLEMENTATIONS)
+    for name in ("dtype", "case"):
+        if name in metafunc.fixturenames:
+            pairs = [
+                pytest.param(impl, value, id=f"{impl.name}-{str(value).removeprefix('torch.')}", marks=marks(impl))
+                for impl in found
+                for value in (impl.dtypes if name == "dtype" else metafunc.module.cases(impl))
+                if name == "dtype" or value.dtype in impl.dtypes
+            ]
+            metafunc.parametrize(("impl", name), pairs, indirect=["impl"])
+            return
+    metafunc.parametrize("impl", [pytest.param(impl, id=impl.name, marks=marks(impl)) for impl in found], indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -23,19 +37,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes
     return lambda build: load_library(flags_for(build), folder)
 
 
-@pytest.fixture(params=BUILDS)
-def native_build(
+@pytest.fixture
+def impl(
     request: pytest.FixtureRequest, compiled: Callable[[str], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """The CPU kernels are, one after the other, those compiled for this CPU and for lesser ones."""
-    build: str = request.param
-    if native_library.native_library() is None:
-        pytest.skip("needs a C++ compiler")
-    if not can_run(build):
-        pytest.skip(f"this CPU does not run what is compiled for {build}")
-    if build != "native":
-        library = compiled(build)
+) -> Iterator[Implementation]:
+    """An implementation; one in C++ is that of its build until the test ends."""
+    found: Implementation = request.param
+    if found.build is not None and found.build != "native":
+        library = compiled(found.build)
         monkeypatch.setattr(native_library, "native_library", lambda: library)
     native_library.native_function.cache_clear()
-    yield build
+    yield found
     native_library.native_function.cache_clear()

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cpu_kernels import CPU_KERNELS, needs_compiler
-from kernel_numerics import assert_rows_close
-from oracles import reference_kernels
-from scattered_kv import BF16, F32, LAYER, AttentionCase, ScatteredKv
+from implementations import BF16, CPU, F32, NATIVE, TORCH, Implementation, needs_compiler
+from numerics import assert_rows_close, bits
+from oracles import ORACLES
+from scattered_kv import LAYER, AttentionCase, ScatteredKv
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
+from weft.kernels.attention_batch import KvSlots
 from weft.kernels.dispatch import Kernels, native_kernels
-from weft.kernels.kv_slots import KvSlots
 from weft.kernels.plain.rows import both_halves
 
-CPU = torch.device("cpu")
+IMPLEMENTATIONS = [TORCH, *NATIVE]
 REQUESTS = ((1, 40), (20, 20), (3, 70), (1, 1), (130, 131), (1, 0))
 CASES = [
     AttentionCase(REQUESTS, *sizes, 16, dtype, window, padding_rows=2)
@@ -24,8 +24,11 @@ CASES = [
     for dtype in (F32, BF16)
     for window in (None, 30)
 ]
-over_cases = pytest.mark.parametrize("case", CASES, ids=str)
 with_and_without_norms = pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed heads"])
+
+
+def cases(_: Implementation) -> list[AttentionCase]:
+    return CASES
 
 
 class Projected:
@@ -57,32 +60,19 @@ class Projected:
         return out, arena
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.int32 if tensor.dtype == F32 else torch.int16)
-
-
-@pytest.mark.usefixtures("poisoned_memory", "native_build")
-@over_cases
 @with_and_without_norms
-def test_one_operation_gives_the_bits_of_the_single_ones(has_norms: bool, case: AttentionCase) -> None:
+def test_one_operation_gives_the_bits_of_the_single_ones_and_the_numbers_of_the_oracle(
+    has_norms: bool, impl: Implementation, case: AttentionCase
+) -> None:
     projected = Projected(case, has_norms)
-    out, arena = projected.call(native_kernels())
-    expected, expected_arena = projected.call(replace(native_kernels(), attend=None))
-    assert torch.equal(bits(out), bits(expected))
-    assert torch.equal(bits(arena), bits(expected_arena))
+    out, arena = projected.call(impl.kernels)
+    singles, arena_of_singles = projected.call(replace(impl.kernels, attend=None))
+    assert torch.equal(bits(out), bits(singles))
+    assert torch.equal(bits(arena), bits(arena_of_singles))
     assert not torch.equal(bits(arena), bits(projected.arena))
     assert out[:-3].any(-1).all()
     assert not out[-3:].any()  # a request without context and padding
-
-
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
-@over_cases
-@with_and_without_norms
-def test_cpu_versions_equal_the_references(has_norms: bool, case: AttentionCase, kernels: Kernels) -> None:
-    projected = Projected(case, has_norms)
-    out, arena = projected.call(kernels)
-    expected, expected_arena = projected.call(reference_kernels())
+    expected, expected_arena = projected.call(ORACLES)
     # Each operation rounds to a narrow dtype.
     assert_rows_close(out, expected, 0.5 if case.dtype == F32 else 4)
     assert torch.equal(arena.isnan(), expected_arena.isnan())
@@ -97,7 +87,6 @@ def test_layers_of_a_step_share_what_is_prepared() -> None:
     projected.qkv *= -1
     second, _ = projected.call(native_kernels())
     assert second is first
-    assert len(projected.batch._kept) == 1
     assert not torch.equal(second, kept)
     projected.qkv *= -1
     assert torch.equal(projected.call(native_kernels())[0], kept)
@@ -117,6 +106,7 @@ def test_layers_of_a_step_share_what_is_prepared() -> None:
         ("cos", lambda p: p.cos[1:], r"cos: expected shape \[158, 24\], got \[157, 24\]"),
         ("cos", lambda p: p.cos.double(), r"cos: expected dtype torch\.float32, got torch\.float64"),
         ("sin", lambda p: p.sin.T.contiguous().T, "expected contiguous rows, got"),
+        ("norms", lambda _: HeadNorms(torch.ones(48)[::2], torch.ones(24), 1e-6), r"norms\.q: expected consecutive"),
         ("slots", lambda _: KvSlots.build([16], 16, CPU), r"slot_mapping: expected shape \[158\], got \[1\]"),
         ("window", lambda _: 0, "sliding_window: expected a positive number, got 0"),
     ],
@@ -126,13 +116,4 @@ def test_misfits_are_refused(name: str, change: Callable[[Projected], object], e
     projected = Projected(CASES[0])
     setattr(projected, name, change(projected))
     with pytest.raises(ValueError, match=expected):
-        projected.call(native_kernels())
-    assert projected.batch._kept == {}
-
-
-@needs_compiler
-def test_norms_with_gaps_are_refused() -> None:
-    projected = Projected(CASES[0])
-    projected.norms = HeadNorms(torch.ones(48)[::2], torch.ones(24), 1e-6)
-    with pytest.raises(ValueError, match=r"norms\.q: expected consecutive elements, got \(2,\)"):
         projected.call(native_kernels())

@@ -1,54 +1,100 @@
+"""The contract of paged attention, and how the torch operators bound their memory."""
+
+import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
-from cpu_kernels import ALL_KERNELS, CPU_KERNELS, KERNELS_AND_DTYPES, needs_compiler
-from kernel_numerics import assert_rows_close
-from oracles.attention_reference import paged_attention as reference
-from scattered_kv import BF16, DECODE, F16, F32, FULL_CASES, INTERPRETER_CASES, LAYER, MIXED, AttentionCase, ScatteredKv
-from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels
-from weft.kernels.native import attention as attention_native
-from weft.kernels.native.library import NATIVE_DTYPES
-from weft.kernels.plain import attention as attention_cpu
+from implementations import BF16, CPU, F16, F32, TORCH, Implementation, num_threads
+from numerics import assert_rows_close, bits
+from oracles import ORACLES
+from scattered_kv import DECODE, LAYER, MIXED, AttentionCase, ScatteredKv
+from weft.kernels.native.attention import TASK_ROWS
+from weft.kernels.plain import attention as plain
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-SHORT_CASES = [case for case in FULL_CASES if case.requests in (DECODE, MIXED)]
-LONG_CASES = [
-    AttentionCase(((1, 1500), (64, 300), (130, 130), (1, 257)), 14, 2, 64, 64, dtype, window)
-    for dtype in (F32, BF16)
+# C++ computes keys 64 at a time, and cuts a run of rows after TASK_ROWS of all its heads.
+AROUND_BLOCKS = ((1, 63), (1, 64), (1, 65), (1, 130), (63, 63), (3, 66), (1, 0), (65, 130), (2, 0), (64, 128))
+LONG_PROMPTS = ((TASK_ROWS + 5, TASK_ROWS + 5), (1, 70), (2 * TASK_ROWS + 1, 2 * TASK_ROWS + 90))
+LONG_DECODE = ((1, 1500), (64, 300), (130, 130), (1, 257))
+WINDOWS = itertools.cycle((None, 100, 1, None, 37, 64, 65))
+SMALL_CASES = [
+    AttentionCase(DECODE),
+    AttentionCase(DECODE, q_heads=14, kv_heads=2, head_dim=64, page_tokens=64, dtype=BF16),
+    AttentionCase(((1, 700), (1, 3), (1, 256), (1, 257)), q_heads=7, kv_heads=1),
+    AttentionCase(((1, 600), (1, 90)), window=300, dtype=F16),
+    AttentionCase(((2, 70), (8, 30)), window=20),
+    AttentionCase(MIXED, padding_rows=2),
+    AttentionCase(MIXED, q_heads=4, kv_heads=4, head_dim=16, page_tokens=32, dtype=BF16),
+    AttentionCase(((130, 133), (9, 9)), q_heads=7, kv_heads=1),
+    AttentionCase(((40, 100), (10, 10)), window=16, head_dim=24, dtype=F16),
+]
+CASES = [
+    *SMALL_CASES,
+    *(
+        AttentionCase(requests, *heads, page_tokens, dtype, next(WINDOWS), padding_rows=3)
+        for requests in (AROUND_BLOCKS, MIXED)
+        for heads, page_tokens, dtype in zip(
+            ((*heads, head_dim) for head_dim in (16, 24, 64, 80, 128) for heads in ((2, 2), (6, 2), (7, 1), (16, 2))),
+            itertools.cycle((16, 64, 128)),
+            itertools.cycle((F32, BF16, BF16, F32, F16)),
+            strict=False,
+        )
+    ),
+    *(
+        AttentionCase(requests, 14, 2, 64, 64, dtype, window)
+        for requests in (LONG_PROMPTS, LONG_DECODE)
+        for dtype in (F32, BF16)
+        for window in (None, 100)
+    ),
+]
+NAN = torch.tensor(float("nan"))
+GPU_CASES = [
+    AttentionCase(requests, *sizes, dtype, window, padding_rows=padding)
+    for requests, padding in ((DECODE, 0), (MIXED, 3), (((1, 1500), (64, 512), (512, 512), (1, 257)), 0))
+    for sizes in ((14, 2, 64, 64), (32, 8, 128, 16), (4, 4, 16, 32))
+    for dtype in (F32, F16, BF16)
     for window in (None, 100)
 ]
-CASES = [*INTERPRETER_CASES, *SHORT_CASES, *LONG_CASES]
-VERSIONS = [
-    *(
-        pytest.param(native_kernels(), case, id=f"native-{case}", marks=needs_compiler)
-        for case in CASES
-        if case.dtype in NATIVE_DTYPES
-    ),
-    *(pytest.param(torch_kernels(), case, id=f"torch-{case}") for case in CASES),
-]
 
 
-def tolerance(kernels: Kernels, dtype: torch.dtype) -> float:
-    """Torch operators round scores to a narrow dtype of the keys before the softmax, as transformers does."""
-    if dtype == F32:
-        return 0.25
-    return 2.5 if kernels is torch_kernels() else 1
+def cases(impl: Implementation) -> list[AttentionCase]:
+    """What an implementation is compared with the oracle for."""
+    if impl.is_interpreted:
+        return SMALL_CASES
+    return CASES if impl.device == CPU else [*SMALL_CASES, *GPU_CASES]
 
 
-@pytest.mark.parametrize(("kernels", "case"), VERSIONS)
-def test_cpu_versions_equal_the_reference(kernels: Kernels, case: AttentionCase) -> None:
-    operands = ScatteredKv(case)
-    actual = operands.attend(kernels.paged_attention)
-    assert_rows_close(actual, operands.attend(reference), tolerance(kernels, case.dtype))
+@functools.cache
+def operands_and_expected(case: AttentionCase, device: torch.device) -> tuple[ScatteredKv, torch.Tensor]:
+    operands = ScatteredKv(case, device)
+    return operands, operands.attend(ORACLES.paged_attention)
 
 
-def test_reference_equals_attention_over_dense_keys() -> None:
+def each_alone(impl: Implementation, operands: ScatteredKv) -> Iterator[tuple[torch.Tensor, slice]]:
+    """The output of each request in a step of its own, and its rows."""
+    row = 0
+    for index, (rows, context) in enumerate(operands.case.requests):
+        own = slice(row, row + rows)
+        yield operands.attend_to(impl.kernels.paged_attention, index, context - rows, context, operands.q[own]), own
+        row += rows
+
+
+def test_implementations_equal_the_oracle(impl: Implementation, case: AttentionCase) -> None:
+    operands, expected = operands_and_expected(case, impl.device)
+    out = operands.attend(impl.kernels.paged_attention)
+    rounded = 2.5 if impl.has_rounded_scores and case.dtype != F32 else 1
+    assert_rows_close(out, expected, rounded * impl.tolerance(case.dtype))
+    assert torch.equal(out.any(-1), expected.any(-1))
+
+
+def test_the_oracle_equals_attention_over_dense_keys() -> None:
     case = AttentionCase(((5, 40), (20, 20), (1, 33)))
     operands = ScatteredKv(case)
-    out = operands.attend(reference)
+    out = operands.attend(ORACLES.paged_attention)
     row = 0
     for (rows, context), table in zip(case.requests, operands.block_tables, strict=True):
         k, v = (
@@ -62,106 +108,144 @@ def test_reference_equals_attention_over_dense_keys() -> None:
         row += rows
 
 
-@pytest.mark.parametrize("kernels", ALL_KERNELS)
-def test_rows_of_no_request_and_requests_without_context_are_zero(kernels: Kernels) -> None:
-    operands = ScatteredKv(AttentionCase(((1, 0), (1, 20), (3, 0)), padding_rows=2))
-    out = operands.attend(kernels.paged_attention)
-    assert not out[[0, 2, 3, 4, 5, 6]].any()
-    assert out[1].any()
+@pytest.mark.parametrize("requests", [((1, 0), (1, 20), (3, 0)), ((1, 0),)], ids=["some", "all"])
+def test_rows_of_no_request_and_requests_without_context_are_zero(
+    requests: tuple[tuple[int, int], ...], impl: Implementation
+) -> None:
+    operands = ScatteredKv(AttentionCase(requests, padding_rows=2), impl.device)
+    out = operands.attend(impl.kernels.paged_attention)
+    has_context = [index == 1 for index in range(len(out))]
+    assert out.flatten(1).any(1).tolist() == (has_context if len(requests) > 1 else [False] * 3)
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_a_batch_without_context_is_all_zero(kernels: Kernels) -> None:
-    operands = ScatteredKv(AttentionCase(((1, 0),), padding_rows=1))
-    assert not operands.attend(kernels.paged_attention).any()
-
-
-@pytest.mark.parametrize(("kernels", "dtype"), KERNELS_AND_DTYPES)
-def test_poison_behind_the_context_does_not_leak(kernels: Kernels, dtype: torch.dtype) -> None:
-    operands = ScatteredKv(AttentionCase(MIXED, dtype=dtype))
+def test_poison_behind_the_context_does_not_leak(impl: Implementation, dtype: torch.dtype) -> None:
+    operands = ScatteredKv(AttentionCase(MIXED, dtype=dtype), impl.device)
     assert operands.arena[:, LAYER].isnan().any()
-    clean = operands.attend(kernels.paged_attention)
+    clean = operands.attend(impl.kernels.paged_attention)
     operands.arena.nan_to_num_(7.0)
     operands.arena[0] = 0
-    assert torch.equal(operands.attend(kernels.paged_attention), clean)
+    assert torch.equal(operands.attend(impl.kernels.paged_attention), clean)
 
 
-def test_a_step_prepares_once_for_all_layers() -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_request_gives_the_same_alone_and_beside_others(
+    window: int | None, impl: Implementation, dtype: torch.dtype
+) -> None:
+    requests = ((9, 130), (1, 200), (40, 170), (1, 64), (30, 30), (1, 65), (0, 20), (8, 90), (1, 500))
+    operands = ScatteredKv(AttentionCase(requests, 7, 1, 80, 64, dtype, window), impl.device)
+    together = operands.attend(impl.kernels.paged_attention)
+    for alone, rows in each_alone(impl, operands):
+        assert_rows_close(alone, together[rows], 2.5 if impl.has_rounded_scores else 0.1)
+        if impl.is_bitwise:
+            assert torch.equal(bits(alone), bits(together[rows]))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("heads", [(14, 2), (3, 3)], ids=str)
+def test_a_token_gives_the_same_alone_and_in_any_chunk(
+    heads: tuple[int, int], window: int | None, impl: Implementation, dtype: torch.dtype
+) -> None:
+    whole = ScatteredKv(AttentionCase(((200, 200),), *heads, 64, 16, dtype, window), impl.device)
+    expected = whole.attend(impl.kernels.paged_attention)
+    singles = [(token, token + 1) for token in range(200 if impl.is_bitwise else 0)]
+    for start, end in [(0, 30), (30, 38), (38, 103), (103, 104), (104, 200), *singles]:
+        out = whole.attend_to(impl.kernels.paged_attention, 0, start, end, whole.q[start:end])
+        assert_rows_close(out, expected[start:end], 2.5 if impl.has_rounded_scores else 1)
+        if impl.is_bitwise:
+            assert torch.equal(bits(out), bits(expected[start:end])), (start, end)
+
+
+def test_results_repeat_bit_by_bit(impl: Implementation, dtype: torch.dtype) -> None:
+    operands = ScatteredKv(AttentionCase(((130, 140), (1, 500), (1, 65)), 14, 2, 64, 16, dtype), impl.device)
+    with num_threads(1):
+        first = operands.attend(impl.kernels.paged_attention)
+    for threads in (1, 2) if impl.is_bitwise else (1,):
+        with num_threads(threads):
+            assert all(torch.equal(operands.attend(impl.kernels.paged_attention), first) for _ in range(3))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_nan_comes_out_of_the_rows_that_see_it(window: int | None, impl: Implementation, dtype: torch.dtype) -> None:
+    requests = ((100, 100), (1, 90), (12, 70), (1, 100))
+    operands = ScatteredKv(AttentionCase(requests, 6, 2, 64, 16, dtype, window), impl.device)
+    clean = operands.attend(impl.kernels.paged_attention)
+    seen = torch.zeros(clean.shape[:2], dtype=torch.bool)
+    seen[30 : 100 if window is None else 30 + window, 3:] = True
+    place = (operands.block_tables[0][1], 1, 30 % 16, 5)  # position 30 of the first request, in one head
+    for pages, parts in ((operands.k_pages, slice(None)), (operands.v_pages, slice(5, 6))):
+        before = pages[place].clone()
+        pages[place] = NAN.to(dtype)
+        out = operands.attend(impl.kernels.paged_attention)
+        pages[place] = before
+        assert out[seen][:, parts].isnan().all()
+        # In values, 0 times NaN may reach other rows of the same request.
+        others = ~seen if parts == slice(None) and impl.is_bitwise else torch.arange(len(out)) >= 100
+        assert torch.equal(bits(out[others]), bits(clean[others]))
+
+
+def test_scores_beyond_the_range_of_weights_are_no_error(impl: Implementation, dtype: torch.dtype) -> None:
+    operands = ScatteredKv(AttentionCase(((70, 70), (1, 130)), dtype=dtype), impl.device)
+    operands.scale = 300.0
+    out = operands.attend(impl.kernels.paged_attention)
+    if dtype == F32 or impl.is_bitwise:
+        assert_rows_close(out, operands.attend(ORACLES.paged_attention), 1000 if dtype == F32 else 1)
+    assert out.isfinite().all()
+
+
+def test_as_many_requests_as_a_server_has(impl: Implementation) -> None:
+    operands = ScatteredKv(AttentionCase(tuple((1, 3 + index % 7) for index in range(150))), impl.device)
+    assert_rows_close(operands.attend(impl.kernels.paged_attention), operands.attend(ORACLES.paged_attention))
+
+
+def test_misfits_are_refused(impl: Implementation) -> None:
+    operands = ScatteredKv(AttentionCase(DECODE), impl.device)
+    q, k, v = operands.q, operands.k_pages, operands.v_pages
+
+    def turned(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+    for changed, expected in (
+        ({"q": q[:4]}, "q: expected at least 5 rows, got 4"),
+        ({"q": q[:, :3]}, "q: expected a multiple of 2 heads, got 3"),
+        ({"q": q[:, :, 1:]}, r"q: expected shape \[any, any, 32\], got \[5, 4, 31\]"),
+        ({"q": turned(q)}, "q: expected consecutive elements, got"),
+        ({"q": q.bfloat16()}, r"k_pages: expected dtype torch\.bfloat16, got torch\.float32"),
+        ({"v_pages": v[1:]}, "v_pages: expected shape"),
+        ({"v_pages": v.contiguous()}, "v_pages: expected strides"),
+        ({"k_pages": k.mT.contiguous().mT}, "k_pages: expected consecutive elements"),
+        ({"case": replace(operands.case, window=0)}, "sliding_window: expected a positive number, got 0"),
+    ):
+        misfit = ScatteredKv(AttentionCase(DECODE), impl.device)
+        for name, value in changed.items():
+            setattr(misfit, name, value)
+        with pytest.raises(ValueError, match=expected):
+            misfit.attend(impl.kernels.paged_attention)
+
+
+def prepared_by(operands: ScatteredKv) -> plain.GatherPlan:
+    """What the torch operators prepared for the one layer that ran."""
+    key = plain.plan_key(operands.q, operands.k_pages, operands.v_pages, operands.case.window)
+    plan: plain.GatherPlan = operands.batch.keep(key, lambda: pytest.fail("nothing was prepared"))
+    return plan
+
+
+def test_torch_operators_prepare_once_for_all_layers() -> None:
     operands = ScatteredKv(AttentionCase(MIXED))
-    operands.attend(attention_cpu.paged_attention)
-    prepared = list(operands.batch._kept.values())
-    operands.attend(attention_cpu.paged_attention)
-    assert len(prepared) == 1
-    assert next(iter(operands.batch._kept.values())) is prepared[0]
+    operands.attend(TORCH.kernels.paged_attention)
+    first = prepared_by(operands)
+    operands.attend(TORCH.kernels.paged_attention)
+    assert prepared_by(operands) is first
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_a_decode_row_gives_the_same_alone_and_in_a_batch(kernels: Kernels) -> None:
-    operands = ScatteredKv(AttentionCase(((1, 90), (1, 30), (1, 91), (1, 500))))
-    together = operands.attend(kernels.paged_attention)
-    for index, (_, context) in enumerate(operands.case.requests):
-        q = operands.q[index : index + 1]
-        alone = operands.attend_to(kernels.paged_attention, index, context - 1, context, q)
-        assert_rows_close(alone, together[index : index + 1])
-
-
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(kernels: Kernels) -> None:
-    whole = ScatteredKv(AttentionCase(((100, 100),)))
-    expected = whole.attend(kernels.paged_attention)
-    for start, end in ((0, 30), (30, 38), (38, 99), (99, 100)):
-        out = whole.attend_to(kernels.paged_attention, 0, start, end, whole.q[start:end])
-        assert_rows_close(out, expected[start:end])
-
-
-def test_items_of_very_different_length_are_not_padded_to_the_longest() -> None:
+def test_torch_operators_do_not_pad_items_to_the_longest() -> None:
     operands = ScatteredKv(AttentionCase(((1, 2000), (1, 20), (1, 25), (1, 1990), (1, 30))))
-    operands.attend(attention_cpu.paged_attention)
-    plan = next(iter(operands.batch._kept.values()))
-    assert [(bucket.count, bucket.length) for bucket in plan.buckets] == [(2, 2000), (3, 30)]
+    operands.attend(TORCH.kernels.paged_attention)
+    assert [(bucket.count, bucket.length) for bucket in prepared_by(operands).buckets] == [(2, 2000), (3, 30)]
 
 
-def test_buckets_are_bounded_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cpu, "BUCKET_BYTES", 64 * 2 * 32 * 4)
+def test_torch_operators_bound_the_memory_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "BUCKET_BYTES", 64 * 2 * 32 * 4)
     operands = ScatteredKv(AttentionCase(((1, 40),) * 3 + ((1, 100),)))
-    out = operands.attend(attention_cpu.paged_attention)
-    plan = next(iter(operands.batch._kept.values()))
-    assert [bucket.count for bucket in plan.buckets] == [1, 1, 1, 1]
-    assert_rows_close(out, operands.attend(reference))
-
-
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_misfits_are_refused(kernels: Kernels) -> None:
-    operands = ScatteredKv(AttentionCase(DECODE))
-    q = operands.q
-    with pytest.raises(ValueError, match="q: expected at least 5 rows, got 4"):
-        operands.attend(kernels.paged_attention, q[:4])
-    with pytest.raises(ValueError, match="q: expected a multiple of 2 heads, got 3"):
-        operands.attend(kernels.paged_attention, q[:, :3])
-    with pytest.raises(ValueError, match=r"q: expected shape \[any, any, 32\], got \[5, 4, 31\]"):
-        operands.attend(kernels.paged_attention, q[:, :, 1:])
-    with pytest.raises(ValueError, match=r"k_pages: expected dtype torch\.bfloat16, got torch\.float32"):
-        operands.attend(kernels.paged_attention, q.bfloat16())
-    operands.case = replace(operands.case, window=0)
-    with pytest.raises(ValueError, match="sliding_window: expected a positive number, got 0"):
-        operands.attend(kernels.paged_attention)
-    operands.case = AttentionCase(DECODE)
-    operands.v_pages = operands.v_pages[1:]
-    with pytest.raises(ValueError, match="v_pages: expected shape"):
-        operands.attend(kernels.paged_attention)
-    operands.v_pages = operands.k_pages.contiguous()
-    with pytest.raises(ValueError, match=r"v_pages: expected (the )?strides"):
-        operands.attend(kernels.paged_attention)
-    operands.k_pages = operands.v_pages = operands.k_pages.transpose(2, 3).contiguous().transpose(2, 3)
-    with pytest.raises(ValueError, match="k_pages: expected consecutive elements"):
-        operands.attend(kernels.paged_attention)
-
-
-@needs_compiler
-def test_native_kernels_refuse_what_they_cannot_read() -> None:
-    operands = ScatteredKv(AttentionCase(DECODE))
-    with pytest.raises(ValueError, match="q: expected consecutive elements, got"):
-        operands.attend(attention_native.paged_attention, operands.q.transpose(1, 2).contiguous().transpose(1, 2))
-    narrow = ScatteredKv(AttentionCase(DECODE, dtype=F16))
-    with pytest.raises(ValueError, match=r"expected one of torch\.float32, torch\.bfloat16, got torch\.float16"):
-        narrow.attend(attention_native.paged_attention)
+    out = operands.attend(TORCH.kernels.paged_attention)
+    assert [bucket.count for bucket in prepared_by(operands).buckets] == [1, 1, 1, 1]
+    assert_rows_close(out, operands.attend(ORACLES.paged_attention))

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from cpu_kernels import BF16, F16, F32, needs_compiler
+from implementations import BF16, CPU, F16, F32, needs_compiler
 from weft.engine.model.device import choose_device
 from weft.errors import ConfigError
 from weft.kernels import dispatch
@@ -12,7 +12,6 @@ from weft.kernels.dispatch import kernels_for, native_kernels, torch_kernels
 from weft.kernels.native import sgmv as sgmv_native
 from weft.kernels.plain import sampling as sampling_cpu
 
-CPU = torch.device("cpu")
 TRITON_KERNELS = "weft.kernels.triton"
 
 

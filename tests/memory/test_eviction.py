@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from weft.errors import PageAccountingError
-from weft.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, EvictionPolicy, Evictor, Gdsf, Lru, UseCount
+from weft.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, Evictor, Gdsf, Lru, UseCount
 from weft.memory.eviction import eviction_policy as policy_of
 from weft.memory.pool import PageKind, PagePool
 
@@ -39,7 +39,7 @@ class Thing:
 
 
 class Parts:
-    def __init__(self, policy: EvictionPolicy, num_pages: int = 20) -> None:
+    def __init__(self, policy: Lru, num_pages: int = 20) -> None:
         self.now_s = 0.0
         self.pool = PagePool(num_pages + 1)
         self.evictor = Evictor(self.pool, policy, clock=lambda: self.now_s)

@@ -85,8 +85,8 @@ def _sgmv_variants() -> dict[str, str]:
 
 def _attention_variants() -> dict[str, str]:
     shared = {"GROUP": 4, "D": 128, "BLOCK_D": 128, "PAGE_TOKENS": 16, "BLOCK_N": 64, "INTERPRET": False}
-    scalars = {"scale": "fp32", "softcap": "fp32"}
-    plain, limited = {"WINDOW": 0, "SOFTCAP": False}, {"WINDOW": 4096, "SOFTCAP": True}
+    scalars = {"scale": "fp32"}
+    plain, limited = {"WINDOW": 0}, {"WINDOW": 4096}
     items = {**shared, "BLOCK_G": 16, "SPLIT": 256}
     chunks = {**shared, "BLOCK_M": 64}
     reduce = {"D": 128, "BLOCK_D": 128, "SPLIT": 256, "NUM_SPLITS": 5, "BLOCK_S": 8}

@@ -26,37 +26,16 @@ class AttentionCase:
     page_tokens: int = 16
     dtype: torch.dtype = F32
     window: int | None = None
-    softcap: float | None = None
     padding_rows: int = 0
 
     def __str__(self) -> str:
         lens = ",".join(f"{rows}/{context}" for rows, context in self.requests[:4])
         kind = f"{self.q_heads}:{self.kv_heads}x{self.head_dim}p{self.page_tokens}-{str(self.dtype)[6:]}"
-        return f"{lens}-{kind}-w{self.window}-s{self.softcap}"
+        return f"{lens}-{kind}-w{self.window}"
 
 
 DECODE = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 100))
 MIXED = ((1, 40), (20, 20), (3, 33), (12, 60), (1, 0), (17, 17), (1, 64))
-INTERPRETER_CASES = [
-    AttentionCase(DECODE),
-    AttentionCase(DECODE, q_heads=14, kv_heads=2, head_dim=64, page_tokens=64, dtype=BF16),
-    AttentionCase(((1, 700), (1, 3), (1, 256), (1, 257)), q_heads=7, kv_heads=1),
-    AttentionCase(((1, 600), (1, 90)), window=300, dtype=F16),
-    AttentionCase(((2, 70), (8, 30)), window=20, softcap=5.0),
-    AttentionCase(MIXED, padding_rows=2),
-    AttentionCase(MIXED, q_heads=4, kv_heads=4, head_dim=16, page_tokens=32, dtype=BF16),
-    AttentionCase(((130, 133), (9, 9)), q_heads=7, kv_heads=1, softcap=10.0),
-    AttentionCase(((40, 100), (10, 10)), window=16, head_dim=24, dtype=F16),
-]
-FULL_CASES = [
-    *(
-        AttentionCase(requests, q_heads, kv_heads, head_dim, page_tokens, dtype, window, softcap, padding)
-        for requests, padding in ((DECODE, 0), (MIXED, 3), (((1, 1500), (64, 512), (512, 512), (1, 257)), 0))
-        for q_heads, kv_heads, head_dim, page_tokens in ((14, 2, 64, 64), (32, 8, 128, 16), (4, 4, 16, 32))
-        for dtype in (F32, F16, BF16)
-        for window, softcap in ((None, None), (100, None), (None, 20.0), (37, 8.0))
-    ),
-]
 
 
 class ScatteredKv:
@@ -99,7 +78,7 @@ class ScatteredKv:
     def attend(self, version: Callable[..., torch.Tensor], q: torch.Tensor | None = None) -> torch.Tensor:
         """The output of an implementation, for other queries than the case's own where they are given."""
         case, q = self.case, self.q if q is None else q
-        return version(q, self.k_pages, self.v_pages, self.batch, self.scale, case.window, case.softcap)
+        return version(q, self.k_pages, self.v_pages, self.batch, self.scale, case.window)
 
     def attend_to(
         self, version: Callable[..., torch.Tensor], request: int, start: int, end: int, q: torch.Tensor
@@ -107,4 +86,4 @@ class ScatteredKv:
         """The output for positions `start` to `end` of a request that are all there is in a step."""
         tables = [self.block_tables[request]]
         batch = AttentionBatch.build(tables, [end - start], [end], self.q.device, self.case.page_tokens)
-        return version(q, self.k_pages, self.v_pages, batch, self.scale, self.case.window, self.case.softcap)
+        return version(q, self.k_pages, self.v_pages, batch, self.scale, self.case.window)

@@ -32,37 +32,6 @@ class SgmvCase:
         return f"{self.num_tokens}-{self.popularity}-{self.in_features}x{widths}-{str(self.dtype)[6:]}-{self.tile_rows}"
 
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INTERPRETER_CASES = [
-    SgmvCase(1, "identical", 896, (896, 128, 128), F32),
-    SgmvCase(2, "distinct", 128, (128,), F16),
-    SgmvCase(3, "distinct", 896, (128,), BF16),
-    SgmvCase(7, "zipf", 256, (512, 256), F32),
-    SgmvCase(16, "uniform", 128, (896,), BF16),
-    SgmvCase(17, "skewed", 896, (128, 64, 64), F16),
-    SgmvCase(64, "uniform", 128, (256, 256), F32, tile_rows=64),
-    SgmvCase(133, "zipf", 128, (128,), F32, tile_rows=64),
-    SgmvCase(133, "distinct", 128, (64, 64), BF16, ranks=(0, 8, 16, 24)),
-    SgmvCase(7, "uniform", 2049, (128,), F32, ranks=(16, 1, 0)),
-    SgmvCase(7, "skewed", 128, (2049,), F16, ranks=(8, 24)),
-    SgmvCase(3, "distinct", 4864, (896,), BF16, ranks=(64, 8, 16)),
-]
-POPULARITIES = ("distinct", "uniform", "zipf", "identical", "skewed")
-NUM_TOKENS = (1, 2, 3, 7, 16, 17, 64, 133, 512)
-HIDDEN = (896, 2048, 2049, 4096, 4864, 11008, 14336)
-FULL_CASES = [
-    *(
-        SgmvCase(tokens, popularity, 896, (896, 128, 128), dtype, tile_rows=rows)
-        for tokens in NUM_TOKENS
-        for popularity in POPULARITIES
-        for dtype, rows in ((F32, 16), (BF16, 64 if tokens >= 64 else 16))
-    ),
-    *(SgmvCase(17, "uniform", hidden, (512,), dtype) for hidden in HIDDEN for dtype in (F32, F16, BF16)),
-    *(SgmvCase(17, "zipf", 512, (hidden, hidden), dtype) for hidden in HIDDEN for dtype in (F32, F16, BF16)),
-    SgmvCase(512, "skewed", 4096, (4096, 1024, 1024), BF16, tile_rows=128),
-]
-
-
 class ScatteredLora:
     """The operands of one call.
 

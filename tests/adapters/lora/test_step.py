@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lora_arena import BASE, BATCHES, fill
-from oracles import sgmv_reference
+from oracles import ORACLES
 from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.lora.step import PagedLora
 from weft.config import environment
@@ -18,7 +18,7 @@ from weft.kernels.dispatch import Sgmv
 from weft.kernels.native import sgmv as sgmv_native
 from weft.kernels.plain import sgmv as sgmv_cpu
 
-OPERATIONS = {"native": sgmv_native.sgmv, "torch": sgmv_cpu.sgmv, "reference": sgmv_reference.sgmv}
+OPERATIONS = {"native": sgmv_native.sgmv, "torch": sgmv_cpu.sgmv, "reference": ORACLES.sgmv}
 INTERPRETED = """
 import torch
 from lora_arena import BASE, fill

@@ -91,7 +91,7 @@ def test_what_is_used_more_often_goes_later_also_after_it_was_away(tmp_path: Pat
 
 def test_being_brought_in_and_running_for_the_first_time_is_one_use(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
-    uses = parts.residency._known[ref.digest].uses
+    uses = parts.residency.known[ref.digest].uses
     parts.load(ref)
     parts.clock[0] += HALF_LIFE_S
     for value, num_runs in ((0.5, 1), (1.5, 2), (2.5, 3)):
@@ -109,7 +109,7 @@ def test_a_request_that_found_no_pages_after_all_did_not_use_its_adapter(tmp_pat
         assert parts.residency.acquire(ref.digest) is not None
         parts.residency.release(ref.digest)
     (resident,) = parts.residency.residents()
-    assert (parts.residency._known[ref.digest].uses.value, resident.uses) == (1, 0)
+    assert (parts.residency.known[ref.digest].uses.value, resident.uses) == (1, 0)
 
 
 def test_an_adapters_cached_prefixes_go_with_it_and_nobody_elses(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone
     assert parts.residency.acquire(ref.digest) is not None
     parts.prefixes.release(parts.cache_blocks(ref.digest, 2), 0)
     parts.residency.release(ref.digest)
-    entry = parts.residency._entries[ref.digest]
+    entry = parts.residency.entries[ref.digest]
     assert entry.reload_cost()[0] == pytest.approx(pages * COSTS.copy_s + 2 * COSTS.token_s)
     assert entry.reload_cost()[1] == pages + 2
     offered = parts.evictor._offered[id(entry)].entry[1]
@@ -185,7 +185,7 @@ def test_check_finds_an_adapter_in_use_that_can_be_evicted(tmp_path: Path) -> No
     parts.load(ref)
     parts.residency.check()
     assert parts.residency.acquire(ref.digest) is not None
-    parts.evictor.offer(parts.residency._entries[ref.digest])
+    parts.evictor.offer(parts.residency.entries[ref.digest])
     with pytest.raises(PageAccountingError, match="in use and can be evicted"):
         parts.residency.check()
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch
 from adapters_factory import Q_AND_V, random_lora
 from residency_parts import make_residency, prepare, store
 from weft.adapters.ref import AdapterTier
-from weft.adapters.residency.entry import Stage
+from weft.adapters.residency.entry import Entries
 from weft.adapters.residency.residency import MAX_UNDER_WAY
 from weft.adapters.residency.slots import SlotLease
 from weft.errors import (
@@ -553,23 +553,18 @@ def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(tm
     parts.residency.check()
 
 
-class _Unlisted(dict[Any, Any]):
-    """Entries that may be looked up and not gone through."""
-
-    def _refuse(self, *_args: object) -> NoReturn:
-        raise AssertionError("all adapters were looked at")
-
-    __iter__ = keys = values = items = _refuse
-
-
-def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path) -> None:
+def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, refs, _ = prepare(tmp_path, num_pages=100)
     for ref in refs[:2]:
         parts.load(ref)
         parts.residency.pin(ref, True)
     residency = parts.residency
-    residency._entries = _Unlisted(residency._entries)
-    residency._by_stage[Stage.DEVICE] = _Unlisted(residency._by_stage[Stage.DEVICE])
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("all adapters were looked at")
+
+    for way in ("__iter__", "keys", "values", "items"):
+        monkeypatch.setattr(Entries, way, refuse)
     residency.want(refs[2])
     residency.expect([ref.digest for ref in refs])
     residency.tick(0)

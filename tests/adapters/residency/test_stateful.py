@@ -146,7 +146,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.parts.prefixes.release(held, last_step)
         if lease is not None:
             if in_flight:
-                self.read.append((last_step, lease, list(self.residency._entries[lease.digest].pages)))
+                self.read.append((last_step, lease, list(self.residency.entries[lease.digest].pages)))
             self.residency.release(lease.digest, last_step)
 
     @rule(index=adapters)
@@ -258,19 +258,19 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert not self.parts.arena.bytes[0].any()
         counts = self.parts.pool.counts()
         assert counts["kv"] == sum(len(pages) for pages in self.kv)
-        assert counts["adapter"] == sum(len(entry.pages) for entry in self.residency._entries.values())
+        assert counts["adapter"] == sum(len(entry.pages) for entry in self.residency.entries.values())
 
     @invariant()
     def references_equal_their_holders(self) -> None:
         running = Counter(index for index, _, _ in self.running if index is not None)
-        for digest, entry in self.residency._entries.items():
+        for digest, entry in self.residency.entries.items():
             assert (entry.holds, entry.running) == (self.holds[self.index[digest]], running[self.index[digest]])
-        absent = [index for index, ref in enumerate(self.refs) if ref.digest not in self.residency._entries]
+        absent = [index for index, ref in enumerate(self.refs) if ref.digest not in self.residency.entries]
         assert not any(self.holds[index] or running[index] for index in absent)
 
     @invariant()
     def who_waits_has_no_pages_and_who_is_away_no_cached_blocks(self) -> None:
-        for entry in self.residency._entries.values():
+        for entry in self.residency.entries.values():
             assert bool(entry.pages) == (entry.stage in (Stage.COPYING, Stage.DEVICE))
         for group in self.parts.prefixes.groups():
             assert group is None or self.residency.state(group) == "device"
@@ -292,7 +292,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @invariant()
     def pins_keep_what_their_share_holds(self) -> None:
         kept = self.kept_by_a_pin()
-        for digest, entry in self.residency._entries.items():
+        for digest, entry in self.residency.entries.items():
             index = self.index[digest]
             assert entry.is_kept == (index in kept)
             assert entry.evict_last == (index in self.pinned and entry.stage is Stage.DEVICE and index not in kept)
@@ -300,7 +300,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def kept_by_a_pin(self) -> set[int]:
         """Of three slots pins keep one, for the first pinned whose pages are no more than half of all."""
         share = self.parts.pool.capacity // 2
-        entries = self.residency._entries
+        entries = self.residency.entries
         small = [index for index in self.pinned if index in self.on_device()]
         return set([index for index in small if len(entries[self.refs[index].digest].pages) <= share][:1])
 
@@ -311,11 +311,11 @@ class ResidencyMachine(RuleBasedStateMachine):
         return {index for index, _, _ in self.running if index is not None}
 
     def placed(self) -> set[tuple[str, int]]:
-        return {(digest, entry.slot) for digest, entry in self.residency._entries.items() if entry.pages}
+        return {(digest, entry.slot) for digest, entry in self.residency.entries.items() if entry.pages}
 
     def is_something_read(self) -> bool:
         completed = self.parts.pool.completed_step
-        adapters_read = [entry for entry in self.residency._entries.values() if entry.last_step > completed]
+        adapters_read = [entry for entry in self.residency.entries.values() if entry.last_step > completed]
         return bool(adapters_read) or any(block.last_step > completed for block in self.parts.prefixes._blocks.values())
 
     def finish_everything(self) -> None:

@@ -11,7 +11,7 @@ PROGRAM = """
 import resource
 import sys
 import torch
-from weft.engine.model.heap import keep_freed_memory
+from weft.engine.model.device import keep_freed_memory
 torch.set_num_threads(1)
 is_kept = sys.argv[1] == "keep" and keep_freed_memory()
 

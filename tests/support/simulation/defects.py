@@ -192,7 +192,7 @@ def use_an_adapter_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
     def eager(self: residency.Residency, entry: Any) -> None:
         place(self, entry)
         if entry.stage is Stage.COPYING:
-            self._advance(entry, Stage.DEVICE)
+            self.entries.advance(entry, Stage.DEVICE)
             self._tables.write(entry.slot, entry.image.layout, entry.pages, {}, {})
 
     patch.setattr(residency.Residency, "_place", eager)

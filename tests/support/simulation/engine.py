@@ -189,7 +189,7 @@ class Simulation(SimulatedEngine):
         """One pump, and some time if it computed nothing."""
         self.num_pumps += 1
         steps = self.runner.num_steps
-        self._num_kept = sum(entry.is_kept for entry in self.residency._entries.values())
+        self._num_kept = sum(entry.is_kept for entry in self.residency.entries.values())
         try:
             outputs = self.core.pump()
         except EngineError as error:
@@ -368,7 +368,7 @@ class Simulation(SimulatedEngine):
             resident = residents.get(digest)
             if running[digest] != (resident.running if resident is not None else 0):
                 self.failures.append(f"{running[digest]} requests run with {digest[:14]}: {resident}")
-            entry = self.residency._entries.get(digest)
+            entry = self.residency.entries.get(digest)
             if digest not in failed and holding[digest] != (entry.holds if entry is not None else 0):
                 self.failures.append(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
         if self.scheduler.table.requests.keys() != self._open:
@@ -393,7 +393,7 @@ class Simulation(SimulatedEngine):
         }
         for state in self.scheduler.table.running:
             owned |= dict.fromkeys(state.pages.own_pages(), ("kv", slots.get(state.digest or "", -1)))
-        for entry in self.residency._entries.values():
+        for entry in self.residency.entries.values():
             owned |= dict.fromkeys(entry.pages, ("adapter", entry.slot))
         expected = [owned.get(page, (self.pool.state(page), -1)) for page in range(1, self.pool.num_pages)]
         told = status.page_map
@@ -415,7 +415,7 @@ class Simulation(SimulatedEngine):
             if self.time.now_s - since_s > MAX_PAUSED_S:
                 self._fail(f"nothing was computed for {MAX_PAUSED_S} seconds, but requests have pages")
             return
-        entries = self.residency._entries.values()
+        entries = self.residency.entries.values()
         waiting = sum(entry.num_pages for entry in entries if entry.stage is Stage.DEVICE and entry.holds)
         available = self.evictor.num_available + waiting - self.pool.capacity // 8
         able: dict[str, float] = {}
@@ -433,7 +433,7 @@ class Simulation(SimulatedEngine):
     def _check_pages(self) -> None:
         """Every owned page has one owner and holds what its owner thinks; cached blocks never change."""
         blocks = list(self.prefixes._blocks.values()) if self.prefixes is not None else []
-        entries = list(self.residency._entries.values())
+        entries = list(self.residency.entries.values())
         owned: dict[PageState, list[int]] = {
             "kv": [page for state in self.scheduler.table.running for page in state.pages.own_pages()],
             "prefix": [page for block in blocks for page in block.pages],

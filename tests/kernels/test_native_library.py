@@ -1,5 +1,6 @@
 """Compiling the CPU kernels: what is kept, what is said where it is not possible, and who may write to the folder."""
 
+import ctypes
 import logging
 import os
 import platform
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpu_kernels import needs_compiler
+from implementations import needs_compiler
 from weft.config import environment
 from weft.kernels.dispatch import kernels_for, torch_kernels
 from weft.kernels.native import library as native_library
@@ -237,6 +238,13 @@ def test_two_processes_that_compile_at_once_both_end_with_a_library(tmp_path: Pa
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected one of torch\.float32, torch\.bfloat16, got torch\.float64"):
         native_function("rms_norm", torch.float64, "i")
+
+
+@needs_compiler
+def test_too_little_memory_is_an_error_and_not_the_end_of_the_process() -> None:
+    task = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    attention = native_function("attention", torch.float32, "i" * 16 + "fii", ctypes.c_bool)
+    assert attention(*[0] * 10, 0, task.data_ptr(), 1, 1, 1, 1 << 50, 1.0, 0, 0)
 
 
 @needs_compiler

@@ -1,0 +1,121 @@
+"""The implementations of the kernels' operations, for the one contract suite in tests/kernels.
+
+It runs over torch operators, C++ as compiled for this CPU and for lesser ones, Triton on a CUDA device, and, in a
+process with TRITON_INTERPRET=1, over interpreted Triton alone (tests/kernels/test_interpreter.py).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from poison import poisoned_memory
+from weft.config import environment
+from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels, triton_kernels
+from weft.kernels.native.library import FLAGS, native_library
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+INTERPRETS = environment().get("TRITON_INTERPRET") == "1"
+needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
+BUILDS = {
+    "native": (),
+    "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    "x86-64-v3": ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"),
+}
+"""What `-march` may say, and the features of a CPU that runs it: v4 has no products of bfloat16, v3 no AVX-512."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation, and what it can compute."""
+
+    name: str
+    make: Callable[[], Kernels]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device = CPU
+    build: str | None = None
+    """One of `BUILDS`, for C++."""
+    has_rounded_scores: bool = False
+    """Whether attention rounds scores to the dtype of the keys before the softmax, as transformers does."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """Its operations; memory that they get uninitialised holds NaN."""
+        kernels = self.make()
+        return replace(kernels, **{field.name: _poisoned(getattr(kernels, field.name)) for field in fields(kernels)})
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether a row's result has the same bits in every batch and in every chunk of its prompt."""
+        return self.build is not None
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether it is too slow for large cases."""
+        return INTERPRETS
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Of a product, relative to `ROW_TOLERANCES`."""
+        return 0.25 if dtype == F32 and self.device == CPU and not self.is_interpreted else 1
+
+    def randn(self, shape: tuple[int, ...], dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+        """Random numbers, twice as large as usual, on its device."""
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(shape, generator=generator) * 2).to(dtype).to(self.device)
+
+
+TORCH = Implementation("torch", torch_kernels, (F32, F16, BF16), has_rounded_scores=True)
+NATIVE = [Implementation(build, native_kernels, (F32, BF16), build=build) for build in BUILDS]
+TRITON = Implementation("triton", triton_kernels, (F32, F16, BF16), CPU if INTERPRETS else torch.device("cuda"))
+IMPLEMENTATIONS = [TRITON] if INTERPRETS else [TORCH, *NATIVE, TRITON]
+
+
+def marks(impl: Implementation) -> list[pytest.MarkDecorator]:
+    """Where its tests cannot run."""
+    if impl.device.type == "cuda":
+        return [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    if impl.build is None:
+        return []
+    reason = f"this CPU does not run what is compiled for {impl.build}"
+    return [needs_compiler, pytest.mark.skipif(not _can_run(impl.build), reason=reason)]
+
+
+def flags_for(build: str) -> tuple[str, ...]:
+    """Flags that compile for a kind of CPU."""
+    return tuple(f"-march={build}" if flag == "-march=native" else flag for flag in FLAGS)
+
+
+def _can_run(build: str) -> bool:
+    if build == "native":
+        return True
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return False
+    features = {word for line in Path("/proc/cpuinfo").read_text().splitlines() for word in line.split()}
+    return features.issuperset(BUILDS[build])
+
+
+def _poisoned(operation: Any) -> Any:
+    def call(*operands: Any, **named: Any) -> Any:
+        with poisoned_memory():
+            return operation(*operands, **named)
+
+    return operation and call
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    """Compute with so many threads while it lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

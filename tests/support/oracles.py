@@ -1,0 +1,154 @@
+"""What each kernel computes, written plainly and in float64: the results that tests compare kernels with."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.dispatch import Kernels
+from weft.kernels.sampling import SamplingTensors
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, row_pitch_units
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()).to(x.dtype)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    new_residual = x + residual
+    return rms_norm(new_residual, weight, eps), new_residual
+
+
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    for x in (q, k):
+        wide = x.double()
+        x.copy_(wide * cos.double()[:, None] + wide.roll(x.shape[2] // 2, -1) * sin.double()[:, None])
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, 1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def kv_write(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: KvSlots
+) -> None:
+    for token, slot in enumerate(slot_mapping.mapping.tolist()):
+        if slot >= 0:
+            page, offset = divmod(slot, k_pages.shape[2])
+            k_pages[page, :, offset], v_pages[page, :, offset] = k[token], v[token]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """One query row at a time."""
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k_pages.shape[1]
+    row = 0
+    for request, (rows, context) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):
+        for index in range(rows if context else 0):
+            end = context - rows + index + 1
+            start = max(0, end - sliding_window) if sliding_window else 0
+            positions = torch.arange(start, end, device=q.device)
+            pages = batch.block_table[request, positions // batch.page_tokens].long()
+            offsets = positions % batch.page_tokens
+            keys = k_pages[pages, :, offsets].double().repeat_interleave(group, 1)  # [n, Hq, D]
+            values = v_pages[pages, :, offsets].double().repeat_interleave(group, 1)
+            scores = torch.einsum("hd,nhd->hn", q[row + index].double(), keys) * scale
+            out[row + index] = torch.einsum("hn,nhd->hd", scores.softmax(-1), values).to(q.dtype)
+        row += rows
+    return out
+
+
+def sgmv(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    arena_elements: torch.Tensor,
+    tables: SgmvTables,
+    tiles: Tiles,
+    site: SgmvSite,
+    layer: int,
+) -> None:
+    """One tile, one slice and one weight row at a time."""
+    flat = arena_elements.reshape(-1)
+    for slot, start, length in zip(tiles.slot.tolist(), tiles.start.tolist(), tiles.length.tolist(), strict=True):
+        column = 0
+        for module, width in zip(site.modules, site.widths, strict=True):
+            rank = int(tables.ranks[slot, layer, module]) if slot >= 0 else 0
+            block = y[start : start + length, column : column + width]
+            column += width
+            if rank:
+                offsets = tables.offsets[slot, layer, module].tolist()
+                lora_a = _rows(flat, offsets[0], rank, site.in_features)  # [rank, in]
+                lora_bt = _rows(flat, offsets[1], rank, width)  # [rank, out]
+                scaling = float(tables.scalings[slot, layer, module])
+                block.copy_(block.double() + x[start : start + length].double() @ lora_a.T @ lora_bt * scaling)
+
+
+def _rows(flat: torch.Tensor, offsets: list[int], rank: int, features: int) -> torch.Tensor:
+    unit = UNIT_BYTES // flat.element_size()
+    pitch = row_pitch_units(features, flat.element_size())
+    starts = [(offsets[row // GROUP_ROWS] + row % GROUP_ROWS * pitch) * unit for row in range(rank)]
+    return torch.stack([flat[start : start + features] for start in starts]).double()
+
+
+def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The filtered distribution of one row of logits by full sorts, [V], float64, summing to 1.
+
+    Each filter also keeps what is exactly as likely as the last that it keeps.
+    """
+    p = (row.float() / temperature).double().softmax(0)
+    if 0 < top_k < len(p):
+        p = torch.where(p >= p.sort(descending=True).values[top_k - 1], p, 0.0)
+    if top_p < 1:
+        ordered = p.sort(descending=True).values
+        reached = ordered.cumsum(0) >= top_p * ordered.sum()
+        last = int(reached.nonzero()[0]) if bool(reached.any()) else len(p) - 1
+        p = torch.where(p >= ordered[last], p, 0.0)
+    p = torch.where(p >= min_p * p.max(), p, 0.0)
+    return p / p.sum()
+
+
+def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+    tokens = []
+    for row, (temperature, top_k, top_p, min_p, uniform) in zip(logits, sampling.host, strict=True):
+        if temperature == 0:
+            tokens.append(int(row.argmax()))
+            continue
+        cumulative = probabilities(row, temperature, top_k, top_p, min_p).cumsum(0)
+        tokens.append(int((cumulative > uniform * cumulative[-1]).nonzero()[0]))
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores = logits.double().log_softmax(-1)
+    chosen = scores.gather(1, token_ids[:, None])
+    ordered = scores.sort(dim=-1, descending=True, stable=True)
+    rank = (scores > chosen).sum(-1) + 1
+    return chosen[:, 0].float(), rank, ordered.indices[:, :num_top], ordered.values[:, :num_top].float()
+
+
+ORACLES = Kernels(
+    rms_norm=rms_norm,
+    fused_add_rms_norm=fused_add_rms_norm,
+    rope=rope,
+    silu_and_mul=silu_and_mul,
+    kv_write=kv_write,
+    paged_attention=paged_attention,
+    sgmv=sgmv,
+    sample=sample,
+    logprobs=logprobs,
+)
+"""For tensors on any device."""

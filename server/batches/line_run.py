@@ -28,8 +28,8 @@ from weft.server.auth.callers import Caller
 from weft.server.batches.input_lines import Line
 from weft.server.errors import answer, error_body
 from weft.server.generation.openai_format import JsonObject
-from weft.server.generation.response import WholeAnswer
-from weft.server.generation.routes import Origin, PlannedGeneration, plan_chat, plan_completion
+from weft.server.generation.response import PlannedGeneration, WholeAnswer
+from weft.server.generation.routes import Origin, plan_generation
 from weft.server.generation.schemas import ChatBody, CompletionBody
 from weft.server.http.json_body import validate
 from weft.server.limits.admission import shares_of
@@ -133,9 +133,9 @@ class LineRunner:
             session=name,
             line_id=name,
         )
-        if self.batch.endpoint == "/v1/completions":
-            return await plan_completion(origin, validate(CompletionBody, line.body))
-        return await plan_chat(origin, validate(ChatBody, line.body))
+        is_chat = self.batch.endpoint == "/v1/chat/completions"
+        body = validate(ChatBody, line.body) if is_chat else validate(CompletionBody, line.body)
+        return await plan_generation(origin, body)
 
     async def _caller(self) -> Caller:
         """Whoever made the batch, as the key is now.
@@ -159,7 +159,7 @@ class LineRunner:
 
     async def _generate(self, planned: PlannedGeneration) -> tuple[JsonObject, UsageEvent | None]:
         async with planned.generation as generation:
-            whole = WholeAnswer(planned.shape, planned.meter)
+            whole = WholeAnswer(planned)
             try:
                 await whole.collect(generation.steps())
             except asyncio.CancelledError:
@@ -167,5 +167,5 @@ class LineRunner:
                     planned.meter.take_computed(await asyncio.shield(generation.abort()))
                     await asyncio.shield(planned.meter.finish_quietly("aborted"))
                 raise
-            body, ended = whole.body(planned.options, generation.choices)
+            body, ended = whole.body()
         return body, planned.meter.close(ended)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from fastapi import APIRouter
 
 from weft.errors import NotFoundError
-from weft.registry.records import Adapter, AdapterIdentity, AdapterVersion
-from weft.server.auth.callers import AnyCaller, Caller
+from weft.registry.records import AdapterIdentity, AdapterVersion
+from weft.server.auth.callers import AnyCaller
 from weft.server.generation.schemas import ModelList, ModelView
 from weft.server.model_name import resolve_model
 from weft.server.services import Services, Wired
@@ -20,16 +18,19 @@ PAGE = 1000
 @router.get("/v1/models")
 async def list_models(services: Wired, caller: AnyCaller) -> ModelList:
     """List the base and all adapters that the key may call."""
-    own = [
-        _adapter_view(services, adapter, adapter.current, adapter.name)
-        for adapter in await _own_adapters(services, caller)
-    ]
-    granted = await services.registry.adapters.list_granted(caller.tenant_id) if caller.tenant_id else ()
-    foreign = [
-        _adapter_view(services, adapter, adapter.current, _granted_name(adapter, version))
-        for adapter, version in granted
-    ]
-    return ModelList(data=[_base_view(services), *own, *foreign])
+    models = [_view(services, services.served_name)]
+    tenant_id, adapters = caller.tenant_id, services.registry.adapters
+    if tenant_id is None:
+        return ModelList(data=models)
+    after, is_last = None, False
+    while not is_last:
+        page = await adapters.list_adapters(tenant_id, after, PAGE)
+        models += [_view(services, adapter.name, adapter, adapter.current) for adapter in page.items]
+        after, is_last = page.next, page.next is None
+    for adapter, version in await adapters.list_granted(tenant_id):
+        name = f"{adapter.tenant}/{adapter.name}" + (f"@{version}" if version is not None else "")
+        models.append(_view(services, name, adapter, adapter.current))
+    return ModelList(data=models)
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -38,49 +39,18 @@ async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelV
     if not model_id:
         raise NotFoundError("The path names no model. GET /v1/models lists all, GET /v1/models/NAME shows one.")
     model = await resolve_model(services.registry, caller, services.served_name, model_id)
-    if model.adapter is None or model.version is None:
-        return _base_view(services)
-    return _adapter_view(services, model.adapter, model.version, model_id)
+    return _view(services, model_id, model.adapter, model.version)
 
 
-def _granted_name(adapter: Adapter, version: int | None) -> str:
-    name = f"{adapter.tenant}/{adapter.name}"
-    return name if version is None else f"{name}@{version}"
-
-
-async def _own_adapters(services: Services, caller: Caller) -> list[Adapter]:
-    adapters: list[Adapter] = []
-    after: str | None = None
-    while caller.tenant_id is not None:
-        page = await services.registry.adapters.list_adapters(caller.tenant_id, after, PAGE)
-        adapters.extend(page.items)
-        after = page.next
-        if after is None:
-            break
-    return adapters
-
-
-def _base_view(services: Services) -> ModelView:
+def _view(
+    services: Services, name: str, adapter: AdapterIdentity | None = None, version: AdapterVersion | None = None
+) -> ModelView:
+    """A version of an adapter; without one, the base."""
     return ModelView(
-        id=services.served_name,
-        created=_seconds(services.started_at),
-        owned_by="weft",
-        root=services.served_name,
-        parent=None,
+        id=name,
+        created=int((adapter.created_at if adapter else services.started_at).timestamp()),
+        owned_by=adapter.tenant if adapter else "weft",
+        root=version.digest if version else services.served_name,
+        parent=services.served_name if adapter else None,
         max_model_len=services.ready.max_model_len,
     )
-
-
-def _adapter_view(services: Services, adapter: AdapterIdentity, version: AdapterVersion, model_id: str) -> ModelView:
-    return ModelView(
-        id=model_id,
-        created=_seconds(adapter.created_at),
-        owned_by=adapter.tenant,
-        root=version.digest,
-        parent=services.served_name,
-        max_model_len=services.ready.max_model_len,
-    )
-
-
-def _seconds(moment: datetime) -> int:
-    return int(moment.timestamp())

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import ContextLengthError, InvalidRequestError
+from weft.server.generation.schemas import ChatBody, CompletionBody, GenerationBody, Message
 
 if TYPE_CHECKING:
-    from weft.engine.text.tokenizer import Tokenizer
-    from weft.server.generation.schemas import ChatBody, CompletionBody, GenerationBody, Message
+    from weft.server.services import Services
 
 LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
@@ -25,52 +25,42 @@ class Prompt:
     """As the client sent it; None for token ids and chats."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What requests are checked against."""
-
-    vocab_size: int
-    max_model_len: int
-    max_logprobs: int
-    max_choices: int
-    max_stops: int
-
-
-def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, limits: Limits) -> list[Prompt]:
-    """The prompts of a completions body, in order.
+def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> list[tuple[Prompt, SamplingParams]]:
+    """The prompts of a body in order, each with how to continue it.
 
     Raises:
-        InvalidRequestError: Too many prompts times candidates, an empty prompt, or a token id beyond the vocabulary.
-        ContextLengthError: A prompt and `max_tokens` exceed the context.
+        InvalidRequestError: Too many prompts times candidates, an empty prompt, a token id beyond the vocabulary, a
+            sampling parameter out of range, or the chat template refuses the messages.
+        ContextLengthError: A prompt and the requested tokens exceed the context.
     """
-    _check_candidates(body, len(body.prompt), limits)
-    prompts = []
-    for given in body.prompt:
-        if isinstance(given, str):
-            _check_text_length(given, limits)
-            prompt = Prompt(token_ids=tokenizer.encode(given, add_special_tokens=True), text=given)
-        else:
-            prompt = Prompt(token_ids=given)
-        _check_prompt(prompt, limits, "prompt")
-        _check_context(len(prompt.token_ids), body.max_tokens, limits, "prompt")
-        prompts.append(prompt)
-    return prompts
+    if isinstance(body, ChatBody):
+        return [_chat(body, services)]
+    _check_candidates(body, len(body.prompt), services)
+    scores = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+    params = _params(body, services, max_tokens=body.max_tokens, **scores)
+    return [(_completion_prompt(given, body.max_tokens, services), params) for given in body.prompt]
 
 
-def chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> Prompt:
-    """The prompt of a chat body, by the model's chat template.
-
-    Raises:
-        InvalidRequestError: n or best_of is too large, or the template refuses the messages.
-        ContextLengthError: Prompt and requested tokens exceed the context, or nothing is left to generate.
-    """
-    _check_candidates(body, 1, limits)
-    for message in body.messages:
-        _check_text_length(message.content, limits)
-    prompt = Prompt(token_ids=tokenizer.chat_prompt(as_turns(body.messages)))
-    _check_prompt(prompt, limits, "messages")
-    _check_context(len(prompt.token_ids), max(1, body.token_limit or 1), limits, "messages")
+def _completion_prompt(given: str | list[int], max_tokens: int, services: Services) -> Prompt:
+    if isinstance(given, str):
+        _check_text_length(given, services)
+        prompt = Prompt(token_ids=services.tokenizer.encode(given, add_special_tokens=True), text=given)
+    else:
+        prompt = Prompt(token_ids=given)
+    _check_prompt(prompt, max_tokens, services, "prompt")
     return prompt
+
+
+def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
+    """Without a token limit the answer may fill the context."""
+    _check_candidates(body, 1, services)
+    for message in body.messages:
+        _check_text_length(message.content, services)
+    prompt = Prompt(token_ids=services.tokenizer.chat_prompt(as_turns(body.messages)))
+    _check_prompt(prompt, body.token_limit or 1, services, "messages")
+    room = services.ready.max_model_len - len(prompt.token_ids)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return prompt, _params(body, services, max_tokens=body.token_limit or room, logprobs=logprobs)
 
 
 def as_turns(messages: list[Message]) -> list[dict[str, str]]:
@@ -81,30 +71,20 @@ def as_turns(messages: list[Message]) -> list[dict[str, str]]:
     ]
 
 
-def completion_params(body: CompletionBody, limits: Limits) -> SamplingParams:
-    """Sampling of a completions body; raises InvalidRequestError for what is out of range."""
-    _check_logprobs(body.logprobs, "logprobs", limits)
-    prompt_logprobs = body.logprobs if body.echo else None
-    return _params(body, limits, max_tokens=body.max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
-
-
-def chat_params(body: ChatBody, prompt: Prompt, limits: Limits) -> SamplingParams:
-    """Sampling of a chat body; without a token limit the answer may fill the context."""
-    _check_logprobs(body.top_logprobs, "top_logprobs", limits)
-    room = limits.max_model_len - len(prompt.token_ids)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _params(body, limits, max_tokens=body.token_limit or room, logprobs=logprobs, prompt_logprobs=None)
-
-
 def _params(
-    body: GenerationBody, limits: Limits, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+    body: GenerationBody,
+    services: Services,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    _check_vocabulary(list(body.logit_bias), "logit_bias", limits)
-    _check_vocabulary(body.stop_token_ids, "stop_token_ids", limits)
-    if len(body.stop) > limits.max_stops:
-        raise InvalidRequestError(
-            f"stop may have {limits.max_stops} strings (server.max_stops), got {len(body.stop)}.", param="stop"
-        )
+    server, last_token = services.config.server, services.ready.vocab_size - 1
+    _check_at_most(last_token, max(body.logit_bias, default=0), "The token ids of logit_bias", "logit_bias")
+    _check_at_most(last_token, max(body.stop_token_ids, default=0), "stop_token_ids", "stop_token_ids")
+    _check_at_most(server.max_stops, len(body.stop), "The number of stop strings (server.max_stops)", "stop")
+    name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+    _check_at_most(server.max_logprobs, logprobs or 0, name, name)
     if logprobs is None and body.num_candidates > body.n:
         logprobs = 0  # candidates are compared by them, whether they are shown or not
     return SamplingParams(
@@ -126,49 +106,42 @@ def _params(
     )
 
 
-def _check_candidates(body: GenerationBody, num_prompts: int, limits: Limits) -> None:
-    count, name = body.num_candidates, "n" if body.best_of is None else "best_of"
-    if num_prompts * count > limits.max_choices:
-        prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
-        raise InvalidRequestError(
-            f"{prompts} times {name} = {count} exceed the limit of {limits.max_choices} choices (server.max_choices).",
-            param=name if count > limits.max_choices else "prompt",
-        )
+def _check_candidates(body: GenerationBody, num_prompts: int, services: Services) -> None:
+    count, limit, name = (
+        body.num_candidates,
+        services.config.server.max_choices,
+        "n" if body.best_of is None else "best_of",
+    )
+    param = name if count > limit else "prompt"
+    _check_at_most(limit, num_prompts * count, f"The number of prompts times {name} (server.max_choices)", param)
 
 
-def _check_prompt(prompt: Prompt, limits: Limits, param: str) -> None:
-    if not prompt.token_ids:
+def _check_at_most(limit: int, value: int, what: str, param: str) -> None:
+    if value > limit:
+        raise InvalidRequestError(f"{what} must be at most {limit}, got {value}.", param=param)
+
+
+def _check_prompt(prompt: Prompt, num_output: int, services: Services, param: str) -> None:
+    """Refuse a prompt that has no tokens, unknown ones, or too many with those that are to follow."""
+    num_prompt, context = len(prompt.token_ids), services.ready.max_model_len
+    if not num_prompt:
         raise InvalidRequestError("The prompt has no tokens; send at least one character.", param=param)
-    _check_vocabulary(prompt.token_ids, param, limits)
-
-
-def _check_vocabulary(token_ids: list[int], param: str, limits: Limits) -> None:
-    largest = max(token_ids, default=0)
-    if largest >= limits.vocab_size:
-        raise InvalidRequestError(
-            f"{param} holds the token id {largest}, but the vocabulary ends at {limits.vocab_size - 1}.", param=param
-        )
-
-
-def _check_logprobs(wanted: int | None, param: str, limits: Limits) -> None:
-    if wanted is not None and wanted > limits.max_logprobs:
-        raise InvalidRequestError(f"{param} must be at most {limits.max_logprobs}, got {wanted}.", param=param)
-
-
-def _check_text_length(text: str, limits: Limits) -> None:
-    """Refuse what no tokenizer could fit, before tokenizing it."""
-    if len(text) > 128 * limits.max_model_len:
-        raise _too_long(f"a text has {len(text)} characters, which do not fit. Shorten it", limits, None)
-
-
-def _check_context(num_prompt: int, num_output: int, limits: Limits, param: str) -> None:
+    _check_at_most(services.ready.vocab_size - 1, max(prompt.token_ids), f"The token ids of {param}", param)
     total = num_prompt + num_output
-    if total > limits.max_model_len:
+    if total > context:
         parts = f"{num_prompt} in the {param}, {num_output} in the completion"
-        raise _too_long(f"you requested {total} tokens ({parts}). Shorten one of them", limits, param)
+        raise _too_long(context, f"you requested {total} tokens ({parts}). Shorten one of them", param)
 
 
-def _too_long(reason: str, limits: Limits, param: str | None) -> ContextLengthError:
+def _check_text_length(text: str, services: Services) -> None:
+    """Refuse what no tokenizer could fit, before tokenizing it."""
+    context = services.ready.max_model_len
+    if len(text) > 128 * context:
+        raise _too_long(context, f"a text has {len(text)} characters, which do not fit. Shorten it")
+
+
+def _too_long(context: int, reason: str, param: str | None = None) -> ContextLengthError:
     """LiteLLM knows an overflow by the first words, and LangChain by the code where it stands in the message."""
-    start, code = f"This model's maximum context length is {limits.max_model_len} tokens.", ContextLengthError.code
-    return ContextLengthError(f"{start} However, {reason} ({code}).", param=param)
+    code = ContextLengthError.code
+    message = f"This model's maximum context length is {context} tokens. However, {reason} ({code})."
+    return ContextLengthError(message, param=param)

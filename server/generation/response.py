@@ -8,7 +8,7 @@ before the last bytes go out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, WeftError
-from weft.server.generation.choices import Choice, Generation, Step, best_choices
+from weft.server.generation.choices import Generation, Step, best_choices
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
+from weft.server.generation.schemas import GenerationBody, StreamOptions
 from weft.server.http import sse
 from weft.server.http.wire import IS_CLOSING
 
@@ -29,27 +30,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
-    """How the client wants its answer."""
+class PlannedGeneration:
+    """A request that can run, checked, resolved, admitted and reserved; and how its answer looks."""
 
+    generation: Generation
+    shape: ResponseFormat
+    meter: Meter
+    body: GenerationBody
     head: JsonObject
     """`id`, `created`, `model`, `system_fingerprint`: the same in every chunk."""
     headers: dict[str, str]
-    n: int
-    """Choices of each prompt that are returned, of as many candidates or more."""
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
 
 
 class WholeAnswer:
     """All steps of a generation as one body."""
 
-    def __init__(self, shape: ResponseFormat, meter: Meter) -> None:
-        self.headers: dict[str, str] = {}
-        """Those that the engine's word decides."""
-        self._shape = shape
-        self._meter = meter
+    def __init__(self, plan: PlannedGeneration) -> None:
+        self.headers = dict(plan.headers)
+        """The last of them is known with the first step."""
+        self._plan = plan
         self._parts: dict[int, list[Part]] = {}
         self._steps: list[Step] = []
 
@@ -57,42 +56,36 @@ class WholeAnswer:
         """Take all steps; raises what ends them early."""
         async for together in steps:
             for step in together:
-                self._meter.observe(step)
-                self._parts.setdefault(step.choice.index, []).append(self._shape.part(step))
+                self._plan.meter.observe(step)
+                self._parts.setdefault(step.choice.index, []).append(self._plan.shape.part(step))
                 self.headers.update(_state_header(step))
                 self._steps.append(step)
 
-    def body(self, options: ResponseOptions, candidates: Sequence[Choice]) -> tuple[JsonObject, str]:
+    def body(self) -> tuple[JsonObject, str]:
         """The answer, which is counted as delivered, and the status that is recorded of it."""
+        plan = self._plan
         for step in self._steps:
-            self._meter.deliver(step)
-        best = best_choices(candidates, self._steps, options.n)
+            plan.meter.deliver(step)
+        best = best_choices(plan.generation.choices, self._steps, plan.body.n)
         ends = [joined(self._parts[choice.index]) for choice in best]
         choices = [
-            self._shape.whole_choice(replace(choice, index=index), end)
+            plan.shape.whole_choice(replace(choice, index=index), end)
             for index, (choice, end) in enumerate(zip(best, ends, strict=True))
         ]
-        body: JsonObject = {
-            "object": self._shape.whole_object,
-            **options.head,
-            "choices": choices,
-            "usage": self._meter.usage.body(),
-        }
-        return body, _overall(ends)
+        usage = plan.meter.usage.body()
+        return {"object": plan.shape.whole_object, **plan.head, "choices": choices, "usage": usage}, _overall(ends)
 
 
 class GenerationResponse(Response):
     """Runs the generation when it is called as an ASGI application."""
 
-    def __init__(
-        self, generation: Generation, shape: ResponseFormat, meter: Meter, drain: Drain, options: ResponseOptions
-    ) -> None:
+    def __init__(self, plan: PlannedGeneration, drain: Drain) -> None:
         super().__init__()
-        self._generation = generation
-        self._shape = shape
-        self._meter = meter
+        self._plan = plan
+        self._generation = plan.generation
+        self._meter = plan.meter
         self._drain = drain
-        self._options = options
+        self._options = plan.body.stream_options or StreamOptions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; raises what the engine refused if nothing was sent yet."""
@@ -103,7 +96,7 @@ class GenerationResponse(Response):
         try:
             with self._drain.running(self._generation.cut):
                 async with self._generation as generation:
-                    answer = self._stream if self._options.stream else self._whole
+                    answer = self._stream if self._plan.body.stream else self._whole
                     try:
                         await answer(generation.steps(), send, lambda: watcher.done() or is_closing())
                     except ClientDisconnect:
@@ -117,20 +110,19 @@ class GenerationResponse(Response):
                 self._generation.admission.end()
 
     async def _whole(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
-        answer = WholeAnswer(self._shape, self._meter)
+        answer = WholeAnswer(self._plan)
         await answer.collect(steps)
         if is_gone():
             raise ClientDisconnect
-        body, status = answer.body(self._options, self._generation.choices)
-        headers = {**self._options.headers, **answer.headers}
+        body, status = answer.body()
         await self._meter.finish(status)
-        response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
+        response = Response(orjson.dumps(body), media_type="application/json", headers=answer.headers)
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
     async def _stream(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
         first = await anext(steps)
-        await _send_start(send, 200, {**self._options.headers, **_state_header(first[0]), **sse.HEADERS})
+        await _send_start(send, 200, {**self._plan.headers, **_state_header(first[0]), **sse.HEADERS})
         try:
             await self._send_steps(first, steps, send, is_gone)
         except ClientDisconnect:
@@ -152,7 +144,7 @@ class GenerationResponse(Response):
             payload = b""
             for step in together:
                 self._meter.observe(step)
-                part = self._shape.part(step)
+                part = self._plan.shape.part(step)
                 if part.finish_reason is not None:
                     ends.append(part)
                 self._meter.deliver(step)
@@ -172,16 +164,16 @@ class GenerationResponse(Response):
         payload = b""
         if step.choice.index not in opened:
             opened.add(step.choice.index)
-            opening = self._shape.opening_choice(step.choice)
+            opening = self._plan.shape.opening_choice(step.choice)
             if opening is not None:
                 payload += self._chunk([opening])
         if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
-            payload += self._chunk([self._shape.chunk_choice(step.choice, part)])
+            payload += self._chunk([self._plan.shape.chunk_choice(step.choice, part)])
         return payload
 
     def _chunk(self, choices: list[JsonObject]) -> bytes:
-        chunk: JsonObject = {"object": self._shape.chunk_object, **self._options.head, "choices": choices}
-        if self._options.continuous_usage:
+        chunk: JsonObject = {"object": self._plan.shape.chunk_object, **self._plan.head, "choices": choices}
+        if self._options.continuous_usage_stats:
             chunk["usage"] = self._meter.usage.body()
         elif self._options.include_usage:
             chunk["usage"] = None
@@ -191,7 +183,7 @@ class GenerationResponse(Response):
         if not self._options.include_usage:
             return sse.DONE
         usage = self._meter.usage.body()
-        chunk: JsonObject = {"object": self._shape.chunk_object, **self._options.head, "choices": [], "usage": usage}
+        chunk: JsonObject = {"object": self._plan.shape.chunk_object, **self._plan.head, "choices": [], "usage": usage}
         return sse.event(chunk) + sse.DONE
 
     async def _end_badly(self, error: WeftError, send: Send) -> None:

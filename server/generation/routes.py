@@ -19,16 +19,9 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.choices import Choice, Generation
 from weft.server.generation.meter import Meter
-from weft.server.generation.openai_format import ChatFormat, CompletionFormat, ResponseFormat
-from weft.server.generation.prompts import (
-    Limits,
-    Prompt,
-    chat_params,
-    chat_prompt,
-    completion_params,
-    completion_prompts,
-)
-from weft.server.generation.response import GenerationResponse, ResponseOptions
+from weft.server.generation.openai_format import ChatFormat, CompletionFormat
+from weft.server.generation.prompts import Prompt, prompts_and_params
+from weft.server.generation.response import GenerationResponse, PlannedGeneration
 from weft.server.generation.schemas import ChatBody, ChatView, CompletionBody, CompletionView, GenerationBody
 from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.http.openapi import takes
@@ -52,8 +45,7 @@ class GenerationRoute(APIRoute):
             services = services_of(request)
             caller = await admit_generation(request, request.query_params.get("tenant"))
             await services.arrivals.turn(caller.tenant_id or "")
-            plan: PlannedGeneration = await self.endpoint(request, caller)
-            return GenerationResponse(plan.generation, plan.shape, plan.meter, services.drain, plan.options)
+            return GenerationResponse(await self.endpoint(request, caller), services.drain)
 
         return handle
 
@@ -77,10 +69,7 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 )
 async def complete(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Continue one or many prompts."""
-    services = services_of(request)
-    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await parsed(CompletionBody, raw)
-    return await plan_completion(_origin(request, services, caller, raw), body)
+    return await _planned(request, caller, CompletionBody)
 
 
 @router.post(
@@ -91,10 +80,7 @@ async def complete(request: Request, caller: GeneratingCaller) -> PlannedGenerat
 )
 async def chat(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation."""
-    services = services_of(request)
-    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await parsed(ChatBody, raw)
-    return await plan_chat(_origin(request, services, caller, raw), body)
+    return await _planned(request, caller, ChatBody)
 
 
 def deadline_s(headers: Mapping[str, str]) -> float | None:
@@ -132,63 +118,54 @@ class Origin:
     """For a line of a batch: its ledger id. Such a request passes around the gate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedGeneration:
-    """A request that can run: checked, resolved, admitted and reserved."""
-
-    origin: Origin
-    generation: Generation
-    shape: ResponseFormat
-    meter: Meter
-    options: ResponseOptions
-
-
-async def plan_completion(origin: Origin, body: CompletionBody) -> PlannedGeneration:
-    """Make a completions body a generation.
+async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> PlannedGeneration:
+    """Make a body a generation.
 
     Raises:
         RequestError: The body asks for what cannot be; the model is missing; a limit is reached.
         CapacityError: It would wait too long.
     """
-    services = origin.services
-    call = _Call(origin=origin, model=await _resolve(origin, body), body=body)
-    with call.admitted(len(body.prompt), body.max_tokens) as admission:
-        limits = limits_of(services)
-        params = completion_params(body, limits)
-        prompts = await _off_loop(
-            lambda: completion_prompts(body, services.tokenizer, limits), sum(len(prompt) for prompt in body.prompt)
+    services, lease = origin.services, origin.lease
+    model = await _resolve(origin, body)
+    with _admitted(origin, model, body) as admission:
+        prompts = await _off_loop(lambda: prompts_and_params(body, services), body.num_characters)
+        num_prompt = _reserve(lease, body, prompts)
+        meter = Meter(
+            services,
+            origin.caller,
+            model,
+            lease,
+            endpoint=origin.endpoint,
+            request_id=origin.request_id,
+            line_id=origin.line_id,
         )
-        plan = [(prompt, params) for prompt in prompts]
-        return _plan(call, plan, CompletionFormat(body, services.tokenizer), admission)
+        choices = _choices(origin, model, body, prompts, meter.ledger_id)
 
+        def may_grow(num_output: int) -> bool:
+            return lease.grow(num_prompt + num_output)
 
-async def plan_chat(origin: Origin, body: ChatBody) -> PlannedGeneration:
-    """Make a chat body a generation; raises like `plan_completion`."""
-    services = origin.services
-    call = _Call(origin=origin, model=await _resolve(origin, body), body=body)
-    with call.admitted(1, body.token_limit) as admission:
-        limits = limits_of(services)
-        prompt = await _off_loop(
-            lambda: chat_prompt(body, services.tokenizer, limits),
-            sum(len(message.content) for message in body.messages),
+        tokenizer = services.tokenizer
+        shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
+        return PlannedGeneration(
+            generation=Generation(services.engine, choices, may_grow, admission),
+            shape=shape,
+            meter=meter,
+            body=body,
+            head={
+                "id": shape.id_prefix + secrets.token_hex(16),
+                "created": int(services.now().timestamp()),
+                "model": model.name,
+                "system_fingerprint": services.fingerprint,
+            },
+            headers=model.headers,
         )
-        plan = [(prompt, chat_params(body, prompt, limits))]
-        return _plan(call, plan, ChatFormat(body, services.tokenizer), admission)
 
 
-def limits_of(services: Services) -> Limits:
-    """What the engine and the settings allow."""
-    return Limits(
-        vocab_size=services.ready.vocab_size,
-        max_model_len=services.ready.max_model_len,
-        max_logprobs=services.config.server.max_logprobs,
-        max_choices=services.config.server.max_choices,
-        max_stops=services.config.server.max_stops,
-    )
-
-
-def _origin(request: Request, services: Services, caller: Caller, raw: bytes) -> Origin:
-    return Origin(
+async def _planned(request: Request, caller: Caller, kind: type[CompletionBody | ChatBody]) -> PlannedGeneration:
+    services = services_of(request)
+    raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
+    body = await parsed(kind, raw)
+    origin = Origin(
         services=services,
         caller=caller,
         lease=lease_of(request),
@@ -198,6 +175,7 @@ def _origin(request: Request, services: Services, caller: Caller, raw: bytes) ->
         raw=raw,
         deadline_s=deadline_s(request.headers),
     )
+    return await plan_generation(origin, body)
 
 
 async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
@@ -216,85 +194,47 @@ async def _off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT
     return work() if num_characters <= INLINE_BYTES // 4 else await asyncio.to_thread(work)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """What the steps of answering share."""
+@contextmanager
+def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatBody) -> Iterator[Admission | None]:
+    """Let the request through the gate; if anything fails before the response begins, it leaves again.
 
-    origin: Origin
-    model: ResolvedModel
-    body: GenerationBody
-
-    @contextmanager
-    def admitted(self, num_prompts: int, max_tokens: int | None) -> Iterator[Admission | None]:
-        """Let the request through the gate; whatever fails before the response begins, it has left again.
-
-        Raises:
-            RateLimitError: It would wait too long, by its tenant's doing.
-            CapacityError: It would wait too long.
-        """
-        origin, ref = self.origin, self.model.ref
-        if origin.line_id is not None:
-            yield None
-            return
-        services, caller = origin.services, origin.caller
-        ask = Ask(
-            tenant=caller.tenant_id or "",
-            name=caller.tenant,
-            weight=caller.weight,
-            adapter=ref.digest if ref else None,
-            num_bytes=len(origin.raw),
-            num_choices=self.body.num_candidates * num_prompts,
-            max_tokens=services.ready.max_model_len if max_tokens is None else max_tokens,
-            deadline_s=origin.deadline_s,
-            key=hash((caller.tenant_id, caller.identity.key_id, origin.raw)),
-        )
-        try:
-            admission = services.gate.admit(ask)
-        except WeftError:
-            origin.lease.withdraw()
-            raise
-        try:
-            yield admission
-        except BaseException:
-            admission.end()
-            raise
-
-
-def _plan(
-    call: _Call, plan: list[tuple[Prompt, SamplingParams]], shape: ResponseFormat, admission: Admission | None
-) -> PlannedGeneration:
-    origin, services, body, lease = call.origin, call.origin.services, call.body, call.origin.lease
-    num_prompt = _reserve(lease, body, plan)
-    meter = Meter(
-        services,
-        origin.caller,
-        call.model,
-        lease,
-        endpoint=origin.endpoint,
-        request_id=origin.request_id,
-        line_id=origin.line_id,
+    Raises:
+        RateLimitError: It would wait too long, by its tenant's doing.
+        CapacityError: It would wait too long.
+    """
+    if origin.line_id is not None:
+        yield None
+        return
+    services, caller = origin.services, origin.caller
+    num_prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+    ask = Ask(
+        tenant=caller.tenant_id or "",
+        name=caller.tenant,
+        weight=caller.weight,
+        adapter=model.ref.digest if model.ref else None,
+        num_bytes=len(origin.raw),
+        num_choices=body.num_candidates * num_prompts,
+        max_tokens=services.ready.max_model_len if body.token_limit is None else body.token_limit,
+        deadline_s=origin.deadline_s,
+        key=hash((caller.tenant_id, caller.identity.key_id, origin.raw)),
     )
-    options = ResponseOptions(
-        head={
-            "id": shape.id_prefix + secrets.token_hex(16),
-            "created": int(services.now().timestamp()),
-            "model": call.model.name,
-            "system_fingerprint": services.fingerprint,
-        },
-        headers=call.model.headers,
-        n=body.n,
-        stream=body.stream,
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
-    )
-    choices = _choices(call, plan, meter.ledger_id)
-    generation = Generation(services.engine, choices, lambda num_output: lease.grow(num_prompt + num_output), admission)
-    return PlannedGeneration(origin=origin, generation=generation, shape=shape, meter=meter, options=options)
+    try:
+        admission = services.gate.admit(ask)
+    except WeftError:
+        origin.lease.withdraw()
+        raise
+    try:
+        yield admission
+    except BaseException:
+        admission.end()
+        raise
 
 
-def _reserve(lease: LimitReservation, body: GenerationBody, plan: list[tuple[Prompt, SamplingParams]]) -> int:
+def _reserve(
+    lease: LimitReservation, body: CompletionBody | ChatBody, plan: list[tuple[Prompt, SamplingParams]]
+) -> int:
     """Take the request's tokens before the engine sees it; returns those of the prompts. Raises RateLimitError."""
-    is_open = isinstance(body, ChatBody) and body.token_limit is None
+    is_open = body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
     outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
     count = body.num_candidates
@@ -302,18 +242,23 @@ def _reserve(lease: LimitReservation, body: GenerationBody, plan: list[tuple[Pro
     return prompts
 
 
-def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: str) -> list[Choice]:
+def _choices(
+    origin: Origin,
+    model: ResolvedModel,
+    body: GenerationBody,
+    plan: list[tuple[Prompt, SamplingParams]],
+    ledger_id: str,
+) -> list[Choice]:
     """All candidates; those of a beam search have one request."""
-    origin = call.origin
     flow = FlowKey(
         lane=int(origin.line_id is not None),
         tenant=origin.caller.tenant_id or "",
         weight=origin.caller.weight,
-        priority=call.body.priority,
+        priority=body.priority,
         deadline_s=origin.deadline_s,
     )
     choices = []
-    beam, count = call.body.beam, call.body.num_candidates
+    beam, count = body.beam, body.num_candidates
     for prompt_index, (prompt, params) in enumerate(plan):
         for choice_index in range(count):
             index = prompt_index * count + choice_index
@@ -323,7 +268,7 @@ def _choices(call: _Call, plan: list[tuple[Prompt, SamplingParams]], ledger_id: 
                 request_id=f"{ledger_id}-{index - choice_index + fork_index}",
                 prompt_token_ids=prompt.token_ids,
                 params=params,
-                adapter=call.model.ref,
+                adapter=model.ref,
                 flow=flow,
                 choice_index=fork_index,
                 fork_of=first_id if fork_index else None,

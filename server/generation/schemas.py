@@ -367,16 +367,6 @@ class GenerationBody(Body):
         search = BeamParams(width=width, length_penalty=penalty, early_stopping=stopping)
         return search if self.use_beam_search else None
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk carries the usage so far."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
-
 
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
@@ -393,6 +383,16 @@ class CompletionBody(GenerationBody):
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("max_tokens must be at least 1; 0 goes with echo only.", param="max_tokens")
         return self
+
+    @property
+    def token_limit(self) -> int:
+        """Most tokens to generate for each choice."""
+        return self.max_tokens
+
+    @property
+    def num_characters(self) -> int:
+        """About how much there is to tokenize."""
+        return sum(map(len, self.prompt))
 
 
 class Message(Body):
@@ -450,6 +450,11 @@ class ChatBody(GenerationBody):
     def token_limit(self) -> int | None:
         """Most tokens to generate; None takes what the context leaves."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_characters(self) -> int:
+        """About how much there is to tokenize."""
+        return sum(len(message.content) for message in self.messages)
 
 
 class TokenizeBody(Body):

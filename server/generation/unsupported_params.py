@@ -1,7 +1,7 @@
-"""Fields that OpenAI or vLLM know and Weft lacks, with the values that change nothing.
+"""Fields of OpenAI's and vLLM's bodies that Weft does not offer, with the values that change nothing.
 
-Clients send many of them on every call. A field passes with null or a value listed here, and is refused by name with
-any other.
+Clients send many of them on every call. A field passes with null or a value listed here. With any other value it is
+refused by its name.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ IGNORED = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "s
 IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control", "provider_specific_fields"})
 """What clients keep with a message or one of its text parts for themselves; accepted with any value."""
 
+# These pass with null alone.
+_CONSTRAINED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_TOKENS = ("truncate_prompt_tokens", "allowed_token_ids", "prompt_logprobs")
+_ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")
+_OPENAI = ("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")
+
+TOKENIZE: Neutral = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "mm_processor_kwargs": (),
+    "tools": ([],),
+}
 SHARED: Neutral = {
+    **dict.fromkeys((*_CONSTRAINED, *_TOKENS, *_ENGINE), ()),
     "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
     "bad_words": ([],),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "cache_salt": (),
-    "kv_transfer_params": (),
-    "vllm_xargs": (),
-    "lora_path": (),
 }
 COMPLETIONS: Neutral = {
     **SHARED,
@@ -46,25 +49,16 @@ COMPLETIONS: Neutral = {
 }
 CHAT: Neutral = {
     **SHARED,
-    "tools": ([],),
+    **TOKENIZE,
+    **dict.fromkeys(_OPENAI, ()),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "documents": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": (),
     "include_reasoning": (True,),
 }
 MESSAGE: Neutral = {
@@ -75,12 +69,4 @@ MESSAGE: Neutral = {
     "audio": (),
     "reasoning": ("",),
     "reasoning_content": ("",),
-}
-TOKENIZE: Neutral = {
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "mm_processor_kwargs": (),
-    "tools": ([],),
 }

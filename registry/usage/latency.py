@@ -19,7 +19,7 @@ from weft.registry.db.clock import DAY_US, HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageLatencyRow
 from weft.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
 from weft.registry.usage.latency_bins import percentile
-from weft.registry.usage.write import GROUP_COLUMNS, check_query, matching
+from weft.registry.usage.write import GROUP_COLUMNS, adapter_label, check_query, matching
 
 LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
 MAX_COUNTS = 50_000
@@ -118,7 +118,8 @@ async def _read(
     if width := _WIDTHS[query.bucket]:
         order.insert(0, (_counts.at // width * width).label("bucket"))
     keys = [*order, _counts.adapter_state, _counts.bin]
-    names = (func.min(_counts[name]).label(name) for name in ("tenant", "adapter"))
+    shown = {"tenant": _counts.tenant, "adapter": adapter_label(query, UsageLatencyRow.__table__)}
+    names = (func.min(shown[name]).label(name) for name in shown)
     requests = cast(func.sum(_counts.requests), BigInteger).label("requests")
     counted = select(*keys, *names, requests).group_by(*keys).order_by(*order).limit(MAX_COUNTS + 1)
     counted = matching(query, counted, UsageLatencyRow.__table__, start, end)

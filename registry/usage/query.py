@@ -39,7 +39,17 @@ from weft.registry.names import MAX_INTEGER, check_integer, check_text
 from weft.registry.records import Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 from weft.registry.usage.buckets import Buckets, zone
 from weft.registry.usage.prices import PART, PriceTable, cost_sums
-from weft.registry.usage.write import GROUP_COLUMNS, MAX_ROWS, NAMES, SUMS, check_query, event_sums, matching, sum_of
+from weft.registry.usage.write import (
+    GROUP_COLUMNS,
+    MAX_ROWS,
+    NAMES,
+    SUMS,
+    adapter_label,
+    check_query,
+    event_sums,
+    matching,
+    sum_of,
+)
 
 _COSTS = ("cost_parts", "cost_units")
 _FIGURES = (*SUMS, *_COSTS)
@@ -62,7 +72,8 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
     if query.top is not None and query.rank_by == "cost" and prices is None:
         raise InvalidRequestError("This server has no prices, so rank_by takes no cost.", param="rank_by")
     buckets = await _buckets(session, query)
-    facts = _facts(query, buckets, _names(query) if prices is None else (*NAMES, "service_class"))
+    needed = NAMES if "adapter" in _names(query) else _names(query)
+    facts = _facts(query, buckets, needed if prices is None else (*NAMES, "service_class"))
     costs = (cost.label(name) for name, cost in zip(_COSTS, cost_sums(prices, facts), strict=True))
     sums = [*(sum_of(facts.c[name]) for name in SUMS), *costs]
     cells = _cells(query, facts, sums)
@@ -136,7 +147,8 @@ def _names(query: UsageQuery) -> list[str]:
 def _cells(query: UsageQuery, facts: Subquery, sums: Sequence[Label[int]]) -> Select[Any]:
     """Each bucket of each group."""
     groups = [facts.c[name] for name in _groups(query)]
-    names = [func.min(facts.c[name]).label(name) for name in _names(query)]
+    shown = (adapter_label(query, facts) if name == "adapter" else facts.c[name] for name in _names(query))
+    names = [func.min(text).label(name) for name, text in zip(_names(query), shown, strict=True)]
     if query.bucket:
         return select(facts.c.bucket, *groups, *names, *sums).group_by(facts.c.bucket, *groups)
     # Not the start, which by default moves with the clock: the next page would begin anew.

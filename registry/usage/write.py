@@ -27,6 +27,7 @@ from sqlalchemy import (
     literal,
     or_,
     select,
+    tuple_,
     union_all,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -213,8 +214,26 @@ def matching(query: UsageQuery, facts: Select[Any], table: FromClause, start: in
         facts = facts.where(table.c.tenant_id == query.tenant_id)
     for column, wanted in _filters(query).items():
         if wanted:
-            facts = facts.where(table.c[column].in_(wanted))
+            is_wanted = table.c[column].in_(wanted)
+            facts = facts.where(is_wanted | _asked_by_owner(query, table) if column == "adapter" else is_wanted)
     return facts
+
+
+def _asked_by_owner(query: UsageQuery, table: FromClause) -> ColumnElement[bool]:
+    """Whether the owner of a wanted `owner/name` asked: its own usage says only `name`."""
+    owned = [tuple(text.split("/", 1)) for text in query.adapters if "/" in text]
+    return tuple_(table.c.tenant, table.c.adapter).in_(owned)
+
+
+def adapter_label(query: UsageQuery, facts: FromClause) -> ColumnElement[str]:
+    """An adapter's name in a row, which is also the filter for what the row sums up.
+
+    A row over several tenants names the owner, because each of them may have an adapter of this name.
+    """
+    name: ColumnElement[str] = facts.c.adapter
+    if query.tenant_id is not None or "tenant" in query.group_by:
+        return name
+    return case((or_(name == "", name.contains("/"), facts.c.tenant == ""), name), else_=facts.c.tenant + "/" + name)
 
 
 def _filters(query: UsageQuery) -> dict[str, tuple[Any, ...]]:

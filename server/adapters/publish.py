@@ -16,7 +16,7 @@ from starlette.responses import Response
 from weft.adapters.blobs.local import BlobWriter
 from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
 from weft.registry.limits import no_storage
-from weft.registry.names import is_name
+from weft.registry.names import is_name, no_such
 from weft.registry.records import VersionFacts
 from weft.registry.uploads import Answer, Retry, body_digest
 from weft.server.adapters.retries import change_once, retry_key
@@ -76,7 +76,7 @@ async def owner_of(services: Services, caller: Caller, tenant: str | None) -> Te
     if tenant is None or tenant == caller.tenant:
         return bound(caller)
     if not caller.is_admin or caller.identity.tenant is not None:
-        raise NotFoundError("There is no such tenant.", param="tenant")
+        raise no_such("tenant", tenant, param="tenant")
     return bound(await for_tenant(services, caller.identity, tenant))
 
 

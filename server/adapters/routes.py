@@ -52,9 +52,9 @@ async def upload_adapter(request: Request, services: Wired, caller: UploadCaller
 async def list_adapters(
     services: Wired, caller: AnyTenantReader, after: str | None = None, limit: Limit = 100
 ) -> AdapterList:
-    """List the tenant's adapters by name, with where they are and what was asked of them.
+    """List the tenant's adapters by name, with where they are and how they were used.
 
-    With `?tenant=*` an admin sees those of all tenants, by tenant and name.
+    Without `?tenant=`, or with `?tenant=*`, an admin sees those of all tenants, by tenant and name.
     """
     if caller.tenant_id is None:
         page = await services.registry.adapters.list_every_adapter(after, limit)

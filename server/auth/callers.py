@@ -8,7 +8,8 @@ from typing import Annotated
 from fastapi import Depends, Query
 from starlette.requests import Request
 
-from weft.errors import AuthenticationError, ForbiddenError, InvalidRequestError, NotFoundError
+from weft.errors import AuthenticationError, ForbiddenError, InvalidRequestError
+from weft.registry.names import no_such
 from weft.registry.records import Identity, Scope
 from weft.server.services import Services, services_of
 
@@ -90,7 +91,7 @@ class CallerDependency:
         identity = identity_of(request)
         if identity.role != "admin":
             if tenant is not None and tenant != identity.tenant:
-                raise NotFoundError("There is no such tenant.", param="tenant")
+                raise no_such("tenant", tenant, param="tenant")
             if self._scope is not None and self._scope not in identity.scopes:
                 raise ForbiddenError(f"The API key lacks the scope {self._scope}.")
             weight = identity.tenant_weight
@@ -111,14 +112,14 @@ class ActingForTenant(CallerDependency):
 
 
 class ActingForEvery(CallerDependency):
-    """Like `ActingForTenant`, but `?tenant=*` from an admin means no tenant in particular, so all of them."""
+    """Like `CallerDependency`; an admin who names no tenant, or `*`, acts for all of them."""
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request."""
         identity = identity_of(request)
         if identity.role == "admin" and tenant == EVERY_TENANT:
             return Caller(identity=identity, tenant_id=None, tenant=None)
-        return bound(await super().__call__(request, tenant))
+        return await super().__call__(request, tenant)
 
 
 async def for_tenant(services: Services, admin: Identity, tenant: str | None) -> Caller:

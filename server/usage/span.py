@@ -30,7 +30,8 @@ class SpanParams(BaseModel):
     end: str | None = None
     """The first moment that no longer counts; now by default."""
     adapter: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
-    """Only adapters of this name; the empty text means the base. This and the other filters may be repeated."""
+    """Only adapters of this name, or with `owner/name` the owner's, whoever used it; the empty text means the base.
+    This and the other filters may be repeated."""
     version: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(default_factory=list, max_length=MAX_WANTED)
     key: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
     """Ids of keys."""

@@ -122,7 +122,7 @@ async def test_states_and_hit_rate_leave_base_and_unknown_apart_from_misses(data
     assert totals.hit_rate == 3 / 5
     base, support = (await _query(database, group_by=("adapter",))).rows
     assert (base.adapter, base.requests, base.hit_rate, base.states["base"]) == (None, 4, None, 4)
-    assert (support.adapter, support.requests, support.hit_rate) == ("support", 6, 3 / 5)
+    assert (support.adapter, support.requests, support.hit_rate) == ("acme/support", 6, 3 / 5)
 
 
 async def test_percentiles_are_those_of_the_requests_that_had_a_first_token(database: Database) -> None:
@@ -168,7 +168,9 @@ async def test_rows_agree_with_the_events_they_are_made_of(
         names = [values[name] if name in group_by or name == "adapter" else None for name in values]
         expected.setdefault((start, *names), []).append(event)
     report = await _query(database, bucket=bucket, group_by=group_by)
-    rows = {(row.start, row.tenant, row.adapter, row.version, row.key_id): row for row in report.rows}
+    # One adapter of several tenants, which no server makes: which of them the name tells is left out here.
+    named = {row.adapter: row.adapter and row.adapter.rpartition("/")[2] for row in report.rows}
+    rows = {(row.start, row.tenant, named[row.adapter], row.version, row.key_id): row for row in report.rows}
     assert rows.keys() == expected.keys()
     assert [row.start for row in report.rows] == sorted(row.start for row in report.rows)
     for key, of_row in expected.items():

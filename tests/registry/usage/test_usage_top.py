@@ -48,11 +48,11 @@ async def test_the_largest_groups_keep_their_rows_and_all_others_are_one(databas
     report = await _query(database, bucket="1h", group_by=("adapter",), top=2)
     seen = [(row.start.hour, row.adapter, row.adapter_id, row.other, row.prompt_tokens) for row in report.rows]
     assert seen == [
-        (12, "b", "adp_b", False, 50),
-        (12, "c", "adp_c", False, 40),
+        (12, "acme/b", "adp_b", False, 50),
+        (12, "acme/c", "adp_c", False, 40),
         (12, None, None, True, 5 + 3 + 10),
-        (13, "b", "adp_b", False, 100),
-        (13, "c", "adp_c", False, 80),
+        (13, "acme/b", "adp_b", False, 100),
+        (13, "acme/c", "adp_c", False, 80),
         (13, None, None, True, 10 + 6),
     ]
     assert report.groups == 5

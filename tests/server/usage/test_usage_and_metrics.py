@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -86,18 +87,46 @@ async def test_the_largest_adapters_have_rows_and_the_others_one(api: Api) -> No
     shown: Counter[tuple[str | None, bool]] = Counter()  # of two days, where midnight came meanwhile
     for row in body["data"]:
         shown[row["adapter"], row["other"]] += row["requests"]
-    assert shown == {("pirate", False): 3, ("poet", False): 2, (None, True): 2}
+    assert shown == {("acme/pirate", False): 3, ("acme/poet", False): 2, (None, True): 2}
     assert (body["groups"], body["next"], body["totals"]["requests"]) == (4, None, 7)
     assert {row["start"][10:] for row in body["data"]} == {"T18:30:00.000Z"}
     own = (await client.get("/v1/usage", params=params)).json()
     assert (own["groups"], own["totals"]["requests"]) == (3, 6)
     text = (await api.admin.get("/v1/usage", params={**params, "format": "csv"})).text
     table = csv.DictReader(io.StringIO(text))
-    assert {(row["adapter"], row["other"]) for row in table} == {("pirate", "false"), ("poet", "false"), ("", "true")}
+    rows = {(row["adapter"], row["other"]) for row in table}
+    assert rows == {("acme/pirate", "false"), ("acme/poet", "false"), ("", "true")}
     plain = (await api.admin.get("/v1/usage", params={"group_by": "adapter"})).json()
     assert plain["groups"] == 4
     assert all("other" not in row for row in plain["data"])
     assert "groups" not in (await api.admin.get("/v1/usage")).json()
+
+
+@pytest.mark.parametrize("path", ["/v1/usage", "/v1/usage/latency"])
+async def test_the_adapter_of_a_row_is_the_filter_for_what_the_row_sums_up(api: Api, path: str) -> None:
+    acme, rival, zeta = [await api.tenant(name) for name in ("acme", "rival", "zeta")]
+    for owner in (acme, rival, zeta):
+        await upload(owner, "qv")
+    rival_id = (await rival.get("/v1/me")).json()["tenant"]["id"]
+    for owner, name in ((acme, "acme"), (zeta, "zeta")):
+        await owner.post("/v1/adapters/qv/grants", json={"tenant": rival_id})
+        await ask(api, "rival", model=f"{name}/qv")
+        for _ in range(2):
+            await ask(api, name, model="qv")
+    await ask(api, "rival", model="qv")
+
+    async def requests(client: httpx.AsyncClient, **params: str) -> dict[str, int]:
+        rows = (await client.get(path, params={"group_by": "adapter", **params})).json()["data"]
+        return {row["adapter"]: row["requests"] for row in rows}
+
+    by_admin = await requests(api.admin)
+    assert by_admin == {"acme/qv": 3, "rival/qv": 1, "zeta/qv": 3}
+    for client in (api.admin, acme, rival):
+        for label, number in (await requests(client)).items():
+            assert await requests(client, adapter=label) == {label: number}
+    assert await requests(rival) == {"acme/qv": 1, "qv": 1, "zeta/qv": 1}
+    assert await requests(acme, adapter="acme/qv") == {"qv": 2}
+    assert await requests(acme, adapter="rival/qv") == {}
 
 
 async def test_times_without_an_offset_are_of_the_zone_that_was_named(api: Api) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.kernels.checks import expect, expect_that
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 class HeadNorms:
     """RMSNorm of each head of queries and keys (Qwen3)."""
 
-    q: torch.Tensor
+    q: Tensor
     """[D], dtype of the projection."""
-    k: torch.Tensor
+    k: Tensor
     """Like q."""
     eps: float
 
 
 def attend(
     kernels: Kernels,
-    qkv: torch.Tensor,
+    qkv: Tensor,
     norms: HeadNorms | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
     slot_mapping: KvSlots,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Norm the heads, rotate them, store keys and values, attend.
 
     Semantics:
@@ -82,11 +82,11 @@ def attend(
 
 
 def check_operands(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
     slot_mapping: KvSlots,
     batch: AttentionBatch,
     sliding_window: int | None,
@@ -108,7 +108,7 @@ def check_operands(
     attention_cpu.check_operands(q, k_pages, v_pages, batch, sliding_window)
 
 
-def check_norms(norms: HeadNorms | None, qkv: torch.Tensor, head_dim: int) -> None:
+def check_norms(norms: HeadNorms | None, qkv: Tensor, head_dim: int) -> None:
     """Check the norms that a call to `attend` was given.
 
     Raises:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 MAX_ITEM_ROWS = 8
 """Requests with at most this many query rows are computed row by row."""
@@ -23,13 +24,13 @@ MAX_ITEM_ROWS = 8
 class KvSlots:
     """The slot mapping of a step with its division into pages done. Valid for every layer of one layer group."""
 
-    mapping: torch.Tensor
+    mapping: Tensor
     """[T], int64: page * page_tokens + offset of each token; -1 is not stored."""
-    rows: torch.Tensor | None
+    rows: Tensor | None
     """[S], int64: tokens that are stored; None where all are."""
-    pages: torch.Tensor
+    pages: Tensor
     """[S], int64: page of each stored token."""
-    offsets: torch.Tensor
+    offsets: Tensor
     """[S], int64: its place in the page."""
 
     @classmethod
@@ -69,17 +70,17 @@ class PromptChunk:
 class AttentionBatch:
     """The attention side of one step. Rows of request r are `query_indptr[r]` to `query_indptr[r + 1]`."""
 
-    block_table: torch.Tensor
+    block_table: Tensor
     """[R, max_blocks], int32: pages of each request, padded with 0, the zero page."""
-    query_indptr: torch.Tensor
+    query_indptr: Tensor
     """[R + 1], int32: cumulative number of query rows."""
-    context_lens: torch.Tensor
+    context_lens: Tensor
     """[R], int32: KV tokens including this step's; 0 for padding."""
-    item_rows: torch.Tensor
+    item_rows: Tensor
     """[I], int32: query row of each item."""
-    item_requests: torch.Tensor
+    item_requests: Tensor
     """[I], int32: its request."""
-    item_lens: torch.Tensor
+    item_lens: Tensor
     """[I], int32: KV tokens it may see, itself included."""
     query_lens: tuple[int, ...]
     """[R], on the host."""
@@ -191,7 +192,7 @@ def _items(indptr: np.ndarray, contexts: np.ndarray) -> np.ndarray:
     return np.stack((rows, requests, np.where(contexts[requests] == 0, 0, lens))).astype(np.int32)
 
 
-def _to_device(host: np.ndarray, device: torch.device) -> torch.Tensor:
+def _to_device(host: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(host)
     if device.type == "cpu":
         return tensor

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def expect(
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     shape: Sequence[int | None],
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,

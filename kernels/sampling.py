@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 MAX_TOP_K = 2**31 - 1
 
@@ -15,15 +16,15 @@ MAX_TOP_K = 2**31 - 1
 class SamplingTensors:
     """How the token of each row is chosen."""
 
-    temperatures: torch.Tensor
+    temperatures: Tensor
     """[B], float32; 0 takes the most likely token."""
-    top_ks: torch.Tensor
+    top_ks: Tensor
     """[B], int32; 0 keeps all."""
-    top_ps: torch.Tensor
+    top_ps: Tensor
     """[B], float32, above 0, at most 1."""
-    min_ps: torch.Tensor
+    min_ps: Tensor
     """[B], float32, 0 to 1."""
-    uniforms: torch.Tensor
+    uniforms: Tensor
     """[B], float32, one draw per row from 0 up to but not including 1."""
     host: tuple[tuple[float, int, float, float, float], ...]
     """The same per row on the host: temperature, top_k, top_p, min_p, uniform."""
@@ -86,15 +87,15 @@ class RowPenalties:
 class PenaltyTensors:
     """The penalties of a batch as lists of logits to change: work is in proportion to histories, not to B * V."""
 
-    places: torch.Tensor
+    places: Tensor
     """[N], int64: row * V + token, each at most once."""
-    repetition: torch.Tensor
+    repetition: Tensor
     """[N], float32."""
-    subtract: torch.Tensor
+    subtract: Tensor
     """[N], float32: frequency * count + presence, for tokens of the output."""
-    bias_places: torch.Tensor
+    bias_places: Tensor
     """[M], int64: row * V + token, each at most once."""
-    bias: torch.Tensor
+    bias: Tensor
     """[M], float32."""
 
     @classmethod
@@ -126,7 +127,7 @@ class PenaltyTensors:
         )
 
 
-def apply_penalties(logits: torch.Tensor, penalties: PenaltyTensors) -> None:
+def apply_penalties(logits: Tensor, penalties: PenaltyTensors) -> None:
     """Change the logits of tokens seen before, then add biases.
 
     Semantics:
@@ -147,5 +148,5 @@ def apply_penalties(logits: torch.Tensor, penalties: PenaltyTensors) -> None:
         flat[penalties.bias_places] += penalties.bias
 
 
-def _joined(parts: list[np.ndarray], dtype: type[np.generic], device: torch.device) -> torch.Tensor:
+def _joined(parts: list[np.ndarray], dtype: type[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)).to(device)

@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from weft.kernels.checks import expect, expect_that
 
@@ -26,11 +27,11 @@ MAX_SLICES = 3
 class SgmvTables:
     """Where the weights of the resident adapters lie. All addresses stay the same while adapters come and go."""
 
-    offsets: torch.Tensor
+    offsets: Tensor
     """[slots, layers, modules, 2 (A, B^T), max_rank / 8], int32: start of each row group in units of 256 bytes."""
-    ranks: torch.Tensor
+    ranks: Tensor
     """[slots, layers, modules], int32: rank rounded up to a multiple of 8; 0 is a module the adapter does not touch."""
-    scalings: torch.Tensor
+    scalings: Tensor
     """[slots, layers, modules], float32."""
 
 
@@ -38,11 +39,11 @@ class SgmvTables:
 class Tiles:
     """Runs of consecutive rows of one adapter, at most `rows` long."""
 
-    slot: torch.Tensor
+    slot: Tensor
     """[capacity], int32: adapter slot; -1 is padding."""
-    start: torch.Tensor
+    start: Tensor
     """[capacity], int32: first row."""
-    length: torch.Tensor
+    length: Tensor
     """[capacity], int32: number of rows, 1 to `rows`."""
     rows: int = 16
     """Upper bound of `length`: 16 suits decode, 64 or 128 long prefill chunks."""
@@ -62,13 +63,7 @@ class SgmvSite:
 
 
 def check_operands(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    arena_elements: torch.Tensor,
-    tables: SgmvTables,
-    tiles: Tiles,
-    site: SgmvSite,
-    layer: int,
+    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
 ) -> None:
     """Check what a call to `sgmv` was given.
 

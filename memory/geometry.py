@@ -55,12 +55,7 @@ def row_pitch_bytes(features: int, dtype_bytes: int) -> int:
 
 
 def page_geometry(
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype_bytes: int,
-    largest_row_features: int,
+    *, num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, largest_row_features: int
 ) -> PageGeometry:
     """Choose the page size for a model.
 

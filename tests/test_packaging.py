@@ -45,7 +45,13 @@ def test_no_part_is_importable_by_its_bare_name(part: str) -> None:
     assert subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["weft", "weft.cli", "weft.registry.registry", "weft.adapters.checkpoint.reader"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("weft", "weft.cli", "weft.registry.registry", "weft.adapters.checkpoint.reader"),
+        "weft.engine.execution.memory_plan",
+    ],
+)
 def test_light_modules_do_not_bring_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

@@ -440,27 +440,23 @@ class Residency:
         entry.pages, entry.slot = pages, slot
         self.entries.advance(entry, Stage.COPYING)
         self.entries.count_held(entry)
-        if self._copied_pages + len(pages) <= self._copier.pages_at_once:
-            self._copied_pages += len(pages)
-            self._copy_now(entry, image)
-            return
-        fence = self._copier.fence()
+        is_small = self._copied_pages + len(pages) <= self._copier.pages_at_once
+        fence = None if is_small else self._copier.fence()
 
         def copy() -> HostImage:
-            self._copier.copy(image.pages, pages, fence)
+            if is_small:
+                self._copier.copy_now(image.pages, pages)
+            else:
+                self._copier.copy(image.pages, pages, fence)
             return image
 
         entry.job = LoadJob(entry.ref.digest, copy, turn=entry.turn)
-        self._copy_queue.submit(entry.job)
-
-    def _copy_now(self, entry: Entry, image: HostImage) -> None:
-        def copy() -> HostImage:
-            self._copier.copy_now(image.pages, entry.pages)
-            return image
-
-        job = LoadJob(entry.ref.digest, copy)
-        self._copy_queue.run_now(job)
-        self._take_in(job)
+        if is_small:
+            self._copied_pages += len(pages)
+            self._copy_queue.run_now(entry.job)
+            self._take_in(entry.job)
+        else:
+            self._copy_queue.submit(entry.job)
 
     def _arrive(self, entry: Entry, image: HostImage) -> None:
         self._tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)

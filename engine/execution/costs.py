@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -130,29 +131,39 @@ def _room_per_row(arena: Arena, pool: PagePool) -> int:
     return pool.num_free // (DECODE_ROWS * arena.geometry.num_groups) * arena.geometry.page_tokens
 
 
+@contextmanager
+def _taken(pool: PagePool, count: int) -> Iterator[list[int]]:
+    """Pages for a measurement, given back after it."""
+    pages = pool.allocate(count, "kv") or []
+    try:
+        yield pages
+    finally:
+        pool.free(pages, 0)
+
+
+def _forward(decoder: Decoder, arena: Arena, chunks: Sequence[Chunk]) -> torch.Tensor:
+    batch = build_batch(StepPlan(step=0, chunks=list(chunks)), arena.geometry, arena.num_pages, decoder.device)
+    return decoder.forward(batch.rows, KvViews.of(arena), None)
+
+
 @torch.inference_mode()
 def _decode_s(decoder: Decoder, arena: Arena, pool: PagePool, context: int, clock: Callable[[], float]) -> float:
     """Seconds of a step in which `DECODE_ROWS` requests of so much context have one token each."""
     geometry = arena.geometry
-    pages = pool.allocate(DECODE_ROWS * geometry.pages(context + 1), "kv") or []
-    arena.zero(pages)
-    per_row = len(pages) // DECODE_ROWS
-    chunks = []
-    for row in range(DECODE_ROWS):
-        table = BlockTable(geometry)
-        table.append(pages[row * per_row : (row + 1) * per_row])
-        chunks.append(Chunk(request_id=str(row), token_ids=[0], start=context, block_table=table.pages))
+    with _taken(pool, DECODE_ROWS * geometry.pages(context + 1)) as pages:
+        arena.zero(pages)
+        per_row = len(pages) // DECODE_ROWS
+        chunks = []
+        for row in range(DECODE_ROWS):
+            table = BlockTable(geometry)
+            table.append(pages[row * per_row : (row + 1) * per_row])
+            chunks.append(Chunk(request_id=str(row), token_ids=[0], start=context, block_table=table.pages))
 
-    def compute() -> None:
-        batch = build_batch(StepPlan(step=0, chunks=chunks), geometry, arena.num_pages, decoder.device)
-        hidden = decoder.forward(batch.rows, KvViews.of(arena), None)
-        decoder.logits(hidden)[0, 0].item()  # waits for the device
+        def compute() -> None:
+            decoder.logits(_forward(decoder, arena, chunks))[0, 0].item()  # waits for the device
 
-    try:
         compute()
         return _best(compute, clock)
-    finally:
-        pool.free(pages, 0)
 
 
 def _best(run: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -165,12 +176,9 @@ def _best(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def _copy_s(source: torch.Tensor, pool: PagePool, copier: PageCopier, clock: Callable[[], float]) -> float:
-    pages = pool.allocate(min(4, pool.num_free), "kv") or []
-    try:
+    with _taken(pool, min(4, pool.num_free)) as pages:
         sources = [source] * len(pages)
         return _best(lambda: copier.copy(sources, pages, copier.fence()), clock) / max(len(pages), 1)
-    finally:
-        pool.free(pages, 0)
 
 
 def _load_s(source: torch.Tensor, clock: Callable[[], float]) -> float:
@@ -191,25 +199,19 @@ def _token_s(decoder: Decoder, arena: Arena, pool: PagePool, max_tokens: int, cl
     """The base model over a chunk of a prompt; a length's first run pays for what is set up for it."""
     geometry = arena.geometry
     longest = min(max_tokens, pool.num_free // geometry.num_groups * geometry.page_tokens)
-    table = BlockTable(geometry)
-    pages = pool.allocate(geometry.pages(longest), "kv") or []
-    table.append(pages)
-    arena.zero(pages)
+    with _taken(pool, geometry.pages(longest)) as pages:
+        table = BlockTable(geometry)
+        table.append(pages)
+        arena.zero(pages)
 
-    def compute(num_tokens: int) -> float:
-        blocks = [group[: geometry.blocks(num_tokens)] for group in table.pages]
-        chunk = Chunk(request_id="", token_ids=[0] * num_tokens, start=0, block_table=blocks)
-        plan = StepPlan(step=0, chunks=[chunk])
-        started_s = clock()
-        batch = build_batch(plan, geometry, arena.num_pages, decoder.device)
-        hidden = decoder.forward(batch.rows, KvViews.of(arena), None)
-        hidden[0, 0].item()  # waits for the device
-        return clock() - started_s
+        def compute(num_tokens: int) -> float:
+            blocks = [group[: geometry.blocks(num_tokens)] for group in table.pages]
+            chunk = Chunk(request_id="", token_ids=[0] * num_tokens, start=0, block_table=blocks)
+            started_s = clock()
+            _forward(decoder, arena, [chunk])[0, 0].item()  # waits for the device
+            return clock() - started_s
 
-    try:
         compute(min(WARM_UP_TOKENS, longest))
         first_s = compute(min(WARM_UP_TOKENS, longest)) / min(WARM_UP_TOKENS, longest)
         count = min(longest, int(TOKENS_BUDGET_S / max(first_s, 1e-9)))
         return first_s if count <= WARM_UP_TOKENS else max(min(compute(count), compute(count)) / count, 1e-9)
-    finally:
-        pool.free(pages, 0)

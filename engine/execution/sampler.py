@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -84,7 +85,10 @@ class Sampler:
         if reported:
             num_top = [specs[row].params.logprobs or 0 for row in reported]
             logprobs = self.logprobs(original, [tokens[row] for row in reported], max(num_top))
-            found = {row: _cut(entry, count) for row, entry, count in zip(reported, logprobs, num_top, strict=True)}
+            found = {
+                row: replace(entry, top_ids=entry.top_ids[:count], top_logprobs=entry.top_logprobs[:count])
+                for row, entry, count in zip(reported, logprobs, num_top, strict=True)
+            }
         return [(None, None) if row in non_finite else (token, found.get(row)) for row, token in enumerate(tokens)]
 
     def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -145,14 +149,4 @@ def _penalties(row: int, spec: SampleSpec) -> RowPenalties:
         frequency=spec.params.frequency_penalty,
         presence=spec.params.presence_penalty,
         bias=spec.params.logit_bias,
-    )
-
-
-def _cut(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        rank=entry.rank,
-        top_ids=entry.top_ids[:num_top],
-        top_logprobs=entry.top_logprobs[:num_top],
     )

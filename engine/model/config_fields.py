@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.errors import ConfigError
 
+T = TypeVar("T")
 HARMLESS_PREFIXES = ("_", "unsloth")
 """Keys that begin so are notes of tools."""
 
@@ -64,29 +65,18 @@ class ConfigFields:
 
     def text(self, key: str) -> str | None:
         """A string, or None where absent."""
-        self._read.add(key)
-        value = self._given.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.error(key, f"expected a string, got {value!r}")
-        return value
+        return self._optional(key, str, "a string")
 
     def texts(self, key: str) -> list[str] | None:
         """A list of strings, or None where absent."""
-        self._read.add(key)
-        value = self._given.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        value = self._optional(key, list, "a list of strings")
+        if not all(isinstance(item, str) for item in value or []):
             raise self.error(key, f"expected a list of strings, got {value!r}")
         return value
 
     def nested(self, key: str) -> dict[str, Any]:
         """A JSON object, empty where absent."""
-        self._read.add(key)
-        value = self._given.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.error(key, f"expected an object, got {value!r}")
-        return value or {}
+        return self._optional(key, dict, "an object") or {}
 
     def require(self, key: str, expected: object, *, default: object) -> None:
         """Refuse any value but the one that is served."""
@@ -119,4 +109,11 @@ class ConfigFields:
             value = self._defaults.get(key, default)
         if value is None:
             raise self.error(key, "missing in config.json")
+        return value
+
+    def _optional(self, key: str, kind: type[T], expected: str) -> T | None:
+        self._read.add(key)
+        value = self._given.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise self.error(key, f"expected {expected}, got {value!r}")
         return value

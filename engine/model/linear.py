@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -24,25 +24,6 @@ So rows are padded to numbers that differ in their leading bits only: all up to 
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
-
-
-class PlainLinear:
-    """`x @ weight.T + bias` on the weight as it is.
-
-    Args:
-        weight: [out_features, in_features].
-        bias: [out_features] or None.
-    """
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer to x [rows, in_features]."""
-        return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 class PackedLinear:
@@ -88,7 +69,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
     """
     if weight.device.type == "cpu" and can_pack(weight.dtype):
         return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+    return partial(torch.nn.functional.linear, weight=weight, bias=bias)
 
 
 @cache

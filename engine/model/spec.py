@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.engine.model.config_fields import ConfigFields
-from weft.engine.model.rope import RopeSpec, rope_spec
+from weft.engine.model.rope_spec import RopeSpec, rope_spec
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
 

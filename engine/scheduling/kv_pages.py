@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from weft.engine.model.rope import RopeSpec
+from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import GenerationRequest
 from weft.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
 from weft.engine.scheduling.request_limits import check_fits

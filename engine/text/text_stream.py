@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from weft.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
@@ -93,12 +93,6 @@ class TextDelta:
     """The stop string or stop token that ended it; None for the end-of-sequence token."""
 
 
-class _Match(NamedTuple):
-    end: int
-    start: int
-    stop: str
-
-
 class StopScanner:
     """Lets text through up to the first stop string, and holds back what may be the start of one.
 
@@ -118,13 +112,11 @@ class StopScanner:
         if not self._stops:
             return text, None
         self._held += text
-        matches = [
-            _Match(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0
-        ]
-        if matches:
-            match = min(matches)
-            shown, self._held = self._held[: match.start], ""
-            return shown, match.stop
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            _, start, stop = min(found)
+            shown, self._held = self._held[:start], ""
+            return shown, stop
         cut = len(self._held) - self._num_held()
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown, None

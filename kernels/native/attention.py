@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
@@ -19,13 +20,8 @@ TASK_ROWS = 128
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None = None
+) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
     Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. While values are finite, a row's result is
@@ -54,21 +50,21 @@ class _Prepared:
     """What the layers of a step share."""
 
     tasks: np.ndarray
-    out: torch.Tensor
+    out: Tensor
 
 
 def attend(
-    qkv: torch.Tensor,
+    qkv: Tensor,
     norms: HeadNorms | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
     slot_mapping: KvSlots,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """All of a layer between its fused projection and its output projection.
 
     Semantics and arguments: `weft.kernels.attend.attend`. The result is overwritten by the next call with the
@@ -113,7 +109,7 @@ def _expect_memory(is_short: bool) -> None:
         raise MemoryError("no memory left for attention; see memory.gib and memory.host_gib, which may be smaller")
 
 
-def _page_arguments(k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[int, ...]:
+def _page_arguments(k_pages: Tensor, v_pages: Tensor) -> tuple[int, ...]:
     return (k_pages.data_ptr(), v_pages.data_ptr(), *k_pages.stride()[:3], k_pages.shape[2])
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from weft.kernels.attention_batch import KvSlots
 from weft.kernels.native.library import native_function
 from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `weft.kernels.plain.rows.rms_norm`."""
     check_norm(x, weight)
     rows, heads, size = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
@@ -20,9 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `weft.kernels.plain.rows.fused_add_rms_norm`."""
     check_add_norm(x, residual, weight)
     rows, size = x.shape
@@ -34,7 +33,7 @@ def fused_add_rms_norm(
     return out, new_residual
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """See `weft.kernels.plain.rows.rope`."""
     check_rope(q, k, cos, sin)
     native_function("rope", q.dtype, "i" * 12)(
@@ -44,7 +43,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     )
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `weft.kernels.plain.rows.silu_and_mul`."""
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape
@@ -53,9 +52,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def kv_write(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: KvSlots
-) -> None:
+def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
     """See `weft.kernels.plain.rows.kv_write`."""
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     rows, heads, head_dim = k.shape

@@ -6,6 +6,7 @@ import ctypes
 import functools
 
 import torch
+from torch import Tensor
 
 from weft.kernels.checks import expect_that
 from weft.kernels.native.library import native_function
@@ -16,13 +17,7 @@ MAX_RANK = 256
 
 
 def sgmv(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    arena_elements: torch.Tensor,
-    tables: SgmvTables,
-    tiles: Tiles,
-    site: SgmvSite,
-    layer: int,
+    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
 ) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
@@ -58,7 +53,7 @@ def sgmv(
     )
 
 
-def _expect_contiguous(name: str, tensor: torch.Tensor) -> None:
+def _expect_contiguous(name: str, tensor: Tensor) -> None:
     expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch, PromptChunk
 from weft.kernels.checks import expect, expect_that
@@ -31,11 +32,11 @@ BUCKET_BYTES = 1 << 22
 class ItemBucket:
     """Items of similar length, computed together."""
 
-    rows: torch.Tensor | slice
+    rows: Tensor | slice
     """Their query rows."""
-    gather: torch.Tensor
+    gather: Tensor
     """[n * Hkv * L], int64: arena rows of D elements that hold their keys, padded with those of their first token."""
-    mask: torch.Tensor | None
+    mask: Tensor | None
     """[n * Hkv, 1, L], dtype of the queries, added to the scores; None where all lengths are equal."""
     count: int
     length: int
@@ -49,7 +50,7 @@ class QueryBlock:
     """Rows of the batch."""
     keys: slice
     """Which of the chunk's gathered keys the block sees."""
-    mask: torch.Tensor
+    mask: Tensor
     """[rows, m], dtype of the queries, added to the scores of the last m keys; all rows see the keys before them."""
 
 
@@ -58,7 +59,7 @@ class ChunkGather:
     """A prompt chunk and what it reads."""
 
     blocks: tuple[QueryBlock, ...]
-    gather: torch.Tensor
+    gather: Tensor
     """[Hkv * L], int64: arena rows of D elements."""
 
 
@@ -70,18 +71,13 @@ class GatherPlan:
     chunks: tuple[ChunkGather, ...]
     num_arena_rows: int
     """Rows of D elements from a layer's first to its last."""
-    gathered: tuple[torch.Tensor, torch.Tensor]
+    gathered: tuple[Tensor, Tensor]
     """Room for the keys and values of the largest bucket or chunk, [rows, D], used by one layer after the other."""
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None = None
+) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages (PagedAttention, arXiv:2309.06180).
 
     Semantics:
@@ -131,9 +127,7 @@ def paged_attention(
     return out
 
 
-def plan_key(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, sliding_window: int | None
-) -> tuple[object, ...]:
+def plan_key(q: Tensor, k_pages: Tensor, v_pages: Tensor, sliding_window: int | None) -> tuple[object, ...]:
     """What a batch keeps a `GatherPlan` under: all of the operands that it depends on."""
     return (
         *("cpu", q.shape, q.dtype, q.device, sliding_window),
@@ -142,21 +136,13 @@ def plan_key(
     )
 
 
-def _gather(
-    keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, plan: GatherPlan
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(keys: Tensor, values: Tensor, rows: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
     k, v = (room[: len(rows)] for room in plan.gathered)
     return torch.index_select(keys, 0, rows, out=k), torch.index_select(values, 0, rows, out=v)
 
 
 def _attend_items(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bucket: ItemBucket,
-    heads: int,
-    scale: float,
-    out: torch.Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, bucket: ItemBucket, heads: int, scale: float, out: Tensor
 ) -> None:
     num_heads, head_dim = q.shape[1:]
     count, length, group = bucket.count, bucket.length, num_heads // heads
@@ -173,13 +159,7 @@ def _attend_items(
 
 
 def _attend_chunk(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block: QueryBlock,
-    heads: int,
-    scale: float,
-    out: torch.Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, block: QueryBlock, heads: int, scale: float, out: Tensor
 ) -> None:
     num_heads, head_dim = q.shape[1:]
     group = num_heads // heads
@@ -193,7 +173,7 @@ def _attend_chunk(
     out[block.rows].view(count, heads, group, head_dim).copy_(result.transpose(0, 1))
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+def _scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Scaled products, summed in float32 and rounded once; softmax computes in float32 whatever it reads."""
     dtype = keys.dtype
     if _is_dear(keys):
@@ -202,7 +182,7 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Te
     return torch.baddbmm(ignored, queries, keys.transpose(1, 2), beta=0, alpha=scale).to(dtype)
 
 
-def _weighted(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _weighted(scores: Tensor, values: Tensor) -> Tensor:
     """Values weighted by the softmax of their scores, rounded to their dtype."""
     weights = scores.softmax(-1).to(values.dtype)
     if _is_dear(values):
@@ -210,14 +190,12 @@ def _weighted(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.bmm(weights, values)
 
 
-def _is_dear(operand: torch.Tensor) -> bool:
+def _is_dear(operand: Tensor) -> bool:
     """Whether a product with it costs more to set up than to compute in float32; both round to the same."""
     return operand.dtype != torch.float32 and operand.numel() <= SMALL_PRODUCT
 
 
-def _plan(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: AttentionBatch, window: int | None
-) -> GatherPlan:
+def _plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, window: int | None) -> GatherPlan:
     check_operands(q, k_pages, v_pages, batch, window)
     head_dim = q.shape[2]
     strides = k_pages.stride()[:3]
@@ -320,7 +298,7 @@ def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None,
     )
 
 
-def _added(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+def _added(hidden: np.ndarray, dtype: torch.dtype) -> Tensor:
     """What hides positions when it is added to scores."""
     return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
 
@@ -337,11 +315,7 @@ def _arena_rows(
 
 
 def check_operands(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: AttentionBatch,
-    sliding_window: int | None,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, sliding_window: int | None
 ) -> None:
     """Check what a call to `paged_attention` was given.
 

@@ -7,12 +7,13 @@ with fewer operations than torch's own.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from weft.kernels.attention_batch import KvSlots
 from weft.kernels.checks import expect, expect_that
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale every vector of the last dimension to unit root mean square, then by `weight` (arXiv:1910.07467).
 
     Semantics:
@@ -37,9 +38,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed.mul_(weight).to(x.dtype)
 
 
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add the residual stream, then normalise.
 
     Semantics:
@@ -63,7 +62,7 @@ def fused_add_rms_norm(
     return rms_norm(new_residual, weight, eps), new_residual
 
 
-def check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
+def check_norm(x: Tensor, weight: Tensor) -> None:
     """Check what a call to `rms_norm` was given.
 
     Raises:
@@ -75,7 +74,7 @@ def check_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
     expect_that("x", x.stride(-1) == 1, "consecutive elements", x.stride())
 
 
-def check_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+def check_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     """Check what a call to `fused_add_rms_norm` was given.
 
     Raises:
@@ -88,7 +87,7 @@ def check_add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     expect_that("residual", residual.is_contiguous(), "contiguous rows", residual.stride())
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate queries and keys by their positions, first half of a head against the second (RoFormer, arXiv:2104.09864).
 
     Semantics:
@@ -116,14 +115,14 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
             x.copy_(wide)
 
 
-def _joined(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _joined(q: Tensor, k: Tensor) -> Tensor | None:
     # Queries and keys that are neighbours in a fused projection are rotated as one tensor, with half the calls.
     if distance_within_storage(q, k) != q.shape[1] * q.stride(1):
         return None
     return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
 
 
-def check_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Check what a call to `rope` was given.
 
     Raises:
@@ -137,12 +136,12 @@ def check_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.T
     expect_that("cos", cos.is_contiguous() and sin.is_contiguous(), "contiguous rows", cos.stride())
 
 
-def both_halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of D / 2 pairs, [T, D / 2], as factors of the D elements that they turn, [T, D]."""
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Multiply each element by the SiLU of its gate.
 
     Semantics:
@@ -162,7 +161,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
 
-def check_silu_and_mul(gate_up: torch.Tensor) -> None:
+def check_silu_and_mul(gate_up: Tensor) -> None:
     """Check what a call to `silu_and_mul` was given.
 
     Raises:
@@ -173,13 +172,7 @@ def check_silu_and_mul(gate_up: torch.Tensor) -> None:
     expect_that("gate_up", gate_up.is_contiguous(), "contiguous rows", gate_up.stride())
 
 
-def kv_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: KvSlots,
-) -> None:
+def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
     """Store the keys and values of a step's tokens in their pages.
 
     Semantics:
@@ -210,7 +203,7 @@ def kv_write(
         pages[slot_mapping.pages, :, slot_mapping.offsets] = stored  # [S, Hkv, D]
 
 
-def _stacked(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+def _stacked(first: Tensor, second: Tensor) -> Tensor | None:
     # Keys and values of a fused projection, or of a page, are one view with a further dimension.
     distance = distance_within_storage(first, second)
     if distance is None or distance <= 0:
@@ -218,13 +211,7 @@ def _stacked(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     return first.as_strided((first.shape[0], 2, *first.shape[1:]), (first.stride(0), distance, *first.stride()[1:]))
 
 
-def check_kv_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: KvSlots,
-) -> None:
+def check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
     """Check what a call to `kv_write` was given.
 
     Raises:
@@ -240,7 +227,7 @@ def check_kv_write(
     expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())
 
 
-def distance_within_storage(first: torch.Tensor, second: torch.Tensor) -> int | None:
+def distance_within_storage(first: Tensor, second: Tensor) -> int | None:
     """Elements from the start of `first` to that of `second`; None unless they share storage and strides.
 
     Equal distances of addresses and of offsets mean that two tensors are views of one storage.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels.checks import expect, expect_that
@@ -27,19 +28,19 @@ COARSE_SHIFT = 18
 class BlockedRow:
     """One row of logits, cut into blocks."""
 
-    values: torch.Tensor
+    values: Tensor
     """[blocks, BLOCK], float32; -inf behind the vocabulary."""
-    maxima: torch.Tensor
+    maxima: Tensor
     """[blocks], float32."""
 
-    def reaching(self, bound: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def reaching(self, bound: Tensor) -> tuple[Tensor, Tensor]:
         """Ids, ascending, and logits of all tokens at or above `bound`."""
         blocks = (self.maxima >= bound).nonzero()[:, 0]
         values = self.values.index_select(0, blocks)
         block, place = (values >= bound).nonzero(as_tuple=True)
         return blocks[block] * BLOCK + place, values[block, place]
 
-    def kth_largest(self, k: int) -> torch.Tensor:
+    def kth_largest(self, k: int) -> Tensor:
         """The k-th largest logit; equals count as often as they occur."""
         if k * 2 > len(self.maxima):
             return self.values.view(-1).topk(k, sorted=False).values.amin()
@@ -48,7 +49,7 @@ class BlockedRow:
         return values.topk(k, sorted=False).values.amin()
 
 
-def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Choose one token per row.
 
     Semantics, for each row with uniform u:
@@ -83,7 +84,7 @@ def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     return tokens
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """Index of the largest logit of each row, the first among equals, [B], int64.
 
     torch.argmax walks a row one element at a time; maxima of blocks are vectorised.
@@ -93,9 +94,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     return block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
 
 
-def logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the unfiltered distribution.
 
     Args:
@@ -126,7 +125,7 @@ def logprobs(
     return chosen[:, 0] - total, rank, top_ids, logits.gather(1, top_ids) - total[:, None]
 
 
-def _blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Logits as [B, blocks, BLOCK] and the maximum of each block, [B, blocks]."""
     short = -logits.shape[1] % BLOCK
     padded = functional.pad(logits, (0, short), value=-torch.inf) if short else logits
@@ -135,7 +134,7 @@ def _blocks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _draw(row: BlockedRow, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
-    ids: torch.Tensor | None
+    ids: Tensor | None
     if 0 < top_k < row.values.numel():
         ids, values = row.reaching(row.kth_largest(top_k))
         p = torch.softmax(values / temperature, dim=0)
@@ -155,7 +154,7 @@ def _draw(row: BlockedRow, temperature: float, top_k: int, top_p: float, min_p: 
     return place if ids is None else int(ids[place])
 
 
-def _nucleus(row: BlockedRow, temperature: float, top_p: float) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _nucleus(row: BlockedRow, temperature: float, top_p: float) -> tuple[Tensor | None, Tensor]:
     """Ids, None for all, and probabilities, not renormalised, of the smallest set whose mass reaches `top_p`."""
     p = torch.softmax(row.values.view(-1) / temperature, dim=0)
     for count in FEW_BLOCKS:
@@ -166,7 +165,7 @@ def _nucleus(row: BlockedRow, temperature: float, top_p: float) -> tuple[torch.T
     return None, _keep_mass(p, top_p * p.sum())
 
 
-def _keep_mass(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _keep_mass(p: Tensor, target: Tensor) -> Tensor:
     """Set to 0 all but the smallest set, most likely first, whose mass reaches `target`."""
     if len(p) > BLOCK * FEW_BLOCKS[0]:
         return torch.where(p >= _bound_by_bits(p, target), p, 0.0)
@@ -175,7 +174,7 @@ def _keep_mass(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.where(p >= ordered[last], p, 0.0)
 
 
-def _bound_by_bits(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _bound_by_bits(p: Tensor, target: Tensor) -> Tensor:
     # Positive floats sort as their bits do: a histogram over the high bits finds the bin where the mass is reached, and
     # only that bin is sorted.
     bins = p.view(torch.int32) >> COARSE_SHIFT
@@ -187,7 +186,7 @@ def _bound_by_bits(p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return inside[last.clamp_(max=len(inside) - 1)]
 
 
-def _inverse_cdf(p: torch.Tensor, uniform: float) -> int:
+def _inverse_cdf(p: Tensor, uniform: float) -> int:
     """First place whose cumulative weight exceeds `uniform` times the total; weights need not sum to 1."""
     if len(p) <= 2 * BLOCK or len(p) % BLOCK:
         cumulative = p.cumsum(0)
@@ -200,13 +199,13 @@ def _inverse_cdf(p: torch.Tensor, uniform: float) -> int:
     return block * BLOCK + _first_above(blocks[block].cumsum(0), target - before)
 
 
-def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> int:
+def _first_above(cumulative: Tensor, target: Tensor) -> int:
     # Rounding may put the target at the very end; just below it the last place with any weight is found.
     below_end = torch.nextafter(cumulative[-1], cumulative.new_zeros(()))
     return int(torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True))
 
 
-def check_operands(logits: torch.Tensor, sampling: SamplingTensors) -> None:
+def check_operands(logits: Tensor, sampling: SamplingTensors) -> None:
     """Check what a call to `sample` was given.
 
     Raises:

@@ -9,18 +9,13 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, check_operands, row_pitch_units
 
 
 def sgmv(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    arena_elements: torch.Tensor,
-    tables: SgmvTables,
-    tiles: Tiles,
-    site: SgmvSite,
-    layer: int,
+    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
 ) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
@@ -80,14 +75,14 @@ def _segments(tiles: Tiles) -> Iterator[tuple[int, int, int]]:
         yield slot, start, end
 
 
-def _row_starts(offsets: torch.Tensor, rank: int, features: int, like: torch.Tensor) -> torch.Tensor:
+def _row_starts(offsets: Tensor, rank: int, features: int, like: Tensor) -> Tensor:
     """Start of each rank row in units, [rank], int64."""
     pitch = row_pitch_units(features, like.element_size())
     steps = torch.arange(GROUP_ROWS) * pitch
     return (offsets[: rank // GROUP_ROWS, None].long() + steps).reshape(-1)
 
 
-def _gather(arena_elements: torch.Tensor, starts: torch.Tensor, features: int) -> torch.Tensor:
+def _gather(arena_elements: Tensor, starts: Tensor, features: int) -> Tensor:
     # Every row starts at a multiple of the unit, so overlapping windows at that stride hold each of them whole.
     unit = UNIT_BYTES // arena_elements.element_size()
     num_windows = (arena_elements.numel() - features) // unit + 1

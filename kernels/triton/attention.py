@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.plain.attention import check_operands
@@ -247,13 +248,8 @@ INTERPRET = not isinstance(item_kernel, triton.runtime.JITFunction)
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sliding_window: int | None = None,
-) -> torch.Tensor:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None = None
+) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
     Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. The grid depends on the numbers of
@@ -317,7 +313,7 @@ def _launch_chunks(tensors, batch: AttentionBatch, numbers, shared) -> None:
     )
 
 
-def _tiles(batch: AttentionBatch, rows: int) -> torch.Tensor:
+def _tiles(batch: AttentionBatch, rows: int) -> Tensor:
     """Request and first query row of each tile of at most `rows` rows, [2, tiles], int32."""
     pairs = [(chunk.request, start) for chunk in batch.chunks for start in range(0, chunk.query_len, rows)]
     return torch.from_numpy(np.array(pairs, dtype=np.int32).T.copy()).to(batch.block_table.device)

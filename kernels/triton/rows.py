@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from weft.kernels.attention_batch import KvSlots
 from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
@@ -44,7 +45,7 @@ def rms_norm_kernel(
     tl.store(out + program * N + n, value.to(out.dtype.element_ty), mask=live)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `weft.kernels.plain.rows.rms_norm`."""
     check_norm(x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -52,9 +53,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `weft.kernels.plain.rows.fused_add_rms_norm`."""
     check_add_norm(x, residual, weight)
     out, new_residual = torch.empty_like(x), torch.empty_like(x)
@@ -63,13 +62,7 @@ def fused_add_rms_norm(
 
 
 def _launch_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    new_residual: torch.Tensor,
-    eps: float,
-    add: bool,
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, new_residual: Tensor, eps: float, add: bool
 ) -> None:
     if x.numel() == 0:
         return
@@ -123,7 +116,7 @@ def _rotate(pointers, live_head, live_i, c, s, HALF: tl.constexpr):
     tl.store(pointers + HALF, (second * c + first * s).to(stored.dtype), mask=live)
 
 
-def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """See `weft.kernels.plain.rows.rope`."""
     check_rope(q, k, cos, sin)
     num_tokens, q_heads, head_dim = q.shape
@@ -147,7 +140,7 @@ def silu_and_mul_kernel(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * N + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=live)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `weft.kernels.plain.rows.silu_and_mul`."""
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -194,9 +187,7 @@ def kv_write_kernel(
     tl.store(v_pages + place, value, mask=live)
 
 
-def kv_write(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: KvSlots
-) -> None:
+def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
     """See `weft.kernels.plain.rows.kv_write`."""
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     num_tokens, heads, head_dim = k.shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.plain.sampling import check_operands
@@ -44,16 +45,7 @@ def _tail(row, V, temperature, top, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def sample_kernel(
-    logits,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    uniforms,
-    tokens,
-    V,
-    stride: tl.int64,
-    BLOCK: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, uniforms, tokens, V, stride: tl.int64, BLOCK: tl.constexpr
 ):
     """Choose the token of one row. Grid: (B,)."""
     program = tl.program_id(0)
@@ -116,7 +108,7 @@ def _draw(row, V, temperature, best, likeliest, top_ks, top_ps, min_ps, uniforms
     return tl.where(found < V, found, last)
 
 
-def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Choose one token per row.
 
     Semantics and arguments: `weft.kernels.plain.sampling.sample`.
@@ -145,9 +137,7 @@ def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     return tokens
 
 
-def logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the unfiltered distribution, with torch operators: it is rare, and no step waits for it.
 
     Semantics, arguments and results: `weft.kernels.plain.sampling.logprobs`, but which of several equals at the

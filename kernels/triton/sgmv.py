@@ -13,6 +13,7 @@ from math import gcd
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from weft.kernels.sgmv import (
     GROUP_ROWS,
@@ -180,13 +181,7 @@ INTERPRET = not isinstance(shrink_kernel, triton.runtime.JITFunction)
 
 
 def sgmv(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    arena_elements: torch.Tensor,
-    tables: SgmvTables,
-    tiles: Tiles,
-    site: SgmvSite,
-    layer: int,
+    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
 ) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 

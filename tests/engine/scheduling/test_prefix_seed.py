@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from simulation.driven import adapter, request
 from weft.adapters.ref import LoraSpec, content_digest
-from weft.engine.model.rope import RopeSpec
+from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import FlowKey
 from weft.engine.scheduling.kv_pages import prefix_seed
 

@@ -14,7 +14,7 @@ from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.fairness.prices import Prices
-from weft.engine.model.rope import RopeSpec
+from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.scheduling.kv_pages import prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler

@@ -49,7 +49,7 @@ class Packing:
 
     def __init__(self, checkpoint: Checkpoint, layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> None:
         self._item_bytes = geometry.dtype_bytes
-        runs = _runs(layout, base, geometry)
+        runs = group_runs(layout, base, geometry)
         tensors = sorted(checkpoint.tensors, key=lambda tensor: tensor.start)
         self._reads = [self._read(group, runs, base) for group in _together(tensors)]
 
@@ -157,7 +157,9 @@ def _together(tensors: Sequence[LoraTensor]) -> Iterator[Sequence[LoraTensor]]:
         yield group
 
 
-def _runs(layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> Mapping[tuple[int, int, int], Sequence[_Run]]:
+def group_runs(
+    layout: LoraLayout, base: BaseShape, geometry: PageGeometry
+) -> Mapping[tuple[int, int, int], Sequence[_Run]]:
     """All groups of a layout, joined to as few runs as there are."""
     runs: dict[tuple[int, int, int], list[_Run]] = defaultdict(list)
     for layer, module, part, group, page, units in layout.groups:

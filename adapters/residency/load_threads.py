@@ -58,8 +58,9 @@ class LoadPace:
         self._clock = clock
         self._thread_clock = thread_clock
         self._lock = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
+        self.idle = threading.Event()
+        """Set while no step runs; it ends all pauses."""
+        self.idle.set()
         self._free_s = 0.0
         """When the work done so far is paid for."""
         self._thread = threading.local()
@@ -73,16 +74,16 @@ class LoadPace:
         """
         if running:
             self._share_now = max(self._share, held_up / (running + held_up))
-            self._idle.clear()
+            self.idle.clear()
             return
-        self._idle.set()
+        self.idle.set()
         with self._lock:
             self._free_s = 0.0  # who was in a pause goes on, and owes nothing to steps to come
 
     def pause(self) -> None:
         """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
         share = self._share_now
-        if share >= 1 or self._idle.is_set():
+        if share >= 1 or self.idle.is_set():
             self._thread.paid_s = None
             return
         computed_s = self._thread_clock()
@@ -98,7 +99,7 @@ class LoadPace:
             self._free_s = max(self._free_s, saved_up_s) + piece_s / share
             pause_s = self._free_s - now
         if pause_s > 0:
-            self._idle.wait(pause_s)
+            self.idle.wait(pause_s)
 
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_libr
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
 QUICK = (*FLAGS, "-O0")
 """Flags for tests that compile and compute little."""
+WITHOUT_OPENMP = (*(flag for flag in FLAGS if flag != "-fopenmp"), "-Wno-unknown-pragmas", "-nostdlib")
 
 
 @pytest.fixture
@@ -133,36 +134,20 @@ def test_a_compiler_that_the_user_names_and_that_fails_is_reported(
 
 
 @needs_compiler
-def test_what_the_compiler_says_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(NativeUnavailableError, match=r"failed: .*-fno-such-flag"):
-        load_library((*FLAGS, "-fno-such-flag"), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@needs_compiler
 @pytest.mark.usefixtures("forgotten_library")
-@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_folder_that_others_write_to_is_refused(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("mode", "other_user"), [(0o770, 0), (0o702, 0), (0o777, 0), (0o700, 1)])
+def test_a_folder_of_others_or_that_others_write_to_is_refused(
+    mode: int, other_user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    user = os.geteuid()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: user + other_user)
     folder = tmp_path / "weft" / "kernels"
     folder.mkdir(parents=True)
     folder.chmod(mode)
     assert native_library.native_library() is None
     assert f"{folder} is another user's or can be written by others" in caplog.text
     assert not list(folder.iterdir())
-
-
-@needs_compiler
-@pytest.mark.usefixtures("forgotten_library")
-def test_a_folder_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    assert native_library.native_library() is None
-    assert "is another user's" in caplog.text
 
 
 @needs_compiler
@@ -257,11 +242,17 @@ def test_a_compiler_of_two_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @needs_compiler
 @pytest.mark.usefixtures("little_sources")
-def test_a_library_on_another_openmp_runtime_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        NativeUnavailableError, match=r"another OpenMP runtime than torch's \(libgomp.*set CXX to a g\+\+"
-    ):
-        load_library((*(flag for flag in FLAGS if flag != "-fopenmp"), "-Wno-unknown-pragmas", "-nostdlib"), tmp_path)
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ((*FLAGS, "-fno-such-flag"), r"failed: .*-fno-such-flag"),
+        (WITHOUT_OPENMP, r"another OpenMP runtime than torch's \(libgomp.*set CXX to a g\+\+"),
+    ],
+    ids=["an error", "another OpenMP"],
+)
+def test_what_is_wrong_with_a_compilation_is_reported(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailableError, match=reason):
+        load_library(flags, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

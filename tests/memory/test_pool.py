@@ -1,37 +1,110 @@
+"""Any order of allocations, frees, changes of kind and completed steps keeps each page in exactly one place."""
+
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weft.errors import PageAccountingError
-from weft.memory.pool import PagePool
+from weft.memory.pool import PAGE_KINDS, PageKind, PagePool, PageState
+
+NUM_PAGES = 12
 
 
-def test_the_zero_page_is_never_handed_out() -> None:
-    pool = PagePool(8)
-    pages = pool.allocate(7, "kv")
-    assert pages is not None
-    assert sorted(pages) == [1, 2, 3, 4, 5, 6, 7]
-    assert pool.allocate(1, "kv") is None
+class PoolMachine(RuleBasedStateMachine):
+    """The model: a state per page, the step that a page in quarantine waits for, and the step that is complete."""
+
+    @initialize(first_page=st.integers(1, 4))
+    def start(self, first_page: int) -> None:
+        self.released: list[int] = []
+        self.first_page = first_page
+        self.pool = PagePool(NUM_PAGES, on_release=self.released.extend, first_page=first_page)
+        self.states: dict[int, PageState] = dict.fromkeys(range(first_page, NUM_PAGES), "free")
+        self.waits_for: dict[int, int] = {}
+        self.step = 0
+
+    def owned(self) -> list[int]:
+        return [page for page, state in self.states.items() if state in PAGE_KINDS]
+
+    @rule(count=st.integers(0, NUM_PAGES), kind=st.sampled_from(PAGE_KINDS))
+    def allocate(self, count: int, kind: PageKind) -> None:
+        free = {page for page, state in self.states.items() if state == "free"}
+        pages = self.pool.allocate(count, kind)
+        assert (pages is None) == (count > len(free))
+        if pages is not None:
+            assert len(pages) == len(set(pages)) == count
+            assert set(pages) <= free
+            self.states.update(dict.fromkeys(pages, kind))
+
+    @precondition(lambda self: self.owned())
+    @rule(data=st.data(), kind=st.sampled_from(PAGE_KINDS))
+    def change_kind(self, data: st.DataObject, kind: PageKind) -> None:
+        pages = data.draw(st.lists(st.sampled_from(self.owned()), unique=True))
+        self.pool.change_kind(pages, kind)
+        self.states.update(dict.fromkeys(pages, kind))
+
+    @precondition(lambda self: self.owned())
+    @rule(data=st.data(), ahead=st.integers(-1, 3))
+    def free(self, data: st.DataObject, ahead: int) -> None:
+        pages = data.draw(st.lists(st.sampled_from(self.owned()), unique=True))
+        last_step = max(0, self.step + ahead)
+        before = len(self.released)
+        self.pool.free(pages, last_step)
+        waits = last_step > self.step
+        assert sorted(self.released[before:]) == ([] if waits else sorted(pages))
+        for page in pages:
+            self.states[page] = "quarantine" if waits else "free"
+            if waits:
+                self.waits_for[page] = last_step
+
+    @rule(step=st.integers(-2, 3))
+    def complete(self, step: int) -> None:
+        """A step that is behind the last one changes nothing."""
+        before = len(self.released)
+        self.pool.complete(self.step + step)
+        self.step = max(self.step, self.step + step)
+        due = [page for page, last in self.waits_for.items() if last <= self.step]
+        assert sorted(self.released[before:]) == sorted(due)
+        for page in due:
+            del self.waits_for[page]
+            self.states[page] = "free"
+
+    @rule(data=st.data())
+    def what_is_not_owned_is_refused_whole(self, data: st.DataObject) -> None:
+        owned = self.owned()
+        wrong = data.draw(st.sampled_from(sorted(set(range(-1, NUM_PAGES + 1)) - set(owned))))
+        named = [*owned[:2], wrong]
+        with pytest.raises(PageAccountingError):
+            self.pool.free(named, 0)
+        with pytest.raises(PageAccountingError):
+            self.pool.change_kind(named, "prefix")
+        if owned:
+            with pytest.raises(PageAccountingError, match="twice"):
+                self.pool.change_kind([owned[0], owned[0]], "prefix")
+
+    @invariant()
+    def pool_and_model_agree(self) -> None:
+        self.pool.check()
+        states = list(self.states.values())
+        names: tuple[PageState, ...] = ("free", *PAGE_KINDS, "quarantine")
+        assert self.pool.counts() == {state: states.count(state) for state in names}
+        assert self.pool.num_free == states.count("free")
+        assert self.pool.num_quarantined == len(self.waits_for)
+        assert self.pool.capacity == NUM_PAGES - self.first_page
+        assert self.pool.completed_step == self.step
+
+    def teardown(self) -> None:
+        self.pool.free(self.owned(), 0)
+        self.pool.complete(self.step + 3)
+        pages = self.pool.allocate(self.pool.capacity, "kv")
+        assert pages is not None
+        assert sorted(pages) == sorted(self.states)
 
 
-def test_an_allocation_that_does_not_fit_takes_nothing() -> None:
-    pool = PagePool(4)
-    assert pool.allocate(4, "adapter") is None
-    assert pool.num_free == 3
-    assert pool.allocate(0, "kv") == []
-
-
-def test_pages_wait_for_the_last_step_that_may_read_them() -> None:
-    released: list[int] = []
-    pool = PagePool(4, on_release=released.extend)
-    pages = pool.allocate(2, "kv")
-    assert pages is not None
-    pool.free(pages, last_step=3)
-    assert (pool.num_free, pool.num_quarantined, released) == (1, 2, [])
-    pool.complete(2)
-    assert pool.num_free == 1
-    pool.complete(3)
-    assert (pool.num_free, pool.num_quarantined, sorted(released)) == (3, 0, sorted(pages))
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def test_a_page_is_handed_out_for_the_first_time_once() -> None:
@@ -51,67 +124,6 @@ def test_a_page_is_handed_out_for_the_first_time_once() -> None:
     pool.free(late, last_step=0)
     assert pool.allocate(7, "kv") is not None
     assert sorted(first) == list(range(3, 10))
-
-
-def test_pages_of_a_completed_step_are_free_at_once() -> None:
-    pool = PagePool(4)
-    pool.complete(5)
-    pages = pool.allocate(3, "prefix")
-    assert pages is not None
-    pool.free(pages, last_step=5)
-    assert pool.num_free == 3
-
-
-@pytest.mark.parametrize("wrong", [[0], [4], [-1], [2], [1, 1]])
-def test_freeing_what_is_not_owned_raises_and_changes_nothing(wrong: list[int]) -> None:
-    pool = PagePool(4)
-    assert pool.allocate(1, "kv") == [1]
-    with pytest.raises(PageAccountingError):
-        pool.free([1, *wrong] if wrong != [1, 1] else wrong, last_step=0)
-    assert pool.counts() == {"free": 2, "kv": 1, "prefix": 0, "adapter": 0, "quarantine": 0}
-    pool.check()
-
-
-def test_a_double_free_raises_in_quarantine_too() -> None:
-    pool = PagePool(4)
-    pages = pool.allocate(1, "kv")
-    assert pages is not None
-    pool.free(pages, last_step=9)
-    with pytest.raises(PageAccountingError, match="quarantine"):
-        pool.free(pages, last_step=9)
-
-
-def test_check_finds_a_page_that_is_in_two_places() -> None:
-    pool = PagePool(4)
-    pool._free.append(pool._free[0])
-    with pytest.raises(PageAccountingError):
-        pool.check()
-
-
-def test_check_finds_a_wrong_counter() -> None:
-    pool = PagePool(4)
-    pool._counts["kv"] += 1
-    with pytest.raises(PageAccountingError):
-        pool.check()
-
-
-def test_pages_change_kind_and_keep_their_owner() -> None:
-    pool = PagePool(6)
-    pages = pool.allocate(3, "kv")
-    assert pages is not None
-    pool.change_kind(pages[:2], "prefix")
-    assert pool.counts() == {"free": 2, "kv": 1, "prefix": 2, "adapter": 0, "quarantine": 0}
-    pool.check()
-
-
-@pytest.mark.parametrize("wrong", [[0], [5], [1, 1], [6]])
-def test_a_change_of_kind_of_what_is_not_owned_raises_and_changes_nothing(wrong: list[int]) -> None:
-    pool = PagePool(6)
-    assert pool.allocate(2, "kv") == [1, 2]
-    with pytest.raises(PageAccountingError):
-        pool.change_kind([2, *wrong], "prefix")
-    assert pool.counts() == {"free": 3, "kv": 2, "prefix": 0, "adapter": 0, "quarantine": 0}
-    pool.check()
 
 
 def test_pages_before_the_first_belong_to_somebody_else() -> None:

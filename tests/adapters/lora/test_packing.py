@@ -10,7 +10,7 @@ from residency_parts import tiny_geometry
 from weft.adapters.checkpoint.reader import check_weights, read_checkpoint
 from weft.adapters.checkpoint.safetensors_header import header_bytes
 from weft.adapters.lora.layout import LoraLayout, plan_layout
-from weft.adapters.lora.packing import READ_BYTES, Packing, _runs
+from weft.adapters.lora.packing import READ_BYTES, Packing, group_runs
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 BASE = tiny_base()
@@ -97,7 +97,7 @@ def test_weights_are_checked_by_their_header_as_by_the_whole_file(tmp_path: Path
 def test_groups_that_lie_one_behind_the_other_are_copied_as_one(tmp_path: Path) -> None:
     lora = random_lora(BASE, 64, seed=0)
     layout, _ = pack_lora(lora, tmp_path, torch.bfloat16)
-    runs = _runs(layout, BASE, tiny_geometry(BASE, torch.bfloat16))
+    runs = group_runs(layout, BASE, tiny_geometry(BASE, torch.bfloat16))
     num_matrices = 2 * len(lora.lora_a)
     assert len(runs) == num_matrices
     assert sum(map(len, runs.values())) <= num_matrices + layout.num_pages < len(layout.groups) / 2

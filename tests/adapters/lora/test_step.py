@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,21 +9,11 @@ from lora_arena import BASE, BATCHES, fill
 from oracles import ORACLES
 from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.lora.step import PagedLora
-from weft.config import environment
 from weft.kernels.dispatch import Sgmv
 from weft.kernels.native import sgmv as sgmv_native
 from weft.kernels.plain import sgmv as sgmv_cpu
 
 OPERATIONS = {"native": sgmv_native.sgmv, "torch": sgmv_cpu.sgmv, "reference": ORACLES.sgmv}
-INTERPRETED = """
-import torch
-from lora_arena import BASE, fill
-from weft.adapters.lora.step import PagedLora
-from weft.kernels.dispatch import triton_kernels
-torch.set_num_threads(1)
-arena = fill()
-arena.check(PagedLora(arena.arena, arena.tables, BASE, triton_kernels().sgmv), [-1, 0, 1, 2, 2, *[3] * 18, 4, 5, 6])
-"""
 
 
 @pytest.mark.parametrize("sgmv", OPERATIONS.values(), ids=OPERATIONS.keys())
@@ -40,20 +26,6 @@ def test_a_step_equals_plain_products(row_slots: list[int], sgmv: Sgmv) -> None:
 def test_a_step_equals_plain_products_in_bf16() -> None:
     lora_arena = fill(torch.bfloat16)
     lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE), BATCHES["a prompt beside single rows"])
-
-
-def test_a_step_equals_plain_products_with_the_triton_kernels() -> None:
-    support = Path(__file__).parents[2] / "support"
-    script = f"import sys; sys.path.insert(0, {str(support)!r})\n{INTERPRETED}"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script],
-        env={**environment(), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_prompt_of_many_rows_is_cut_into_the_larger_tiles() -> None:

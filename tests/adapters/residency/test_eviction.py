@@ -32,19 +32,6 @@ def test_packing_happens_once_and_a_swap_in_is_page_copies_and_one_table_row(
     assert parts.residency.loads == {"stored>device:ok": 1, "host>device:ok": 1}
 
 
-def test_loads_under_way_keep_no_copy_back(tmp_path: Path) -> None:
-    parts, (cached, *others), _ = prepare(tmp_path, count=4, num_pages=100)
-    parts.load(cached)
-    parts.evict_all()
-    for ref in others:
-        parts.residency.want(ref)
-    parts.residency.want(cached)
-    assert (len(parts.loads.pending), len(parts.copies.pending)) == (3, 1)
-    parts.copies.run_one()
-    parts.residency.tick(0)
-    assert parts.residency.state(cached.digest) == "device"
-
-
 def test_a_copy_that_fails_is_the_requests_error_and_loses_nothing(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.copier.fails = True
@@ -57,22 +44,16 @@ def test_a_copy_that_fails_is_the_requests_error_and_loses_nothing(tmp_path: Pat
     assert parts.matches(parts.load(ref), parts.loras[ref.digest])
 
 
-def test_what_is_in_host_memory_goes_before_what_must_be_read_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("for_swapped_kv", [False, True])
+def test_what_is_in_host_memory_goes_before_what_must_be_read_again(tmp_path: Path, for_swapped_kv: bool) -> None:
     parts, (dear, cheap, _), pages = prepare(tmp_path, policy="gdsf", num_pages=100)
     for ref in (dear, cheap):
         parts.load(ref)
-    parts.images.drop(dear.digest)
+    if for_swapped_kv:
+        assert parts.images.make_room(parts.slab.num_free + pages)  # drops the image used least recently
+    else:
+        parts.images.drop(dear.digest)
     parts.residency.tick(0)  # where the loss of the image is noticed
-    assert parts.evictor.make_room(parts.pool.num_free + pages)
-    assert [parts.residency.state(ref.digest) for ref in (dear, cheap)] == ["device", "host"]
-
-
-def test_an_image_that_makes_way_for_swapped_kv_makes_its_adapter_dearer(tmp_path: Path) -> None:
-    parts, (dear, cheap, _), pages = prepare(tmp_path, policy="gdsf", num_pages=100)
-    for ref in (dear, cheap):
-        parts.load(ref)
-    assert parts.images.make_room(parts.slab.num_free + pages)
-    parts.residency.tick(0)
     assert parts.evictor.make_room(parts.pool.num_free + pages)
     assert [parts.residency.state(ref.digest) for ref in (dear, cheap)] == ["device", "host"]
 
@@ -134,19 +115,22 @@ def test_an_adapters_cached_prefixes_go_with_it_and_nobody_elses(tmp_path: Path)
 
 
 def test_an_adapter_is_worth_its_cached_prefixes_too_and_less_when_they_are_gone(tmp_path: Path) -> None:
-    parts, (ref, *_), pages = prepare(tmp_path, policy="gdsf")
-    parts.load(ref)
+    parts, (ref, other, _), pages = prepare(tmp_path, policy="gdsf")
+    for each in (ref, other, other):
+        parts.load(each)
     assert parts.residency.acquire(ref.digest) is not None
     parts.prefixes.release(parts.cache_blocks(ref.digest, 2), 0)
     parts.residency.release(ref.digest)
-    entry = parts.residency.entries[ref.digest]
+    entry, busier = parts.residency.entries[ref.digest], parts.residency.entries[other.digest]
+    busier.uses.note(0.0)
+    parts.evictor.offer(busier)
     assert entry.reload_cost()[0] == pytest.approx(pages * COSTS.copy_s + 2 * COSTS.token_s)
     assert entry.reload_cost()[1] == pages + 2
-    offered = parts.evictor._offered[id(entry)].entry[1]
+    assert parts.evictor.first([entry, busier]) is busier
     parts.prefixes.evict_group(ref.digest)
     assert entry.reload_cost()[0] == pytest.approx(pages * COSTS.copy_s)
     assert entry.reload_cost()[1] == pages
-    assert parts.evictor._offered[id(entry)].entry[1] < offered
+    assert parts.evictor.first([entry, busier]) is entry
 
 
 def test_an_adapter_stays_until_the_last_of_all_steps_that_read_it_is_complete(tmp_path: Path) -> None:

@@ -57,8 +57,7 @@ def test_what_is_refused_is_refused_each_time(tmp_path: Path, checked: list[floa
         with pytest.raises(Exception, match="rank"):
             parts.loader.load(wrong)
     assert len(checked) == 2
-    loader = parts.loader
-    loader._max_rank = 4
+    loader = make_residency(tmp_path, max_rank=4).loader
     for _ in range(2):
         with pytest.raises(AdapterIncompatibleError, match=r"adapter\.max_rank"):
             loader.load(ref)

@@ -60,6 +60,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.kv: list[list[int]] = []
         self.swapped: list[list[int]] = []
         self.pinned: dict[int, None] = {}
+        self.blocks_read = 0
+        """The last step that reads a cached block."""
         self.read: list[tuple[int, SlotLease, list[int]]] = []
         """Adapters that steps may still read: the last step, slot and pages."""
         self.step = 0
@@ -144,6 +146,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         _, lease, held = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         last_step = self.step + 1 if in_flight else self.step
         self.parts.prefixes.release(held, last_step)
+        self.blocks_read = max(self.blocks_read, last_step if held else 0)
         if lease is not None:
             if in_flight:
                 self.read.append((last_step, lease, list(self.residency.entries[lease.digest].pages)))
@@ -287,7 +290,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         for last_step, lease, pages in self.read:
             if last_step > self.parts.pool.completed_step:
                 assert {self.parts.pool.state(page) for page in pages} <= {"adapter", "quarantine"}
-                assert self.residency._slots._generations[lease.slot] == lease.generation
+                assert all(
+                    entry.slot != lease.slot for entry in self.residency.entries.values() if entry.pages != pages
+                )
 
     @invariant()
     def pins_keep_what_their_share_holds(self) -> None:
@@ -316,7 +321,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def is_something_read(self) -> bool:
         completed = self.parts.pool.completed_step
         adapters_read = [entry for entry in self.residency.entries.values() if entry.last_step > completed]
-        return bool(adapters_read) or any(block.last_step > completed for block in self.parts.prefixes._blocks.values())
+        return bool(adapters_read) or self.blocks_read > completed
 
     def finish_everything(self) -> None:
         """Once nobody wants anything, what is pinned comes by itself, the rest can be had, and any adapter again."""

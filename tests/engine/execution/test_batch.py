@@ -43,7 +43,6 @@ def test_rows_stand_in_order_of_their_adapter_slot_with_the_base_first() -> None
         chunk([7], 1, [[14], [24]], BLUE),
         chunk([8], 0, [[15], [25]]),
     )
-
     assert batch.rows.tokens.tolist() == [3, 8, 4, 5, 6, 1, 2, 7]
     assert batch.rows.positions.tolist() == [5, 0, 0, 1, 2, 0, 1, 1]
     assert batch.row_slots == [-1, -1, 0, 0, 0, 2, 2, 2]
@@ -53,14 +52,12 @@ def test_rows_stand_in_order_of_their_adapter_slot_with_the_base_first() -> None
 
 def test_every_token_has_its_place_in_each_layer_group() -> None:
     batch = build(chunk(list(range(6)), 3, [[10, 11, 12], [20, 21, 22]]), chunk([9], 8, [[1, 2, 3], [4, 5, 6]]))
-
     assert batch.rows.slot_mapping[0].mapping.tolist() == [43, 44, 45, 46, 47, 48, 12]
     assert batch.rows.slot_mapping[1].mapping.tolist() == [83, 84, 85, 86, 87, 88, 24]
 
 
 def test_attention_sees_each_request_up_to_its_last_token() -> None:
     attention = build(chunk([1, 2, 3], 6, [[10, 11, 12], [20, 21, 22]]), chunk([9], 0, [[1], [4]])).rows.attention
-
     assert attention[0].context_lens_host == (9, 1)
     assert attention[0].query_lens == (3, 1)
     assert attention[0].block_table.tolist() == [[10, 11, 12], [1, 0, 0]]
@@ -69,7 +66,6 @@ def test_attention_sees_each_request_up_to_its_last_token() -> None:
 
 def test_a_lone_row_is_padded_to_two_with_a_row_that_is_not_stored() -> None:
     batch = build(chunk([9], 4, [[1, 2], [3, 4]], RED))
-
     assert batch.num_rows == 2
     assert batch.row_slots == [0, 0]
     assert batch.rows.slot_mapping[0].mapping.tolist() == [8, -1]
@@ -108,6 +104,5 @@ def test_block_tables_that_cannot_be_meant_are_refused(tables: list[list[int]]) 
 
 def test_two_owners_of_one_adapter_slot_are_refused() -> None:
     reused = SlotLease(slot=0, generation=4, digest="green")
-
     with pytest.raises(EngineError, match="two owners"):
         build(chunk([1], 0, [[1], [2]], RED), chunk([1], 0, [[3], [4]], reused))

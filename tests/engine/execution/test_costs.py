@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,80 +34,64 @@ class Ticking:
         return self.now_s
 
 
-@pytest.mark.parametrize("num_host_pages", [0, 4])
-def test_pages_are_all_given_back(model: Path, num_host_pages: int) -> None:
-    driver = StepDriver(model)
+COSTS = PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25)
+
+
+def costs_of(
+    driver: StepDriver, num_host_pages: int = 4, max_tokens: int = 512, **clock: Callable[[], float]
+) -> PageCosts:
+    """Measured with a slab of so many pages; nothing is left in any page."""
     slab = HostSlab(num_host_pages, driver.geometry.page_bytes, pinned=False)
-    costs = measure_costs(driver.decoder, driver.arena, driver.pool, slab, PageCopier(driver.arena), max_tokens=512)
-    assert min(costs.copy_s, costs.load_s, costs.token_s) > 0
+    copier = PageCopier(driver.arena)
+    costs = measure_costs(driver.decoder, driver.arena, driver.pool, slab, copier, max_tokens=max_tokens, **clock)
     assert driver.pool.num_free == driver.pool.capacity
     assert slab.num_free == num_host_pages
     assert not driver.arena.bytes[0].any()
+    return costs
 
 
-def test_prices_are_of_one_machine_and_leave_no_trace(model: Path) -> None:
-    driver = StepDriver(model)
-    costs = PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25)
+def prices_of(driver: StepDriver, lora_bytes_per_rank: int, prompt_context: float = 0.125) -> Prices:
+    """Measured by a clock of one second per step of 16 rows."""
+    num_free = driver.pool.num_free
     prices = measure_prices(
-        driver.decoder,
-        driver.arena,
-        driver.pool,
-        costs,
-        lora_bytes_per_rank=driver.geometry.page_bytes // 2,
-        prompt_context=0.125,
+        *(driver.decoder, driver.arena, driver.pool, COSTS),
+        lora_bytes_per_rank=lora_bytes_per_rank,
+        prompt_context=prompt_context,
         max_tokens=512,
         clock=Ticking(),
     )
-    assert prices == Prices(output=1.0, context=0.0, prompt_context=0.125, rank=1.0, page_load=2.0), (
-        "each step of 16 rows took a second"
-    )
-    assert driver.pool.num_free == driver.pool.capacity
+    assert driver.pool.num_free == num_free
     assert not driver.arena.bytes[0].any()
+    return prices
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 4])
+def test_pages_are_all_given_back(model: Path, num_host_pages: int) -> None:
+    costs = costs_of(StepDriver(model), num_host_pages)
+    assert min(costs.copy_s, costs.load_s, costs.token_s) > 0
+
+
+def test_prices_are_of_one_machine(model: Path) -> None:
+    driver = StepDriver(model)
+    prices = prices_of(driver, driver.geometry.page_bytes // 2)
+    assert prices == Prices(output=1.0, context=0.0, prompt_context=0.125, rank=1.0, page_load=2.0)
 
 
 def test_a_pool_of_a_few_pages_has_the_usual_prices(model: Path) -> None:
     driver = StepDriver(model)
-    costs = PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25)
-    taken = driver.pool.allocate(driver.pool.num_free - 1, "kv") or []
-    assert (
-        measure_prices(
-            driver.decoder,
-            driver.arena,
-            driver.pool,
-            costs,
-            lora_bytes_per_rank=1,
-            prompt_context=1 / 30_000,
-            max_tokens=512,
-        )
-        == Prices()
-    )
-    driver.pool.free(taken, 0)
+    assert driver.pool.allocate(driver.pool.num_free - 1, "kv")
+    assert prices_of(driver, 1, 1 / 30_000) == Prices()
 
 
 def test_rows_whose_last_blocks_do_not_all_fit_have_less_context(model: Path) -> None:
     driver = StepDriver(model)
     block_and_a_half = driver.geometry.num_groups * DECODE_ROWS * 3 // 2
-    taken = driver.pool.allocate(driver.pool.num_free - block_and_a_half, "kv") or []
-    prices = measure_prices(
-        driver.decoder,
-        driver.arena,
-        driver.pool,
-        PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25),
-        lora_bytes_per_rank=driver.geometry.page_bytes,
-        prompt_context=0.125,
-        max_tokens=512,
-        clock=Ticking(),
-    )
-    assert prices.rank == 2.0, "measured"
-    assert driver.pool.num_free == block_and_a_half
-    driver.pool.free(taken, 0)
+    assert driver.pool.allocate(driver.pool.num_free - block_and_a_half, "kv")
+    assert prices_of(driver, driver.geometry.page_bytes).rank == 2.0, "measured"
 
 
 def test_a_slow_machine_is_judged_by_a_short_prompt(model: Path) -> None:
-    driver = StepDriver(model)
-    slab = HostSlab(4, driver.geometry.page_bytes, pinned=False)
-    copier = PageCopier(driver.arena)
-    costs = measure_costs(driver.decoder, driver.arena, driver.pool, slab, copier, max_tokens=512, clock=Ticking())
+    costs = costs_of(StepDriver(model), clock=Ticking())
     assert costs == PageCosts(copy_s=0.25, load_s=1.0, token_s=1 / 16)
 
 
@@ -124,11 +109,7 @@ def test_what_is_set_up_for_a_length_is_no_part_of_its_cost(model: Path, monkeyp
         return forward(rows, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(driver.decoder, "forward", compute)
-    slab = HostSlab(4, driver.geometry.page_bytes, pinned=False)
-    copier = PageCopier(driver.arena)
-    costs = measure_costs(
-        driver.decoder, driver.arena, driver.pool, slab, copier, max_tokens=512, clock=lambda: now_s[0]
-    )
+    costs = costs_of(driver, clock=lambda: now_s[0])
     assert costs.token_s == pytest.approx(0.001)
     assert len(lengths) == 2
 
@@ -145,18 +126,8 @@ def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(model: Path, monkey
             return forward(rows, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(driver.decoder, "forward", note)
-        slab = HostSlab(4, driver.geometry.page_bytes, pinned=False)
-        copier = PageCopier(driver.arena)
         clock = iter(range(10**6))
-        measure_costs(
-            driver.decoder,
-            driver.arena,
-            driver.pool,
-            slab,
-            copier,
-            max_tokens=max_tokens,
-            clock=lambda: next(clock) * 1e-6,
-        )
+        costs_of(driver, max_tokens=max_tokens, clock=lambda: next(clock) * 1e-6)
         return lengths[-1]
 
     page_tokens = StepDriver(model).geometry.page_tokens

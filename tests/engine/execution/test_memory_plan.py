@@ -59,7 +59,6 @@ def plan(device: torch.device, free_gib: float, *, max_len: int | None = None, *
 def test_a_cpu_gives_a_quarter_of_what_the_weights_leave() -> None:
     planned = plan(CPU, 8)
     left = 8 * GIB - WEIGHT_BYTES - PACKED_HEAD_BYTES
-
     assert planned.weight_bytes == WEIGHT_BYTES + PACKED_HEAD_BYTES
     assert left // 4 - GEOMETRY.page_bytes < planned.arena_bytes <= left // 4
     assert planned.num_pages == planned.arena_bytes // GEOMETRY.page_bytes - 1
@@ -103,21 +102,18 @@ def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refus
 
 def test_a_large_cpu_gives_no_more_than_the_cap() -> None:
     planned = plan(CPU, 256)
-
     assert planned.arena_bytes <= 4 * GIB < planned.arena_bytes + GEOMETRY.page_bytes
     assert planned.host_pages == 2 * GIB // GEOMETRY.page_bytes
 
 
 def test_a_gpu_gives_most_of_what_the_weights_leave() -> None:
     planned = plan(CUDA, 80)
-
     assert planned.weight_bytes == WEIGHT_BYTES
     assert planned.arena_bytes == pytest.approx(0.85 * (80 * GIB - WEIGHT_BYTES), rel=1e-4)
 
 
 def test_what_is_asked_for_is_given() -> None:
     planned = plan(CPU, 16, gib=1.5, host_gib=0.5)
-
     assert planned.arena_bytes == int(1.5 * GIB) // GEOMETRY.page_bytes * GEOMETRY.page_bytes
     assert planned.host_pages == GIB // 2 // GEOMETRY.page_bytes
 
@@ -130,7 +126,6 @@ def test_a_model_larger_than_memory_is_refused() -> None:
 def test_an_arena_that_is_not_free_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"only 8\.00 GiB are free") as caught:
         plan(CPU, 8, gib=9)
-
     assert caught.value.param == "memory.gib"
 
 
@@ -147,14 +142,12 @@ def test_an_arena_without_a_page_is_refused() -> None:
 def test_the_longest_request_is_bounded_by_the_model_and_by_the_pool() -> None:
     config = Config(model=ModelConfig(path="m"))
     large, small = plan(CPU, 256), plan(CPU, 8, gib=0.1)
-
     assert max_model_len(config, SPEC, large) == 32_768
     assert max_model_len(config, SPEC, small) == small.kv_tokens < 32_768
 
 
 def test_a_longer_request_than_the_model_was_made_for_is_refused() -> None:
     config = Config(model=ModelConfig(path="m", max_model_len=32_769))
-
     with pytest.raises(ConfigError, match="32768 positions"):
         max_model_len(config, SPEC, plan(CPU, 256))
 
@@ -173,9 +166,7 @@ def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
         memory=planned,
         max_rank=64,
     )
-
     text = format_plan(planned, ready)
-
     assert "some/model on cpu in bfloat16, at most 32,768 tokens" in text
     assert f"at most {planned.slots:,} adapters of any size on the device at once" in text
     assert f"{planned.host_pages // planned.rank16_pages:,} adapters of rank 16 kept ready" in text
@@ -187,5 +178,4 @@ def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
 
 def test_free_memory_of_this_machine_is_measured() -> None:
     free = free_memory(CPU)
-
     assert free.device == free.host > 0

@@ -12,7 +12,8 @@ import torch
 
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.lora.step import LoraStep
+from weft.adapters.lora.step import LoraStep, PagedLora
+from weft.engine.execution.runner import PageMover
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import PageCopy, PageMove, StepPlan
 from weft.errors import EngineError, PageAccountingError, StaleSlotError
@@ -41,9 +42,7 @@ def test_greedy_tokens_are_the_most_likely_ones(model: Path) -> None:
     driver = StepDriver(model)
     tokens = prompt(12)
     expected = int(driver.logits_alone(tokens)[-1].argmax())
-
     results = driver.run([driver.request(tokens)])
-
     assert [result.token_id for result in results] == [expected]
 
 
@@ -53,10 +52,8 @@ def test_results_come_in_the_order_of_the_plan(model: Path, adapter: Path) -> No
     prompts = [prompt(6, seed) for seed in range(4)]
     slots = [slot, None, slot, None]
     apart = [driver.run([driver.request(*each)])[0].token_id for each in zip(prompts, slots, strict=True)]
-
     requests = [driver.request(*each) for each in zip(prompts, slots, strict=True)]
     results = driver.run(requests)
-
     assert [result.request_id for result in results] == [request.request_id for request in requests]
     assert [result.token_id for result in results] == apart
 
@@ -64,7 +61,6 @@ def test_results_come_in_the_order_of_the_plan(model: Path, adapter: Path) -> No
 def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(model: Path) -> None:
     driver = StepDriver(model)
     request = driver.request(prompt(12))
-
     assert driver.run([request], 7)[0].token_id is None
     assert driver.run([request])[0].token_id is not None
 
@@ -73,10 +69,8 @@ def test_seeded_tokens_do_not_depend_on_the_batch(model: Path) -> None:
     driver = StepDriver(model)
     params = [SamplingParams(temperature=2.0, top_p=0.9, seed=seed, max_tokens=99) for seed in range(3)]
     tokens = prompt(6)
-
     apart = [driver.generate([driver.request(tokens, params=each)], 8)[0] for each in params]
     together = driver.generate([driver.request(tokens, params=each) for each in reversed(params)], 8)
-
     assert together == apart[::-1]
     assert len({tuple(answer) for answer in apart}) == 3
 
@@ -86,10 +80,8 @@ def test_logprobs_of_prompt_and_output_are_those_of_the_logits(model: Path) -> N
     tokens = prompt(150, seed=4)
     expected = driver.logits_alone(tokens).log_softmax(-1)
     request = driver.request(tokens, params=SamplingParams(temperature=0.0, logprobs=2, max_tokens=99))
-
     chunk = driver.chunk(request, prompt_logprobs=3)
     (result,) = driver.runner.execute(driver.plan([chunk], request.new_pages))
-
     assert len(result.prompt_logprobs) == 149
     assert [entry.token_id for entry in result.prompt_logprobs] == tokens[1:]
     found = torch.tensor([entry.logprob for entry in result.prompt_logprobs])
@@ -99,10 +91,9 @@ def test_logprobs_of_prompt_and_output_are_those_of_the_logits(model: Path) -> N
     assert result.logprobs.logprob == pytest.approx(float(expected[-1].max()), abs=1e-4)
 
 
-def test_a_step_of_the_base_model_calls_no_adapter_code(model: Path) -> None:
+def test_a_step_of_the_base_model_calls_no_adapter_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = StepDriver(model)
-    driver.runner._lora = NoLora()
-
+    monkeypatch.setattr(PagedLora, "prepare", NoLora.prepare)
     assert driver.run([driver.request(prompt(5))])[0].token_id is not None
 
 
@@ -113,10 +104,8 @@ def test_a_slot_that_was_reused_is_refused_before_anything_is_computed(model: Pa
     chunk = driver.chunk(request)
     before = driver.arena.bytes.clone()
     driver.slots[0] = type(old)(slot=0, generation=2, digest="another")
-
     with pytest.raises(StaleSlotError):
         driver.runner.execute(driver.plan([chunk], request.new_pages))
-
     assert torch.equal(driver.arena.bytes, before)
 
 
@@ -126,9 +115,7 @@ def test_pages_are_zeroed_before_they_are_used(model: Path) -> None:
     chunk = driver.chunk(request)
     page = chunk.block_table[0][0]
     assert torch.isnan(driver.arena.elements[page]).all()
-
     driver.runner.execute(driver.plan([chunk], request.new_pages))
-
     keys, _ = driver.arena.kv(0)
     assert torch.isfinite(driver.arena.elements[page]).all()
     assert keys[page][:, :5].abs().sum() > 0
@@ -137,16 +124,13 @@ def test_pages_are_zeroed_before_they_are_used(model: Path) -> None:
 
 def test_the_zero_page_stays_zero(model: Path) -> None:
     driver = StepDriver(model)
-
     driver.generate([driver.request(prompt(1)), driver.request(prompt(20))], 3)
     driver.generate([driver.request(prompt(1))], 3)
-
     assert not driver.arena.bytes[0].any()
 
 
 def test_an_empty_plan_is_refused(model: Path) -> None:
     driver = StepDriver(model)
-
     with pytest.raises(EngineError):
         driver.runner.execute(driver.plan([], []))
 
@@ -157,10 +141,8 @@ def test_an_adapter_that_overflows_ends_its_own_chunk_only(model: Path, tmp_path
     tokens = prompt(6)
     alone = driver.run([driver.request(tokens, params=SamplingParams())])[0].token_id
     driver.tables.host_scalings[wild.slot] = 1e30
-
     requests = [driver.request(tokens, each, params=SamplingParams()) for each in (wild, None)]
     spoilt, sound = driver.run(requests)
-
     assert (spoilt.is_unsound, spoilt.token_id) == (True, None)
     assert (sound.is_unsound, sound.token_id) == (False, alone)
 
@@ -171,9 +153,7 @@ def test_prompt_scores_that_overflow_are_told(model: Path, tmp_path: Path) -> No
     driver.tables.host_scalings[wild.slot] = 1e30
     request = driver.request(prompt(6), wild)
     chunk = driver.chunk(request, 4, prompt_logprobs=2)
-
     (result,) = driver.runner.execute(driver.plan([chunk], request.new_pages))
-
     assert result.is_unsound
 
 
@@ -188,7 +168,6 @@ def test_tokens_do_not_depend_on_pages_that_were_swapped_out_and_in_to_others(mo
     first = driver.generate([request], 3)[0]
     old = list(request.table.pages[0])
     host_pages = range(len(old))
-
     driver.runner.execute(StepPlan(step=98, chunks=[], swap_out=moves(old, host_pages)))
     driver.arena.poison(old)
     new = driver.pool.allocate(len(old), "kv")
@@ -199,7 +178,6 @@ def test_tokens_do_not_depend_on_pages_that_were_swapped_out_and_in_to_others(mo
     assert result.token_id is not None
     request.token_ids.append(result.token_id)
     driver.generate([request], 2)
-
     assert first == expected[:3]
     assert request.token_ids[20:] == expected
 
@@ -214,7 +192,6 @@ def test_a_copied_page_goes_on_by_itself(model: Path) -> None:
     assert copied is not None
     fork.table.append(copied)
     fork.num_computed = 19
-
     chunk = driver.chunk(fork)
     copies = [PageCopy(source=leader.table.pages[0][1], target=copied[0])]
     before = driver.arena.bytes[leader.table.pages[0]].clone()
@@ -222,7 +199,6 @@ def test_a_copied_page_goes_on_by_itself(model: Path) -> None:
     assert result.token_id is not None
     fork.token_ids.append(result.token_id)
     driver.generate([fork], 5)
-
     assert fork.token_ids[20:] == expected
     assert torch.equal(driver.arena.bytes[leader.table.pages[0]], before)
 
@@ -240,9 +216,7 @@ def test_pages_move_in_the_order_of_the_plan(model: Path) -> None:
         swap_in=moves([2], [3]),
         copies=[PageCopy(source=2, target=4)],
     )
-
     assert driver.runner.execute(plan) == []
-
     assert [int(driver.slab.pages[0][0]), *(int(driver.arena.bytes[page][-1]) for page in (1, 2, 4))] == [1, 0, 3, 3]
 
 
@@ -262,11 +236,10 @@ def test_a_step_ends_after_its_copies_to_the_host_even_when_it_fails(
         events.append("computed")
         return torch.zeros(2, driver.spec.hidden_size) if not is_broken else torch.zeros(1 // 0)
 
-    monkeypatch.setattr(driver.runner._mover, "carry_out", lambda _plan: Copies())
+    monkeypatch.setattr(PageMover, "carry_out", lambda *_: Copies())
     monkeypatch.setattr(driver.decoder, "forward", forward)
     with pytest.raises(ZeroDivisionError) if is_broken else nullcontext():
         driver.run([driver.request(prompt(2))])
-
     assert events == ["computed", "waited"]
 
 
@@ -286,8 +259,6 @@ def test_pages_that_do_not_exist_are_refused_before_any_is_moved(model: Path, wr
     driver = StepDriver(model)
     before = driver.arena.bytes.clone()
     fields: dict[str, Any] = {"swap_out": moves([2], [2]), "zero_pages": [3], **wrong}
-
     with pytest.raises(PageAccountingError):
         driver.runner.execute(StepPlan(step=1, chunks=[], **fields))
-
     assert torch.equal(driver.arena.bytes, before)

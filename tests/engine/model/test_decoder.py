@@ -70,7 +70,6 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> MakeVariant:
 def test_logits_equal_transformers(name: str, variant: MakeVariant) -> None:
     tokens = prompt(41)
     folder = variant(name)
-
     assert_same(StepDriver(folder).logits_alone(tokens), reference_logits(folder, tokens))
 
 
@@ -80,12 +79,10 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(name: str, chunk_tokens: int
     tokens = prompt(41, seed=1)
     driver = StepDriver(variant(name))
     whole = driver.logits_alone(tokens)
-
     request = driver.request(tokens)
     parts = []
     while request.num_computed < len(tokens):
         parts += driver.logits([request], min(chunk_tokens, len(tokens) - request.num_computed))
-
     assert_same(torch.cat(parts), whole)
 
 
@@ -94,12 +91,10 @@ def test_a_mixed_batch_equals_each_request_alone(name: str, variant: MakeVariant
     driver = StepDriver(variant(name))
     prompts = [prompt(length, seed=length) for length in (3, 40, 1, 17, 25)]
     alone = [driver.logits_alone(tokens) for tokens in prompts]
-
     requests = [driver.request(tokens) for tokens in prompts]
     driver.logits(requests[1:2], 30)
     driver.logits(requests[4:], 24)
     mixed = driver.logits(requests)
-
     assert_same(mixed[0], alone[0])
     assert_same(mixed[1], alone[1][30:])
     assert_same(mixed[2], alone[2])
@@ -120,11 +115,9 @@ def test_layers_in_several_groups_equal_layers_in_one(variant: MakeVariant) -> N
         head_dim=16,
         dtype_bytes=4,
     )
-
     driver = StepDriver(folder, geometry=geometry)
     request = driver.request(tokens)
     parts = driver.logits([request], 20) + driver.logits([request])
-
     assert len(request.table.pages) == 2
     assert_same(torch.cat(parts), whole)
 
@@ -133,9 +126,7 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", dtype=torch.bfloat16)
     tokens = prompt(30)
     expected = reference_logits(folder, tokens)
-
     actual = StepDriver(folder, dtype=torch.bfloat16).logits_alone(tokens)
-
     assert actual.dtype == torch.float32
     assert (actual - expected).abs().mean() < 0.02 * expected.abs().mean()
 
@@ -144,9 +135,7 @@ def test_a_token_does_not_depend_on_the_size_of_its_batch(variant: MakeVariant) 
     driver = StepDriver(variant("llama"))
     requests = [driver.request(prompt(9, seed=seed)) for seed in range(6)]
     again = [driver.request(prompt(9, seed=seed)) for seed in range(6)]
-
     together = driver.generate(requests, 12)
     apart = [driver.generate([request], 12)[0] for request in again]
-
     assert together == apart
     assert len({tuple(tokens) for tokens in apart}) == 6

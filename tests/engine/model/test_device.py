@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -20,3 +24,30 @@ def test_a_core_is_idle_where_steps_have_fewer_threads_than_there_are_cores(monk
     assert not has_idle_core()
     monkeypatch.setattr("weft.engine.model.device.usable_cores", lambda: torch.get_num_threads() + 1)
     assert has_idle_core()
+
+
+PROGRAM = """
+import resource
+import torch
+from weft.engine.model.device import keep_freed_memory
+torch.set_num_threads(1)
+is_kept = keep_freed_memory()
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.empty(40_000_000, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(int(is_kept), faults())
+"""
+PAGES_OF_A_ROUND = 40_000_000 // resource.getpagesize()
+
+
+def test_memory_that_was_freed_is_not_fetched_from_the_system_again() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, check=True)
+    is_kept, faults = map(int, done.stdout.split())
+    if not is_kept:
+        pytest.skip("a setting of newer glibc")
+    assert faults < PAGES_OF_A_ROUND

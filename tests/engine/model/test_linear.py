@@ -32,16 +32,13 @@ def test_packed_and_plain_layers_agree(dtype: torch.dtype, num_rows: int, has_bi
     weight = torch.randn(96, 64).to(dtype)
     bias = torch.randn(96).to(dtype) if has_bias else None
     x = torch.randn(num_rows, 64).to(dtype)
-
     packed = PackedLinear(weight, bias)(x)
-
     assert packed.shape == (num_rows, 96)
     assert_close(packed, functional.linear(x, weight, bias))
 
 
 def test_few_numbers_of_rows_are_computed_since_each_keeps_a_kernel() -> None:
     padded = [padded_rows(num_rows) for num_rows in range(513)]
-
     assert padded[:20] == [*range(17), 18, 18, 20]
     assert all(rows <= more <= rows * 9 / 8 for rows, more in enumerate(padded))
     assert len(set(padded)) == 1 + 16 + 5 * 8
@@ -66,7 +63,6 @@ print(peak_mib() - before)
 def test_rows_of_a_strided_input_are_multiplied_as_they_are() -> None:
     torch.manual_seed(0)
     weight, wide = torch.randn(96, 64), torch.randn(5, 128)
-
     assert_close(make_linear(weight)(wide[:, 64:]), wide[:, 64:] @ weight.T)
 
 
@@ -75,16 +71,13 @@ def test_the_result_may_be_changed_in_place() -> None:
     weight, bias, x = torch.randn(8, 16), torch.randn(8), torch.randn(3, 16)
     linear = make_linear(weight, bias)
     expected = linear(x).clone()
-
     linear(x).add_(1)
-
     assert_close(linear(x), expected)
 
 
 def test_float32_is_packed_where_torch_has_onednn() -> None:
     if not torch._C._has_mkldnn:
         pytest.skip("torch without oneDNN")
-
     assert can_pack(torch.float32)
 
 

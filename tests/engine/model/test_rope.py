@@ -41,9 +41,7 @@ def test_tables_equal_transformers(parameters: dict[str, Any]) -> None:
     )
     reference: Any = LlamaRotaryEmbedding(config)
     cos, sin = reference(torch.zeros(1), torch.arange(NUM_POSITIONS)[None])
-
     spec = decoder_spec(config.to_dict())
     table = rope_table(spec.rope, spec.head_dim, NUM_POSITIONS, torch.device("cpu"))
-
     assert_close(table.cos, cos[0, :, : spec.head_dim // 2])
     assert_close(table.sin, sin[0, :, : spec.head_dim // 2])

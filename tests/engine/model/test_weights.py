@@ -21,6 +21,7 @@ from weft.errors import ConfigError
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
+NORM, Q_BIAS = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,6 @@ def _logits(folder: Path) -> torch.Tensor:
 def test_the_number_of_parameters_is_that_of_the_files(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     spec = read_spec(model)
-
     assert expected_tensors(spec) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert spec.num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
@@ -69,7 +69,6 @@ def test_the_number_of_parameters_is_that_of_the_files(model: Path) -> None:
 def test_the_parameters_of_the_other_architectures_add_up(architecture: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path, architecture, tied=True)
     tensors = load_file(folder / "model.safetensors")
-
     assert read_spec(folder).num_parameters == sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -78,39 +77,26 @@ def test_shards_are_found_by_the_index(sharded: Path) -> None:
     _load(sharded)
 
 
-def test_a_missing_tensor_is_named(changed: Callable[..., Path]) -> None:
-    folder = changed(lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-
-    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
-        _load(folder)
-
-
-def test_an_unexpected_tensor_is_named(changed: Callable[..., Path]) -> None:
-    folder = changed(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
-
-    with pytest.raises(ConfigError, match=r"does not: model\.layers\.0\.self_attn\.q_proj\.bias"):
-        _load(folder)
-
-
-def test_a_tensor_of_a_wrong_shape_is_named(changed: Callable[..., Path]) -> None:
-    folder = changed(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}))
-
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight must be .*\[64\], got F32 \[63\]"):
-        _load(folder)
-
-
-def test_whole_numbers_are_no_weights(changed: Callable[..., Path]) -> None:
-    folder = changed(lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int32)}))
-
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight must be a float tensor"):
-        _load(folder)
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
+        (lambda t: t.update({Q_BIAS: torch.zeros(64)}), r"does not: model\.layers\.0\.self_attn\.q_proj\.bias"),
+        (lambda t: t.update({NORM: torch.zeros(63)}), r"model\.norm\.weight must be .*\[64\], got F32 \[63\]"),
+        (lambda t: t.update({NORM: torch.zeros(64, dtype=torch.int32)}), r"model\.norm\.weight must be a float tensor"),
+    ],
+    ids=["missing", "unexpected", "wrong shape", "whole numbers"],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    edit: Callable[[Tensors], object], said: str, changed: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _load(changed(edit))
 
 
 def test_leftovers_of_older_checkpoints_are_harmless(model: Path, changed: Callable[..., Path]) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-
     folder = changed(lambda tensors: tensors.update({name: torch.zeros(8)}))
-
     assert torch.equal(_logits(folder), _logits(model))
 
 
@@ -119,14 +105,12 @@ def test_a_tied_head_is_the_embedding_whatever_is_stored_for_it(tmp_path: Path) 
     expected = _logits(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "lm_head.weight": torch.zeros(320, 64)}, folder / "model.safetensors")
-
     assert expected.any()
     assert torch.equal(_logits(folder), expected)
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-
     with pytest.raises(ConfigError, match="only safetensors"):
         weight_files(tmp_path)
 
@@ -137,7 +121,6 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 )
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
-
     with pytest.raises(ConfigError, match=r"index\.json"):
         weight_files(tmp_path)
 
@@ -147,7 +130,6 @@ def test_a_truncated_file_is_refused(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, folder)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-8])
-
     with pytest.raises(ConfigError, match="cannot read"):
         _load(folder)
 
@@ -155,7 +137,6 @@ def test_a_truncated_file_is_refused(model: Path, tmp_path: Path) -> None:
 def test_the_digest_follows_weights_and_config(model: Path, changed: Callable[..., Path]) -> None:
     digest = base_digest(model)
     folder = changed(lambda tensors: tensors["model.norm.weight"].add_(1))
-
     assert digest.startswith("sha256:")
     assert len(digest) == 7 + 64
     assert digest == base_digest(model)
@@ -185,7 +166,6 @@ def test_a_hub_id_is_downloaded_without_code_and_duplicates(model: Path, monkeyp
         return str(model)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-
     assert resolve_model("some-org/Some-Model_1.5") == model
     assert asked["repo_id"] == "some-org/Some-Model_1.5"
     assert not any(str(pattern).endswith((".py", ".bin", "*")) for pattern in asked["allow_patterns"])  # type: ignore[attr-defined]
@@ -197,6 +177,5 @@ def test_a_hub_that_does_not_deliver_is_told(monkeypatch: pytest.MonkeyPatch) ->
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-
     with pytest.raises(ConfigError, match=r"'org/model', and the Hugging Face hub did not deliver it"):
         resolve_model("org/model")

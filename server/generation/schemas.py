@@ -155,11 +155,6 @@ MAX_BIASES = 300
 MAX_MESSAGES = 4096
 
 
-def _whole(value: object) -> object:
-    """5.0 as 5: some clients write every number as a float."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _prompts(value: object) -> list[str] | list[list[int]]:
     """One or many prompts, as text or token ids, brought to a list."""
     if isinstance(value, str):
@@ -268,9 +263,6 @@ NOT_IN_BEAM_SEARCH = (
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
 
 
-_Whole = Annotated[int, BeforeValidator(_whole)]
-
-
 class StreamOptions(Body):
     """What a stream carries besides text."""
 
@@ -295,10 +287,10 @@ class GenerationBody(Body):
     """An adapter, where `model` is the base or absent."""
     user: str | None = Field(None, max_length=4096)
     """Whoever asks, in the caller's own words: decides, unseen by the model, where an alias splits its requests."""
-    n: _Whole = Field(1, ge=1, le=4096)
-    priority: _Whole = Field(0, ge=-100, le=100)
+    n: int = Field(1, ge=1, le=4096)
+    priority: int = Field(0, ge=-100, le=100)
     """Order among the tenant's own waiting requests of one adapter: lower goes first."""
-    best_of: _Whole | None = Field(None, ge=1, le=4096)
+    best_of: int | None = Field(None, ge=1, le=4096)
     """Candidates to generate for each prompt, `n` if not given: the `n` with the highest log-probability per token are
     returned, all are billed. For beam search the beam width."""
     use_beam_search: bool = False
@@ -308,7 +300,7 @@ class GenerationBody(Body):
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_stopping)] = False
     """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
     possible, and false when none is likely."""
-    seed: _Whole | None = Field(None, ge=-INT64, lt=INT64)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=_Stop)] = Field(default_factory=list)
@@ -316,7 +308,7 @@ class GenerationBody(Body):
     ignore_eos: bool = False
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
-    top_k: _Whole = Field(0, ge=-1, lt=1 << 31)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -324,6 +316,13 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_Biases)] = Field(
         default_factory=dict
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_whole_floats(cls, body: dict[str, object]) -> dict[str, object]:
+        """5.0 as 5: some clients write every number as a float."""
+        wholes = {name: int(each) for name, each in body.items() if isinstance(each, float) and each.is_integer()}
+        return body | wholes
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:
@@ -374,8 +373,8 @@ class CompletionBody(GenerationBody):
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.COMPLETIONS
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
-    max_tokens: _Whole = Field(16, ge=0, lt=1 << 31)
-    logprobs: _Whole | None = Field(None, ge=0, le=100)
+    max_tokens: int = Field(16, ge=0, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=100)
     echo: bool = False
 
     @model_validator(mode="after")
@@ -431,10 +430,10 @@ class ChatBody(GenerationBody):
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: _Whole | None = Field(None, ge=1, lt=1 << 31)
-    max_completion_tokens: _Whole | None = Field(None, ge=1, lt=1 << 31)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
-    top_logprobs: _Whole | None = Field(None, ge=0, le=100)
+    top_logprobs: int | None = Field(None, ge=0, le=100)
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:

@@ -59,10 +59,21 @@ class BatchWorker:
         self._task = asyncio.create_task(self._go_on(), name="weft-batches")
 
     async def stop(self) -> None:
-        """Leave everything as it is in the database, for whoever goes on with it."""
+        """End with everything left as it is in the database. This server, or another one, goes on with it later."""
         self._is_stopping.set()
         if self._task is not None:
             await self._task
+
+    async def leave_off(self) -> None:
+        """Cancel all lines that run, and let other servers have the batches."""
+        tasks = [run.task for run in self._runs.values()]
+        self._runs.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._commits.settle()
+        with suppress(WeftError):  # then other servers wait until this server's claim ends
+            await self._services.registry.batches.release(self._owner)
 
     async def look(self) -> None:
         """Take over what is due, let go of what is not ours any more, and end what is over."""
@@ -90,7 +101,7 @@ class BatchWorker:
             except Exception:
                 log.exception("batches_failed")
             await first_of(LOOK_S, changed, began, self._is_stopping)
-        await self._leave_off()
+        await self.leave_off()
 
     async def _run(self, runner: LineRunner) -> None:
         """Go on with a batch from wherever it stands."""
@@ -171,16 +182,6 @@ class BatchWorker:
             status = "completed" if batch.completed + batch.failed == batch.total else "failed"
         await write_files(self._services, batch, self._owner, status)
         log.info("batch_ended", batch=batch.id, status=status, total=batch.total)
-
-    async def _leave_off(self) -> None:
-        tasks = [run.task for run in self._runs.values()]
-        self._runs.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._commits.settle()
-        with suppress(WeftError):  # others wait for the end of the lease then
-            await self._services.registry.batches.release(self._owner)
 
 
 def owner_name(data_dir: Path) -> str:

@@ -68,6 +68,10 @@ class Api:
     async def tenant(self, tenant: str, *scopes: str) -> httpx.AsyncClient:
         return self.client(await self.key(tenant, *scopes))
 
+    async def usage_totals(self) -> dict[str, int]:
+        """All that was billed, to all tenants."""
+        return dict((await self.admin.get("/v1/usage")).json()["totals"])
+
     def files(self) -> list[Path]:
         """Everything in the blob store."""
         return sorted(path for path in self.services.config.blob_dir.rglob("*") if path.is_file())

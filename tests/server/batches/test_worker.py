@@ -25,8 +25,7 @@ URL = "/v1/completions"
 async def worker(api: Api) -> AsyncIterator[BatchWorker]:
     worker = BatchWorker(api.services, "srv_a")
     yield worker
-    await worker.stop()
-    await worker._leave_off()
+    await worker.leave_off()
 
 
 def lines_for(*models: str, **body: Any) -> bytes:
@@ -173,23 +172,23 @@ async def test_a_batch_whose_window_is_over_keeps_its_results(api: Api, worker: 
     assert api.engine.running == set()
 
 
-async def test_another_server_goes_on_where_one_leaves_off(api: Api, worker: BatchWorker) -> None:
+async def test_another_server_goes_on_where_one_leaves_off(api: Api) -> None:
     api.engine.token_s = 0.005
+    batch = replace(api.services.config.batch, max_running=4)
+    object.__setattr__(api.services, "config", replace(api.services.config, batch=batch))
     batch_id = await start(api, lines_for(*[BASE] * 40, max_tokens=5))
-    worker._places = asyncio.Semaphore(4)
-    await worker.look()
+    first, other = (BatchWorker(api.services, name) for name in ("srv_a", "srv_b"))
+    await first.look()
     await until_completed(api, batch_id, 5)
-    other = BatchWorker(api.services, "srv_b")
-    await other.look()
-    assert other._runs == {}
-    await worker._leave_off()
+    assert await api.services.registry.batches.claim("srv_b") == []
+    await first.leave_off()
     before = (await show(api, batch_id))["request_counts"]["completed"]
     assert before < 40
     ended = await run(api, other, batch_id)
     assert ended["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
     assert len(await results(api, ended["output_file_id"])) == 40
     assert len(await events(api)) == 40
-    await other._leave_off()
+    await other.leave_off()
 
 
 async def test_files_are_bounded_in_number_and_bytes(api: Api) -> None:

@@ -25,11 +25,6 @@ def num_tokens(index: int) -> int:
     return len(demo_tokenizer().encode(said(index), add_special_tokens=False)) + 1
 
 
-async def usage_totals(api: Api) -> dict[str, int]:
-    answer = await api.admin.get("/v1/usage")
-    return dict(answer.json()["totals"])
-
-
 async def complete(api: Api, **fields: Any) -> CompletionView:
     client = await api.tenant("acme")
     answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 60, **fields})
@@ -48,7 +43,7 @@ async def test_the_best_of_each_prompt_are_returned_and_all_are_billed(api: Api)
     ]
     assert all(choice.logprobs is None for choice in body.choices)
     assert body.usage.completion_tokens == 2 * sum(num_tokens(index) for index in range(4))
-    totals = await usage_totals(api)
+    totals = await api.usage_totals()
     assert totals["completion_tokens"] == body.usage.completion_tokens
     assert totals["prompt_tokens"] == body.usage.prompt_tokens == 2 * len(demo_tokenizer().encode("x"))
     assert totals["requests"] == 1
@@ -101,7 +96,7 @@ async def test_a_beam_search_is_one_request_to_the_engine(api: Api, fields: dict
     assert {choice.finish_reason for choice in body.choices} == {"stop"}
     assert body.usage.completion_tokens == 2 * sum(num_tokens(index) for index in range(3))
     assert body.usage.prompt_tokens_details.cached_tokens == 2
-    totals = await usage_totals(api)
+    totals = await api.usage_totals()
     assert (totals["completion_tokens"], totals["requests"]) == (body.usage.completion_tokens, 1)
 
 

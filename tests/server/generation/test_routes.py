@@ -19,11 +19,6 @@ def events(text: str) -> list[Any]:
     return [event if event == "[DONE]" else json.loads(event) for event in found]
 
 
-async def usage_totals(api: Api) -> dict[str, int]:
-    answer = await api.admin.get("/v1/usage")
-    return dict(answer.json()["totals"])
-
-
 async def test_a_completion_has_openais_shape(api: Api) -> None:
     client = await api.tenant("acme")
     answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "hello"})
@@ -67,22 +62,10 @@ async def test_a_stream_opens_with_the_role_and_ends_with_done(api: Api) -> None
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
-    totals = await usage_totals(api)
+    totals = await api.usage_totals()
     assert usage["usage"]["prompt_tokens"] == totals["prompt_tokens"]
     assert usage["usage"]["completion_tokens"] == totals["completion_tokens"]
     assert totals["requests"] == 1
-
-
-async def test_continuous_usage_counts_up(api: Api) -> None:
-    client = await api.tenant("acme")
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    answer = await client.post(
-        "/v1/completions", json={"model": BASE, "prompt": "x", "stream": True, "stream_options": options}
-    )
-    counts = [event["usage"]["completion_tokens"] for event in events(answer.text)[:-1]]
-    assert counts[0] == 1
-    assert counts == sorted(counts)
-    assert counts[-1] == counts[-2]
 
 
 async def test_every_prompt_and_choice_has_its_index_and_prompts_count_once(api: Api) -> None:
@@ -96,7 +79,7 @@ async def test_every_prompt_and_choice_has_its_index_and_prompts_count_once(api:
     assert [request.choice_index for request in api.engine.requests] == [0, 1, 0, 1]
     first, _, third, _ = (request.request_id for request in api.engine.requests)
     assert [request.fork_of for request in api.engine.requests] == [None, first, None, third]
-    assert (await usage_totals(api))["requests"] == 1
+    assert (await api.usage_totals())["requests"] == 1
 
 
 async def test_a_stream_of_many_choices_keeps_them_apart(api: Api) -> None:
@@ -134,15 +117,6 @@ async def test_echo_with_logprobs_is_what_evaluation_harnesses_expect(api: Api) 
     assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
 
 
-async def test_echo_alone_returns_the_prompt(api: Api) -> None:
-    client = await api.tenant("acme")
-    answer = await client.post(
-        "/v1/completions", json={"model": BASE, "prompt": "just this", "echo": True, "max_tokens": 0}
-    )
-    assert answer.json()["choices"][0]["text"] == "just this"
-    assert answer.json()["usage"]["completion_tokens"] == 0
-
-
 async def test_a_stop_string_ends_the_text_and_the_engine_request(api: Api) -> None:
     client = await api.tenant("acme")
     answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", "stop": [" plain"]})
@@ -150,7 +124,7 @@ async def test_a_stop_string_ends_the_text_and_the_engine_request(api: Api) -> N
     assert choice["text"] == "the base speaks"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " plain")
     assert len(api.engine.aborted) == 1
-    assert (await usage_totals(api))["completion_tokens"] == answer.json()["usage"]["completion_tokens"]
+    assert (await api.usage_totals())["completion_tokens"] == answer.json()["usage"]["completion_tokens"]
 
 
 async def test_sampling_fields_reach_the_engine(api: Api) -> None:
@@ -203,7 +177,7 @@ async def test_a_refusal_is_a_real_status_also_for_a_stream(
     assert answer.json()["error"]["code"] == code
     assert "secret" not in answer.text
     assert ("retry-after" in answer.headers) == (status == 503)
-    totals = await usage_totals(api)
+    totals = await api.usage_totals()
     assert (totals["prompt_tokens"], totals["completion_tokens"]) == (0, 0)
 
 
@@ -215,42 +189,32 @@ async def test_an_engine_death_in_the_middle_is_an_error_event_without_done(api:
     *chunks, last = events(answer.text)
     assert last["error"]["code"] == "engine_restarted"
     assert len(chunks) == 3
-    totals = await usage_totals(api)
+    totals = await api.usage_totals()
     assert totals["completion_tokens"] == 3
     assert totals["prompt_tokens"] == len(demo_tokenizer().encode("x"))
 
 
-async def test_an_engine_death_without_a_stream_is_503_and_free(api: Api) -> None:
+async def test_an_engine_that_dies_or_restarts_is_503_and_free(api: Api) -> None:
+    client = await api.tenant("acme")
     api.engine.failure_after = 3
-    client = await api.tenant("acme")
-    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "1"
-    assert (await usage_totals(api))["completion_tokens"] == 0
-
-
-async def test_an_engine_that_restarts_is_503_with_retry_after(api: Api) -> None:
+    died = await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
     api.engine.ready = None
-    client = await api.tenant("acme")
-    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "2"
+    restarting = await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})
+    assert [(answer.status_code, answer.headers["retry-after"]) for answer in (died, restarting)] == [
+        (503, "1"),
+        (503, "2"),
+    ]
+    assert (await api.usage_totals())["completion_tokens"] == 0
     assert (await client.get("/ready")).status_code == 503
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_the_clients_request_id_is_echoed_only_if_it_is_plain(api: Api) -> None:
+async def test_a_plain_request_id_is_echoed_and_billed_each_time_it_comes(api: Api) -> None:
     client = await api.tenant("acme")
-    body = {"model": BASE, "prompt": "x"}
-    echoed = await client.post("/v1/completions", json=body, headers={"x-request-id": "abc-1"})
-    assert echoed.headers["x-request-id"] == "abc-1"
-    for bad in ("a" * 300, "sp ace", "semi;colon"):
-        minted = await client.post("/v1/completions", json=body, headers={"x-request-id": bad})
-        assert minted.headers["x-request-id"].startswith("req-")
-
-
-async def test_a_repeated_request_id_is_billed_each_time(api: Api) -> None:
-    client = await api.tenant("acme")
-    for _ in range(2):
-        await client.post("/v1/completions", json={"model": BASE, "prompt": "x"}, headers={"x-request-id": "same"})
-    assert (await usage_totals(api))["requests"] == 2
+    for given in ("abc-1", "abc-1", "a" * 300, "sp ace", "semi;colon"):
+        answer = await client.post(
+            "/v1/completions", json={"model": BASE, "prompt": "x"}, headers={"x-request-id": given}
+        )
+        echoed = answer.headers["x-request-id"]
+        assert echoed == given if given == "abc-1" else echoed.startswith("req-")
+    assert (await api.usage_totals())["requests"] == 5

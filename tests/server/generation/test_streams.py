@@ -36,12 +36,14 @@ async def url(api: Api) -> AsyncIterator[str]:
         yield address
 
 
-async def totals(api: Api) -> dict[str, int]:
-    return dict((await api.admin.get("/v1/usage")).json()["totals"])
-
-
 async def wait_until_idle(api: Api) -> None:
     await eventually(lambda: not api.engine.running and not api.services.drain.num_running)
+
+
+def head(key: str, length: int, path: str = "/v1/completions", method: str = "POST") -> bytes:
+    kind = "multipart/form-data; boundary=b" if method == "POST" and path == "/v1/adapters" else "application/json"
+    lines = (f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", f"Content-Type: {kind}")
+    return "\r\n".join((*lines, f"Content-Length: {length}\r\n\r\n")).encode()
 
 
 async def raw(url: str, data: bytes, read: int = 65536, wait_s: float = 60.0) -> bytes:
@@ -103,7 +105,7 @@ async def test_a_client_that_leaves_frees_its_request_and_pays_for_what_was_comp
             await asyncio.gather(task, return_exceptions=True)
     await wait_until_idle(api)
     assert len(api.engine.aborted) == 1
-    used = await totals(api)
+    used = await api.usage_totals()
     (work,) = api.engine.work.values()
     assert used["requests"] == 1
     assert max(received, 5) <= used["completion_tokens"] == work.output_tokens < 200
@@ -207,7 +209,7 @@ async def test_a_closing_connection_is_a_cut_before_the_event_loop_tells_so(api:
         answer = await client.post("/v1/completions", json={**LONG, "stream": True})
     assert answer.text.count("data: {") == 5
     (work,) = api.engine.work.values()
-    assert 5 <= (await totals(api))["completion_tokens"] == work.output_tokens < 200
+    assert 5 <= (await api.usage_totals())["completion_tokens"] == work.output_tokens < 200
     assert len(api.engine.aborted) == 1
 
 
@@ -231,27 +233,18 @@ async def test_what_came_during_a_write_is_written_together(api: Api) -> None:
     ]
     assert [event["usage"]["completion_tokens"] for event in events if event["choices"]] == list(range(1, 201))
     assert len(writes) < 100
-    assert (await totals(api))["completion_tokens"] == 200
+    assert (await api.usage_totals())["completion_tokens"] == 200
 
 
 async def test_a_client_that_leaves_before_the_first_token_frees_its_request(api: Api, url: str) -> None:
     api.engine.token_s = 30
-    body = json.dumps({**LONG, "stream": True, "n": 3, "max_tokens": 20}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {await api.key('acme')}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    host, port = url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(head.encode() + body)
-    await writer.drain()
-    await eventually(lambda: len(api.engine.running) == 3)
-    writer.close()
-    await wait_until_idle(api)
+    await cut(api, url, lambda: len(api.engine.running) == 3, stream=True, n=3)
     assert len(api.engine.aborted) == 3
 
 
 async def test_nobody_without_a_key_gets_a_body_read(api: Api, url: str) -> None:
-    head = b"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n" + b"x" * 1000
-    answer = await raw(url, head)
+    begun = b"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n" + b"x" * 1000
+    answer = await raw(url, begun)
     assert answer.startswith(b"HTTP/1.1 401")
     assert b"connection: close" in answer.lower()
     assert api.files() == []
@@ -260,21 +253,16 @@ async def test_nobody_without_a_key_gets_a_body_read(api: Api, url: str) -> None
 async def test_a_content_length_over_the_limit_is_refused_unread(api: Api, url: str) -> None:
     key = await api.key("acme")
     for path, length in (("/v1/completions", 2 << 20), ("/v1/adapters", 1 << 40), ("/v1/completions", 10**30)):
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        kind = "application/json" if path == "/v1/completions" else "multipart/form-data; boundary=b"
-        answer = await raw(url, f"{head}Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode())
+        answer = await raw(url, head(key, length, path))
         assert answer.startswith((b"HTTP/1.1 413", b"HTTP/1.1 400")), answer
 
 
 async def test_a_client_that_stalls_is_answered_408(tmp_path: Path) -> None:
     async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api, api.listening() as url:
         key = await api.key("acme")
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        answer = await raw(url, f"{head}Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{{".encode())
+        answer = await raw(url, head(key, 50) + b"{")
         assert answer.startswith(b"HTTP/1.1 408"), answer
-        head = head.replace("/v1/completions", "/v1/adapters")
-        begun = f"{head}Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 5000\r\n\r\n--b\r\n".encode()
-        answer = await raw(url, begun)
+        answer = await raw(url, head(key, 5000, "/v1/adapters") + b"--b\r\n")
         assert answer.startswith(b"HTTP/1.1 408"), answer
         assert b"upload.timeout" in answer
         assert api.files() == []
@@ -292,10 +280,8 @@ async def test_a_client_that_stalls_is_answered_408(tmp_path: Path) -> None:
 async def test_registry_routes_keep_the_servers_pace(tmp_path: Path, method: str, path: str) -> None:
     async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api, api.listening() as url:
         await api.key("acme")
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"
-        begun = f"{head}Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{{".encode()
         async with asyncio.timeout(Pace().stall_s / 2):
-            answer = await raw(url, begun)
+            answer = await raw(url, head(ADMIN_KEY, 50, path, method) + b"{")
         assert answer.startswith(b"HTTP/1.1 408"), answer
 
 
@@ -303,8 +289,7 @@ async def test_a_client_that_trickles_is_answered_408(tmp_path: Path) -> None:
     async with open_api(tmp_path, pace=Pace(grace_s=0.1, bytes_per_s=1e6)) as api, api.listening() as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {await api.key('acme')}\r\n"
-        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: 900\r\n\r\n".encode())
+        writer.write(head(await api.key("acme"), 900))
         reading = asyncio.create_task(reader.read(100))
         while not reading.done():
             writer.write(b" ")
@@ -347,4 +332,4 @@ async def test_draining_ends_what_takes_too_long_with_an_error_event(api: Api, u
     assert whole.status_code == 503
     assert len(api.engine.aborted) == 2
     api.services.drain.is_draining = False
-    assert (await totals(api))["completion_tokens"] == len(events) - 1
+    assert (await api.usage_totals())["completion_tokens"] == len(events) - 1

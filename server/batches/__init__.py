@@ -1,1 +1,1 @@
-"""The batch lane: files of requests that run in what interactive traffic leaves."""
+"""Batches: files of requests that run when interactive traffic leaves capacity."""

@@ -16,7 +16,7 @@ from weft.server.http.json_body import parse_json, validate
 from weft.server.threads import in_thread
 
 MAX_ERRORS = 50
-"""Errors that a batch which fails its check tells of."""
+"""Most errors reported for a batch that fails its check."""
 
 
 class Line(Body):
@@ -29,18 +29,18 @@ class Line(Body):
 
 
 def parse_line(raw: bytes, endpoint: str, max_bytes: int) -> Line:
-    """A line that can be run; whether its body is good is found out then.
+    """Parse a line. Its body is checked when it runs.
 
     Args:
-        raw: As it stands in the file.
+        raw: The line in the file.
         endpoint: What its `url` must be.
         max_bytes: Longest line.
 
     Raises:
-        RequestError: It is too long, no JSON object, or not of the form that is due.
+        RequestError: It is too long, no JSON object, or has wrong fields.
     """
     if len(raw) > max_bytes:
-        raise InvalidRequestError(f"A line may have {max_bytes} bytes.", code="line_too_long")
+        raise InvalidRequestError(f"A line may have at most {max_bytes} bytes.", code="line_too_long")
     try:
         fields = parse_json(raw, takes_nul=True)
     except InvalidRequestError as error:
@@ -56,10 +56,10 @@ def parse_line(raw: bytes, endpoint: str, max_bytes: int) -> Line:
 async def check_input(
     blobs: BlobStore, sha256: str, endpoint: str, *, max_lines: int, max_bytes: int
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Look at all lines of a batch.
+    """Check all lines of a batch.
 
     Returns:
-        How many lines there are, and what is wrong with the first that are not sound. Raises like `read_lines`.
+        The number of lines, and the errors of the first bad ones. Raises like `read_lines`.
     """
     errors: list[dict[str, Any]] = []
     seen: set[bytes] = set()
@@ -69,7 +69,7 @@ async def check_input(
             total += 1
             try:
                 if total > max_lines:
-                    raise InvalidRequestError(f"A batch may have {max_lines} requests.", code="too_many_lines")
+                    raise InvalidRequestError(f"A batch may have at most {max_lines} requests.", code="too_many_lines")
                 line = parse_line(raw, endpoint, max_bytes)
                 digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
                 if digest in seen:
@@ -87,15 +87,15 @@ async def check_input(
 
 
 def input_error(code: str, message: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
-    """What is wrong with a line, or with the whole file where `line` is None."""
+    """An error of a line, or of the whole file if `line` is None."""
     return {"code": code, "message": message, "line": line, "param": param}
 
 
 async def read_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGenerator[tuple[int, bytes], None]:
-    """Number and bytes of each line that is not blank; of one that is longer than `max_bytes`, a byte more than those.
+    """Number and bytes of each line that is not blank. A line over `max_bytes` is cut one byte after them.
 
     Raises:
-        AdapterUnavailableError: The blob is missing or corrupt, which may be told behind its first lines.
+        AdapterUnavailableError: The blob is missing or corrupt; this may come after the first lines.
         CapacityError: The store cannot be reached.
     """
     pieces, rest, number = read_pieces(blobs, sha256), b"", 0

@@ -1,6 +1,6 @@
 """One line of a batch, from its body to its result, through the same code as an interactive request.
 
-What only asks for patience does not fail a line: a rate limit is waited for, and a line that Weft lost runs again.
+A line does not fail where waiting helps: it waits for rate limits, and runs again when the engine lost it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from weft.server.services import Services
 log = structlog.get_logger("weft.server")
 LOSSES = (EngineUnavailableError, AdapterUnavailableError)
 MAX_LOSSES = 5
-"""A line that the engine died under, or whose adapter did not load, so often has failed: it may be the reason."""
+"""A line fails after so many runs in which the engine died or its adapter did not load: it may be the cause."""
 LONGEST_WAIT_S = 30.0
 CANCELLED = ("batch_cancelled", "The batch was cancelled before this request ran.")
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CALLER_S = 1.0
-"""How old the word may be that the key still works."""
+"""Seconds for which the last check of the key is trusted."""
 
 
 @dataclass(slots=True)
@@ -54,15 +54,15 @@ class LineRunner:
     services: Services
     batch: BatchRow
     places: asyncio.Semaphore
-    """For all lines that run on this server; whoever waits for a limit has none."""
+    """Places of all lines that run on this server. A line that waits for a limit has none."""
     keep: Callable[[LineResult], Awaitable[bool]]
-    """Makes a result durable; False where it no longer counts."""
+    """Makes a result durable; False if it no longer counts."""
     is_ending: bool = False
-    """The batch is cancelled or has expired: lines that are cut now never run again, and no other runs."""
+    """The batch is cancelled or has expired: no more lines run, and lines that are cut do not run again."""
     _known: tuple[float, Caller] | None = field(default=None)
 
     async def run(self, number: int, line: Line) -> None:
-        """Carry a line to its result, in as many tries as it takes."""
+        """Run a line until it has a result."""
         if self.is_ending:
             code, message = CANCELLED if self.batch.status == "cancelling" else EXPIRED
             await self.keep(self._result(number, line, None, {"code": code, "message": message}))
@@ -83,7 +83,7 @@ class LineRunner:
             await asyncio.sleep(wait_s)
 
     async def _try(self, number: int, line: Line, lease: LimitReservation, *, is_last: bool) -> None:
-        """Keep a result, be it an error; raises RateLimitError and CapacityError where the line may run later."""
+        """Keep a result or an error. Raises RateLimitError and CapacityError if the line may run later."""
         planned, event = None, None
         try:
             planned = await self._plan(number, line, lease)
@@ -138,7 +138,7 @@ class LineRunner:
         return await plan_generation(origin, body)
 
     async def _caller(self) -> Caller:
-        """Whoever made the batch, as the key is now.
+        """The caller who made the batch, with the rights that the key has now.
 
         Raises:
             AuthenticationError: The key was revoked or has expired.

@@ -1,4 +1,4 @@
-"""Results of lines: committed together with their usage, and made files when their batch ends."""
+"""Results of lines: committed together with their usage, and written to files when their batch ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.server.threads import in_thread
 
 log = structlog.get_logger("weft.server")
 COMMIT_S = 0.1
-"""Results of so many seconds are one transaction."""
+"""Results that come within so many seconds are one transaction."""
 RETRY_S = 1.0
 PAGE_LINES = 64
 
@@ -28,14 +28,14 @@ class ResultCommits:
         self._owner = owner
         self._results: list[LineResult] = []
         self._next: asyncio.Task[frozenset[tuple[str, int]]] | None = None
-        """Commits what is in `_results`, in a moment."""
+        """Will commit what is in `_results`."""
         self._tasks: set[asyncio.Task[frozenset[tuple[str, int]]]] = set()
         self._turn = asyncio.Lock()
 
     async def keep(self, result: LineResult) -> bool:
-        """Return once the result and its usage are in the database; False where they no longer count.
+        """Return once the result and its usage are in the database; False if they no longer count.
 
-        Waits as long as the database is away. What was handed in is committed also where the caller is cancelled.
+        Waits as long as the database is unavailable. The result is committed even if the caller is cancelled.
         """
         while True:
             self._results.append(result)
@@ -50,7 +50,7 @@ class ResultCommits:
                 await asyncio.sleep(RETRY_S)
 
     async def settle(self) -> None:
-        """Return once everything that was handed in is committed, or could not be: then its line runs again."""
+        """Return once all results are committed, or could not be; then their lines run again."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

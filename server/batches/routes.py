@@ -100,7 +100,7 @@ async def delete_file(file_id: str, services: Wired, caller: InferTenant) -> Fil
 
 @router.post("/v1/batches", response_model=BatchView, openapi_extra=takes(BatchBody))
 async def create_batch(request: Request, services: Wired, caller: InferTenant) -> BatchRow:
-    """Run the requests of a file within 24 hours, in what interactive traffic leaves."""
+    """Run the requests of a file within 24 hours, when interactive traffic leaves capacity."""
     body = await json_body(request, BatchBody, services.config.server.max_body_bytes, services.pace)
     batch = await services.registry.batches.create(
         caller.tenant_id, caller.identity.key_id, body.input_file_id, body.endpoint, body.metadata or {}

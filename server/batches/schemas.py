@@ -39,7 +39,7 @@ class FileView(View):
 
 
 class FileDeleted(View):
-    """What DELETE answers."""
+    """Answer of DELETE /v1/files/{file_id}."""
 
     id: str
     object: Literal["file"] = "file"
@@ -53,7 +53,7 @@ class BatchView(View):
     object: Literal["batch"] = "batch"
     endpoint: str
     errors: dict[str, Any] | None
-    """A list of what is wrong with the input: `code`, `message`, `line` and `param` of each."""
+    """Errors of the input: a list, each with `code`, `message`, `line` and `param`."""
     input_file_id: str
     completion_window: Literal["24h"] = "24h"
     status: str
@@ -70,7 +70,7 @@ class BatchView(View):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: dict[str, int]
-    """Lines: the total, and of them those that are completed and failed."""
+    """Numbers of lines: total, completed and failed."""
     metadata: dict[str, str] | None = Field(validation_alias="labels")
 
 

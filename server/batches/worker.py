@@ -1,7 +1,6 @@
 """Runs the batches of this server: finds them, checks their input, feeds their lines, and ends them.
 
-All that has to outlive the process is in the database, so stopping is only leaving off: at SIGTERM at once, without a
-word to the lines that run, which begin again at the next start.
+All state is in the database. At SIGTERM the lines that run are cancelled at once; they run again at the next start.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
 LOOK_S = 2.0
-"""Seconds from one look for batches to the next; also how often others are told that this server goes on."""
+"""Seconds between two looks for batches. Each look also renews this server's claim on its batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A batch on its way."""
+    """A batch that runs."""
 
     runner: LineRunner
     task: asyncio.Task[None]
@@ -41,7 +40,7 @@ class BatchWorker:
     """Works between `start` and `stop`. Thread: the event loop's.
 
     Args:
-        services: All that the server has.
+        services: The parts of the server.
         owner: This server's name among all over the same database; the same after a restart.
     """
 
@@ -55,7 +54,7 @@ class BatchWorker:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin, and go on with what the last process left."""
+        """Begin; batches of the last process go on."""
         self._task = asyncio.create_task(self._go_on(), name="weft-batches")
 
     async def stop(self) -> None:
@@ -76,7 +75,7 @@ class BatchWorker:
             await self._services.registry.batches.release(self._owner)
 
     async def look(self) -> None:
-        """Take over what is due, let go of what is not ours any more, and end what is over."""
+        """Claim batches, drop those that other servers have now, and end those that are over."""
         held = {batch.id: batch for batch in await self._services.registry.batches.claim(self._owner)}
         for batch_id in self._runs.keys() - held.keys():
             self._runs.pop(batch_id).task.cancel()
@@ -104,7 +103,7 @@ class BatchWorker:
         await self.leave_off()
 
     async def _run(self, runner: LineRunner) -> None:
-        """Go on with a batch from wherever it stands."""
+        """Continue a batch from its current status."""
         try:
             await self._commits.settle()  # of a run before
             await self._go_through(runner)
@@ -132,7 +131,7 @@ class BatchWorker:
         return batch.status == "cancelling" or batch.expires_at <= to_seconds(self._services.now())
 
     async def _check(self, batch: BatchRow) -> BatchRow | None:
-        """Check the input, and enter the next status; None where no line is to run."""
+        """Check the input, and enter the next status; None if no line is to run."""
         services, config = self._services, self._services.config
         try:
             total, errors = await check_input(
@@ -152,7 +151,7 @@ class BatchWorker:
         return None
 
     async def _feed(self, runner: LineRunner, batch: BatchRow) -> None:
-        """Give each line that has none a result."""
+        """Run each line that has no result yet."""
         services, config = self._services, self._services.config
         limit = config.server.max_body_bytes
         ahead = asyncio.Semaphore(config.batch.max_running)  # so that one batch does not keep all its lines in memory
@@ -185,7 +184,7 @@ class BatchWorker:
 
 
 def owner_name(data_dir: Path) -> str:
-    """This server's name, made at the first start; one process at a time has the folder."""
+    """This server's name, made at the first start. Only one process at a time uses the folder."""
     path = data_dir / "server-id"
     if not path.exists():
         temporary = path.with_suffix(".new")

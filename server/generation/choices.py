@@ -81,7 +81,7 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class Computed:
-    """What the engine has computed for a choice, as far as its outputs said."""
+    """What the engine has computed for a choice, by its outputs so far."""
 
     choice: Choice
     prompt_tokens: int = 0
@@ -180,7 +180,7 @@ class Generation:
                     raise each
 
     async def _pump(self, choices: Sequence[Choice]) -> None:
-        """Pass on what the engine says of one request: of one choice, or of all that a beam search ends with."""
+        """Pass on the engine's outputs for one request: one choice, or all choices of a beam search."""
         if self._cut is not None:
             return  # before the engine was asked
         has_started = False
@@ -203,14 +203,14 @@ class Generation:
         raise EngineUnavailableError("The engine stopped before the request was finished; send it again.")
 
     def _check(self, output: RequestOutput, has_started: bool) -> None:
-        """Raise what the engine ended the request with, if that is no end of an answer."""
+        """Raise the error if the engine ended the request without finishing its answer."""
         if output.error is not None:
             error = from_engine(output.error)
             raise error if self.admission is None or has_started else self.admission.refused(error)
         if output.finish_reason == "error":
             raise EngineError("The engine ended the request without a reason.")
         if output.finish_reason == "abort":
-            raise EngineUnavailableError("The engine gave the request up; send it again.")
+            raise EngineUnavailableError("The engine gave up the request; send it again.")
 
     def _pass_on(self, choice: Choice, output: RequestOutput) -> None:
         delta = choice.text.push(self._within_limits(output))
@@ -230,7 +230,7 @@ class Generation:
             computed.prompt_tokens = max(computed.prompt_tokens, output.computed_prompt_tokens)
 
     def _within_limits(self, output: RequestOutput) -> RequestOutput:
-        """The output, made the last one of its choice where another token of each choice would be too many."""
+        """The output. It is the last of its choice if one more token per choice would exceed the limits."""
         self._num_wanted += len(output.token_ids)
         is_fine = output.finish_reason is not None or self._may_grow(self._num_wanted)
         return output if is_fine else replace(output, finish_reason="length")

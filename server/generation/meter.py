@@ -54,7 +54,7 @@ class Usage:
 
 
 class Meter:
-    """Counts what one HTTP request was given, and records it.
+    """Counts the tokens of one HTTP request, and records its usage event.
 
     Args:
         services: Ledger, metrics and clocks.
@@ -98,7 +98,7 @@ class Meter:
 
     @property
     def usage(self) -> Usage:
-        """What is to be billed so far: what was delivered, or what was computed for a client that left."""
+        """What is billed so far: the tokens delivered, or those computed for a client that left."""
         return Usage(
             prompt_tokens=sum(self._prompt_tokens.values()),
             cached_tokens=self._cached_tokens,
@@ -120,7 +120,7 @@ class Meter:
         self._last_token_s[step.choice.index] = now
 
     def deliver(self, step: Step) -> None:
-        """Count a step as handed to the client, who has it with the next write."""
+        """Count a step as delivered: it is part of the next write."""
         choice = step.choice
         self._cached_tokens += self._newly_cached(step)
         self._prompt_tokens[choice.prompt_index] = len(choice.prompt.token_ids)

@@ -47,7 +47,7 @@ class WholeAnswer:
 
     def __init__(self, plan: PlannedGeneration) -> None:
         self.headers = dict(plan.headers)
-        """The last of them is known with the first step."""
+        """The state of the adapter is added with the first step."""
         self._plan = plan
         self._parts: dict[int, list[Part]] = {}
         self._steps: list[Step] = []
@@ -136,7 +136,7 @@ class GenerationResponse(Response):
     async def _send_steps(
         self, first: list[Step], steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]
     ) -> None:
-        """Send what has arrived together in one piece, one event a step: a client that waits gets more at a time."""
+        """Send all steps that have arrived in one write, one event per step. A slow client gets more in each write."""
         opened: set[int] = set()
         ends: list[Part] = []
         together: list[Step] | None = first

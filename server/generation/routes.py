@@ -35,11 +35,11 @@ from weft.server.services import Services, services_of
 class GenerationRoute(APIRoute):
     """Finds the caller itself and runs what its endpoint plans.
 
-    FastAPI's way through the dependencies would be a third of what a refusal costs.
+    FastAPI's own handling of dependencies would be a third of the cost of a refusal.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request; FastAPI's own reads dependencies, which are for the API page alone."""
+        """The handler of a request. FastAPI reads the dependencies for the OpenAPI page only."""
 
         async def handle(request: Request) -> GenerationResponse:
             services = services_of(request)
@@ -52,12 +52,12 @@ class GenerationRoute(APIRoute):
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 SESSION_HEADER = "x-session-id"
-"""Where an alias splits its requests, those with one value get one version; the field `user` goes before it."""
+"""Where an alias splits its requests, those with one value get one version. The field `user` has precedence."""
 DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
-"""Where a client says within how many milliseconds it wants the first token; the first that is there counts."""
+"""Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
 OPEN_TOKENS = 1024
-"""Reserved first for an answer whose length the client leaves open; a whole context would leave nothing to others."""
+"""Reserved first per choice if the client gives no length. A whole context would leave nothing to others."""
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
@@ -101,7 +101,7 @@ def deadline_s(headers: Mapping[str, str]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Whose request it is, and how it came."""
+    """Who sent a request, and how."""
 
     services: Services
     caller: Caller
@@ -115,7 +115,7 @@ class Origin:
     deadline_s: float | None = None
     """Seconds within which the client wants the first token."""
     line_id: str | None = None
-    """For a line of a batch: its ledger id. Such a request passes around the gate."""
+    """For a line of a batch: its ledger id. Such a request does not pass the gate."""
 
 
 async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> PlannedGeneration:
@@ -190,7 +190,7 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
 
 
 async def _off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT:
-    """Tokenizing a long text would hold up everybody's stream; a short one is quicker than a thread."""
+    """Tokenizing a long text would delay all streams, so it runs in a thread. A short one is faster without."""
     return work() if num_characters <= INLINE_BYTES // 4 else await asyncio.to_thread(work)
 
 

@@ -41,7 +41,7 @@ class UsageDetails(View):
 
 
 class UsageView(View):
-    """What a generation request is billed."""
+    """The tokens that a request is billed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -81,7 +81,7 @@ class CompletionView(View):
 
 
 class TopLogprobView(View):
-    """A token that could have stood here."""
+    """A token that was possible at this place."""
 
     token: str
     logprob: float
@@ -102,7 +102,7 @@ class ChatLogprobsView(View):
 
 
 class AnswerView(View):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -225,7 +225,7 @@ def _content(value: object) -> str:
     raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
 
 
-# What is sent, for the OpenAPI page; the functions above say themselves what is wrong with it.
+# The types that clients send, for the OpenAPI page. The functions above write the errors.
 _Tokens = list[Annotated[int, Field(ge=0)]]
 
 
@@ -257,7 +257,7 @@ NOT_IN_BEAM_SEARCH = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "stop", "echo"),
 )
-"""Fields that beam search takes with values that change nothing, and no others."""
+"""Fields that beam search takes only with values that change nothing."""
 
 
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
@@ -284,9 +284,9 @@ class GenerationBody(Body):
     model: str | None = Field(None, min_length=1, max_length=512)
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`."""
     adapter_id: str | None = Field(None, min_length=1, max_length=512)
-    """An adapter, where `model` is the base or absent."""
+    """An adapter, if `model` is the base or absent. The answer has this name as `model`."""
     user: str | None = Field(None, max_length=4096)
-    """Whoever asks, in the caller's own words: decides, unseen by the model, where an alias splits its requests."""
+    """Id of an end user, not shown to the model. Where an alias splits its requests, one user gets one version."""
     n: int = Field(1, ge=1, le=4096)
     priority: int = Field(0, ge=-100, le=100)
     """Order among the tenant's own waiting requests of one adapter: lower goes first."""
@@ -294,9 +294,9 @@ class GenerationBody(Body):
     """Candidates to generate for each prompt, `n` if not given: the `n` with the highest log-probability per token are
     returned, all are billed. For beam search the beam width."""
     use_beam_search: bool = False
-    """Search instead of sampling: the `n` best of `best_of` beams are returned, best first."""
+    """Beam search instead of sampling: the `n` best of `best_of` beams are returned, best first."""
     length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
-    """For beam search: power of the length that a sequence's sum of log-probabilities is divided by."""
+    """For beam search: a sequence's score is its sum of log-probabilities divided by its length to this power."""
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_stopping)] = False
     """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
     possible, and false when none is likely."""

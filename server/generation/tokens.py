@@ -1,4 +1,4 @@
-"""The tokenizer by HTTP, as vLLM has it, so that clients need none of their own."""
+"""The tokenizer over HTTP, with vLLM's routes: clients need no tokenizer of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def detokenize(request: Request, services: Wired, caller: TokenizingCaller
     body = await json_body(request, DetokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
     if max(body.tokens, default=0) >= services.ready.vocab_size:
-        raise InvalidRequestError("tokens holds an id beyond the vocabulary.", param="tokens")
+        raise InvalidRequestError(f"The ids in tokens must be at most {services.ready.vocab_size - 1}.", param="tokens")
     return DetokenizeView(prompt=await asyncio.to_thread(services.tokenizer.decode, body.tokens))
 
 

@@ -21,7 +21,7 @@ def iso(moment: datetime) -> str:
 
 
 Moment = Annotated[str, BeforeValidator(lambda value: iso(value) if isinstance(value, datetime) else value)]
-"""A time as clients see it, made of a datetime."""
+"""A time as text for clients; takes a datetime."""
 
 
 class View(BaseModel):
@@ -50,7 +50,7 @@ class FindingView(View):
     message: str
     """What was expected, and what came."""
     param: str | None
-    """The field of the config, or the first tensor, that is wrong; null where it is a file as a whole."""
+    """The field of the config, or the first tensor, that is wrong; null if it is a whole file."""
     hint: str
     """What to do."""
 
@@ -63,7 +63,7 @@ class ErrorFields(View):
     param: str | None
     code: str
     findings: list[FindingView] = Field(default_factory=list)
-    """Only where an adapter is refused: all that is wrong with it, at most 20 things; `message` says the first."""
+    """Only for a refused adapter: what is wrong with it, at most 20 findings. `message` tells the first."""
 
 
 class ErrorView(View):
@@ -96,7 +96,7 @@ class UsageSums(View):
 
 
 class AdapterUsageView(UsageSums):
-    """All that was ever asked of an adapter."""
+    """An adapter's usage since it was created."""
 
     last_used_at: Moment | None
 

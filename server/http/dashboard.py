@@ -25,7 +25,7 @@ PAGES = (
     "/account",
     "/audit",
 )
-"""Paths that show the page, which reads from the address what to show."""
+"""Paths of the one page. Its script reads from the address what to show."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -33,7 +33,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # asked for anew each time, and sent only when changed
+    "cache-control": "no-cache",  # browsers ask each time; an unchanged file is not sent again
 }
 _OPEN = re.compile("|".join(re.sub(r"\{\w+\}", "[^/]+", page) for page in PAGES) + "|/static/.+|/favicon\\.ico")
 
@@ -44,14 +44,14 @@ class DashboardFiles(StaticFiles):
     def file_response(
         self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
     ) -> Response:
-        """A file, or 304 for who has it."""
+        """The file, or 304 if the ETag matches."""
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(HEADERS)
         return response
 
 
 def is_dashboard(scope: Scope) -> bool:
-    """Whether a request asks for a file of the dashboard, which are no secret."""
+    """Whether a request asks for a file of the dashboard. These files are public."""
     return scope["method"] in ("GET", "HEAD") and _OPEN.fullmatch(scope["path"]) is not None
 
 

@@ -1,6 +1,6 @@
-"""Takes an upload off the wire: a strict multipart reader under byte limits of its own.
+"""Reads uploads: a strict multipart reader with its own byte limits.
 
-The file goes to a temporary blob while it is hashed; nothing else touches the disk. File names mean nothing.
+The file goes to a temporary blob while it is hashed; nothing else is written to disk. File names are never paths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.server.http.body import Pace, read_chunks
 from weft.server.threads import in_thread
 
 FORM_BYTES = 1 << 20
-"""What an upload may have beside the weights: the other parts, headers, boundaries."""
+"""Most bytes of an upload besides the weights: other parts, headers, boundaries."""
 WRITE_BYTES = 1 << 20
 """Weights are written in pieces of about this size."""
 TEXT_LIMITS = {
@@ -41,11 +41,11 @@ class Parts:
     """Which parts a form may have."""
 
     file: str
-    """The one whose bytes go to a blob."""
+    """The part with the file, which goes to a blob."""
     texts: Mapping[str, int]
-    """The others, and how many bytes each may have."""
+    """The other parts, and the most bytes of each."""
     rule: str
-    """What a client is told that sends something else."""
+    """The error message for any other part."""
 
 
 ADAPTER_PARTS = Parts(
@@ -58,12 +58,12 @@ ADAPTER_PARTS = Parts(
 
 @dataclass(slots=True)
 class Form:
-    """What came, except the bytes of the file."""
+    """The parts that came, except the bytes of the file."""
 
     texts: dict[str, bytearray] = field(default_factory=dict)
     has_file: bool = False
     filename: str = ""
-    """As the client calls it."""
+    """The file name that the client gave."""
 
     def text(self, name: str) -> str | None:
         """A part's text; None where it did not come."""
@@ -113,7 +113,7 @@ class UploadForm(Form):
 
     @property
     def config(self) -> bytes:
-        """`adapter_config.json`; a longer one is cut one byte behind the limit, which its reader refuses."""
+        """`adapter_config.json`. One over the limit is cut one byte after it, so that its reader refuses it."""
         return bytes(self.texts["config"])
 
 
@@ -131,13 +131,13 @@ async def read_form(request: Request, form: Form, parts: Parts, file: BlobWriter
     Args:
         request: A multipart request whose body was not touched.
         form: Takes the texts.
-        parts: Which parts may come.
+        parts: The parts that are allowed.
         file: An empty blob.
         limit: Most bytes of the file.
         pace: How slowly the client may send.
 
     Raises:
-        InvalidRequestError: Not multipart, or not the parts that are due; codes `upload.*`.
+        InvalidRequestError: Not multipart, or a part that is not allowed; codes `upload.*`.
         PayloadTooLargeError: Code upload.too_large.
         TimeoutExceededError: Code upload.timeout.
         CapacityError: The disk is full.
@@ -167,7 +167,7 @@ def _boundary(request: Request) -> bytes:
 
 
 class _FormReader:
-    """Turns multipart bytes into parts; pieces of the file wait in `take` for being written."""
+    """Splits multipart bytes into parts. `take` returns the bytes of the file that are to be written."""
 
     def __init__(self, boundary: bytes, form: Form, parts: Parts, file_limit: int) -> None:
         self._form = form
@@ -261,7 +261,7 @@ class _FormReader:
 
 
 def digest_mismatch(file: str) -> AdapterFormatError:
-    """The refusal of a file that is not what was announced."""
+    """The error for a file that does not have the announced digest."""
     return AdapterFormatError(
         f"The bytes of {file} do not have the SHA-256 that was announced; send the file again.",
         code="upload.digest_mismatch",

@@ -1,4 +1,4 @@
-"""JSON bodies, parsed strictly: what two parsers could read differently, and what no field may hold, is refused."""
+"""Parses JSON bodies strictly: what two parsers could read differently is refused."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace
 
 
 async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
-    """Read a body that is said to be JSON.
+    """Read a body whose Content-Type is JSON.
 
     Raises:
-        InvalidRequestError: It is said to be something else.
+        InvalidRequestError: Content-Type is something else.
         PayloadTooLargeError: More than `limit` bytes.
         TimeoutExceededError: The client is too slow.
     """

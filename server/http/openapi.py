@@ -1,4 +1,4 @@
-"""The OpenAPI page: what FastAPI sees of the routes, plus the bodies that Weft reads by itself."""
+"""The OpenAPI page: FastAPI's own page, plus the bodies that Weft reads itself and the errors."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def takes_form(schema: dict[str, Any]) -> dict[str, Any]:
 def takes_retries() -> dict[str, Any]:
     """`openapi_extra` of a route that may be called again under the same key."""
     schema = {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]([ -~]*[!-~])?$"}
-    about = "The same request under the same key is done once, and answered the same for 24 hours."
+    about = "A request repeated with the same key within 24 hours is done once and gets the same answer."
     return _header(IDEMPOTENCY_KEY, schema, about)
 
 
 def takes_file() -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is a file, or the part of it that is due."""
-    about = "`bytes FIRST-LAST/SIZE`: goes on with byte FIRST; without it the file begins anew."
+    """`openapi_extra` of a route whose body is a file, or the next part of it."""
+    about = "`bytes FIRST-LAST/SIZE` continues at byte FIRST; without it the file starts again at byte 0."
     body = _request_body("application/octet-stream", {"type": "string", "format": "binary"})
     return {**body, **_header("Content-Range", {"type": "string"}, about)}
 
 
 def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """A replacement of `app.openapi` that tells the truth about bodies and errors."""
+    """A replacement of `app.openapi` that has all bodies and errors."""
     return cache(lambda: _make(app))
 
 
@@ -105,7 +105,7 @@ def error_answer(status: int) -> dict[str, Any]:
 
 
 def _errors(path: str, method: str, operation: dict[str, Any]) -> list[int]:
-    """Statuses of the errors that an operation may answer with, beside those that its route names."""
+    """Statuses of the errors that an operation may answer with, besides those that its route names."""
     statuses = [*_ANY_ERRORS]
     if path not in PUBLIC_PATHS:
         statuses += _KEYED_ERRORS

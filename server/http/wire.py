@@ -1,4 +1,4 @@
-"""HTTP/1.1 off the wire: uvicorn's protocol, with the bounds that it lacks on everything but bodies.
+"""uvicorn's HTTP/1.1 protocol, with the limits that it lacks on everything but bodies.
 
 Nobody is authenticated before a head is complete, so its size and the time it may take are limited here. Knows no
 routes.
@@ -19,18 +19,18 @@ MAX_HEAD_BYTES = 16 * 1024
 MAX_UNASKED_BYTES = 64 * 1024
 """Most bytes of a body that are still read, and dropped, after its request was answered."""
 READ_BYTES = 64 * 1024
-"""Most bytes of one read: so of a body that nobody may send no more is taken, however much of it lies ready."""
+"""Most bytes of one read. It bounds how much of a body is buffered before the key is checked."""
 LINGER_S = 1.0
 """Seconds that a refused client has to read why, before the connection is closed."""
 HEAD_S = 10.0
-"""Seconds that a head may take, from the connection or its first byte on."""
+"""Seconds that a head may take, from the start of the connection or its first byte."""
 IS_CLOSING = "is_closing"
-"""Name in a request's state: says whether the connection drops what is sent from now on. Who waits for a message of the
-ASGI server learns that some turns of the event loop later."""
+"""Key in a request's state of a function that says whether the connection is closing. The ASGI message about it comes
+some turns of the event loop later."""
 
 
 class BoundedReads(asyncio.BufferedProtocol):
-    """Between a connection and its protocol: bounds what one read takes, to a quarter of what event loops take."""
+    """Between a connection and its protocol: bounds one read to a quarter of what event loops read."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self._protocol = protocol
@@ -66,23 +66,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     head_s = HEAD_S
     _head_bytes = 0
-    """Of the request being read, as far as the parser told."""
+    """Bytes of the head being read that the parser has reported."""
     _untold_bytes = 0
-    """Received since the parser last told of a head's end or a piece of a body: heads, trailers, chunk extensions."""
+    """Bytes received since the parser last reported the end of a head or a piece of a body."""
     _unasked_bytes = 0
-    """Of the body being read, those that came after the answer."""
+    """Bytes of the body being read that came after the answer."""
     _has_head = False
     _is_refused = False
-    """Answered by `_refuse`: nothing is parsed any more."""
+    """`_refuse` has answered: nothing more is parsed."""
     _clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, whose first head is due."""
+        """Take a connection, and start the clock of its first head."""
         super().connection_made(transport)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let go of the connection."""
+        """Stop the clock."""
         self._stop_clock()
         super().connection_lost(exc)
 
@@ -99,12 +99,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_clock()
         super().data_received(data)
         if self._has_head and not had_head and not self.transport.is_closing():
-            self.flow.pause_reading()  # whoever wants the body, which is nobody without a key, resumes
+            self.flow.pause_reading()  # a route that wants the body resumes, once the key is checked
         if self._untold_bytes > MAX_HEAD_BYTES:
             self._refuse(_too_long())
 
     def on_message_begin(self) -> None:
-        """Begin a request, which may ask whether the connection still takes what is sent."""
+        """Begin a request, and give it the function that says whether the connection is closing."""
         super().on_message_begin()
         self.scope["state"][IS_CLOSING] = self.transport.is_closing
         self._head_bytes = 0

@@ -75,14 +75,6 @@ async def test_as_many_candidates_as_choices_are_returned_as_they_come(api: Api)
     assert {request.params.logprobs for request in api.engine.requests} == {None}
 
 
-async def test_chat_takes_best_of_too(api: Api) -> None:
-    api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
-    client = await api.tenant("acme")
-    chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "best_of": 4, "max_tokens": 60}
-    body = ChatView.model_validate_json((await client.post("/v1/chat/completions", json=chat)).content)
-    assert [choice.message.content for choice in body.choices] == [said(1)]
-
-
 @pytest.mark.parametrize("fields", [{"n": 2, "best_of": 3}, {"n": 3}])
 async def test_a_beam_search_is_one_request_to_the_engine(api: Api, fields: dict[str, int]) -> None:
     api.engine.cached = lambda _: 1
@@ -100,14 +92,23 @@ async def test_a_beam_search_is_one_request_to_the_engine(api: Api, fields: dict
     assert (totals["completion_tokens"], totals["requests"]) == (body.usage.completion_tokens, 1)
 
 
-async def test_a_beam_search_in_a_chat_shows_logprobs_if_asked(api: Api) -> None:
-    client = await api.tenant("acme")
-    chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, "n": 2}
-    chat |= {"use_beam_search": True, "logprobs": True, "top_logprobs": 1}
-    body = ChatView.model_validate_json((await client.post("/v1/chat/completions", json=chat)).content)
-    assert [choice.message.content for choice in body.choices] == [said(0), said(1)]
-    assert body.choices[1].logprobs is not None
-    assert len(body.choices[1].logprobs.content) == num_tokens(1)
+@pytest.mark.parametrize(
+    ("fields", "returned"),
+    [
+        ({"best_of": 4}, [1]),
+        ({"use_beam_search": True, "n": 2, "logprobs": True, "top_logprobs": 1}, [0, 1]),
+    ],
+)
+async def test_chat_takes_both_and_shows_logprobs_if_asked(
+    api: Api, fields: dict[str, Any], returned: list[int]
+) -> None:
+    api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
+    chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, **fields}
+    answer = await (await api.tenant("acme")).post("/v1/chat/completions", json=chat)
+    choices = ChatView.model_validate_json(answer.content).choices
+    assert [choice.message.content for choice in choices] == [said(index) for index in returned]
+    lengths = [choice.logprobs and len(choice.logprobs.content) for choice in choices]
+    assert lengths == [num_tokens(index) if "logprobs" in fields else None for index in returned]
 
 
 @pytest.mark.parametrize("fields", [{"best_of": 4}, {"use_beam_search": True, "best_of": 4}])

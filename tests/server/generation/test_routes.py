@@ -129,18 +129,15 @@ async def test_a_stop_string_ends_the_text_and_the_engine_request(api: Api) -> N
 
 async def test_sampling_fields_reach_the_engine(api: Api) -> None:
     client = await api.tenant("acme")
-    fields = {
+    fields: dict[str, Any] = {
         "temperature": 0.5,
         "top_k": 7,
         "top_p": 0.9,
         "min_p": 0.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "repetition_penalty": 1.1,
         "seed": 1234,
         "ignore_eos": True,
-        "stop_token_ids": [3],
     }
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "stop_token_ids": [3]}
     body = {"model": BASE, "prompt": "x", "logit_bias": {"5": -100}, "max_tokens": 4, **fields}
     answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""Puts the routes together. Whoever starts the server makes the services and closes them."""
+"""Puts the routes together into the app. The caller opens and closes the services."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from weft.server.generation import tokens as routes_tokens
 from weft.server.http.dashboard import add_dashboard
 from weft.server.http.openapi import openapi_of
 from weft.server.services import Services
-from weft.server.status import health as routes_health
-from weft.server.status import routes as routes_engine
-from weft.server.status.health import metrics_response
+from weft.server.status import routes as routes_status
 from weft.server.tenants import audit as routes_audit
 from weft.server.tenants import grants as routes_grants
 from weft.server.tenants import routes as routes_tenants
@@ -40,8 +38,8 @@ ROUTERS = (
     routes_session.router,
     routes_usage.router,
     routes_tokens.router,
-    routes_engine.router,
-    routes_health.router,
+    routes_status.router,
+    routes_status.health_router,
 )
 
 
@@ -86,7 +84,7 @@ class MetricsApp:
         if scope["type"] != "http":
             return
         if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
-            response = await metrics_response(self._services)
+            response = await routes_status.metrics_response(self._services)
         else:
             response = errors.error_response(NotFoundError("There is no such route."))
         await response(scope, receive, send)

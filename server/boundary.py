@@ -1,6 +1,6 @@
-"""The outermost layer: request ids, the answer while shutting down, and the last catch for what nobody expected.
+"""The outermost ASGI layer: request ids, the answer while shutting down, and the catch of unexpected errors.
 
-What a request holds of its caller's limits is made and ended here, so that nothing that happens to it can keep it.
+A request's part of its caller's limits is made and ended here, so it is given back however the request ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.server.status.metrics import Metrics
 log = structlog.get_logger("weft.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
 _DEFAULTS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-"""A browser asks with its session: what it is told is for nobody after it, neither in its cache nor in a proxy's."""
+"""Answers to a browser's session must not stay in its cache or in a proxy's."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -36,7 +36,7 @@ class Boundary:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; whatever comes out of it, there is an answer."""
+        """Pass the request on, and answer also where that fails."""
         if scope["type"] == "http":
             await self._answer(scope, receive, send)
         elif scope["type"] == "lifespan":
@@ -52,7 +52,7 @@ class Boundary:
                 self._drain.check()
             await self._app(scope, receive, sender)
         except ClientDisconnect:
-            return  # nobody is left to answer
+            return  # the client is gone
         except WeftError as error:
             await error_response(error)(scope, receive, sender)
         except Exception:
@@ -85,7 +85,7 @@ class _Sender:
                 headers["connection"] = "close"
             headers.update(self._lease.headers())
         elif not message.get("more_body", False):
-            self._lease.end()  # before the client can know, and come again
+            self._lease.end()  # before the client sees the end and sends its next request
         await self._send(message)
 
 

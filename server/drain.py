@@ -1,6 +1,6 @@
-"""Shutting down without cutting anybody off: nothing new is taken, what runs may finish, then it is ended cleanly.
+"""Graceful shutdown: new work is refused, running work may finish within a limit, then it is cut.
 
-Knows no HTTP: whoever runs something registers how it can be ended.
+Knows no HTTP: each piece of work is registered with a function that cuts it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from weft.errors import DrainingError
 
 Cut = Callable[[DrainingError], None]
 SETTLE_S = 2.0
-"""Seconds that cut requests have to send their last words."""
+"""Seconds that cut requests have to send their error."""
 
 
 class Drain:
-    """Counts what runs, and ends it in order. Thread: the event loop's."""
+    """Counts running work, and ends it in order. Thread: the event loop's."""
 
     def __init__(self) -> None:
         self.is_draining = False
         self.began = asyncio.Event()
-        """Set with `is_draining`, for what ends at once instead of running on."""
+        """Set with `is_draining`, for work that ends at once instead of running on."""
         self._running: dict[object, Cut] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -30,7 +30,7 @@ class Drain:
 
     @property
     def num_running(self) -> int:
-        """How many registered pieces of work go on."""
+        """How many registered pieces of work are running."""
         return len(self._running)
 
     def check(self) -> None:
@@ -97,12 +97,12 @@ class Drain:
         return len(cuts)
 
     def hurry(self) -> None:
-        """Cut what runs now, instead of when the time is over."""
+        """Cut running work now instead of at the limit."""
         self._hurry.set()
 
 
 async def first_of(seconds: float, *events: asyncio.Event) -> None:
-    """Wait until one of the events comes, or the time is over."""
+    """Wait for one of the events, for at most so many seconds."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:

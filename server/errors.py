@@ -64,9 +64,9 @@ STATUS_BY_CODE = {
 }
 """Codes whose status differs from that of their class."""
 LAST_BYTES = frozenset({401, 408, 413, 415, 431})
-"""Answers given before the body was read to its end: the connection is closed after them."""
+"""Answers that may come before the whole body was read: the connection is closed after them."""
 LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
-"""The same, where the status alone does not say it."""
+"""The same by error code, where the status alone does not tell."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. The request id names it in the server's log."
 
@@ -108,7 +108,7 @@ def error_headers(error: WeftError) -> dict[str, str]:
 
 
 def internal_response() -> Response:
-    """The constant answer to a fault of ours."""
+    """The constant answer to an internal error."""
     return _response(500, _body(INTERNAL_MESSAGE, "server_error", None, "internal_error"), {})
 
 
@@ -131,7 +131,7 @@ def install(app: FastAPI) -> None:
 
 
 def _retry_headers(retry_after_s: float | None) -> dict[str, str]:
-    """What OpenAI's clients go by: when to come again, or not to."""
+    """The headers by which OpenAI's clients retry: after how long, or not at all."""
     if retry_after_s is None:
         return {"x-should-retry": "false"}
     return {
@@ -192,7 +192,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Methods that this path takes; each of its routes knows only its own."""
+    """The methods that this path takes, over all of its routes."""
     return [method for method in METHODS if Match.FULL in _matches(request, {"method": method})]
 
 

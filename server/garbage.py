@@ -1,4 +1,4 @@
-"""What nobody refers to any more goes: after a delete at once, and what was left behind in sweeps every few minutes."""
+"""Deletes what is no longer referred to: right after a delete, and the rest in sweeps every few minutes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
 IN_USE_POLL_S = 0.5
-"""How often to look whether deleted adapters are still in use, and whether their store answers."""
+"""Seconds between looks at whether deleted adapters are still in use and whether the blob store answers."""
 HOLD_S = 0.5
-"""How long deletes may keep everybody else from changing the database at a time."""
+"""Longest time in seconds that deletes hold the database's write lock at once."""
 BLOBS_AT_ONCE = 500
 SWEEP_S = 300.0
 """Seconds from one sweep to the next."""
 STALE_UPLOAD_S = 3600.0
-"""Age at which a temporary blob has no writer any more."""
+"""Seconds after which a temporary blob counts as abandoned."""
 
 
 async def remove_unreferenced(services: Services, removed: Removed) -> None:
-    """Let go of everything that no version refers to any more; running requests finish."""
+    """Drop adapters and blobs that no version refers to any more; running requests finish."""
     for digest in removed.digests:
         services.synced_pins.pop(digest, None)
         try:
@@ -39,12 +39,12 @@ async def remove_unreferenced(services: Services, removed: Removed) -> None:
 async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
     """Delete those of the blobs (64 hex digits) that no version refers to.
 
-    Those in use go when they no longer are, and those that the store cannot delete now as soon as it can.
+    Blobs in use are deleted once they are not; what the store cannot delete now is tried again.
     """
     rest, later = list(weights), list[str]()
     try:
         while rest:
-            # A store that hangs is found out here, where nobody waits for the database's lock.
+            # A store that hangs is noticed here, before the database's lock is taken.
             await asyncio.to_thread(services.blobs.reach)
             used, unasked = await _delete_some(services, rest[:BLOBS_AT_ONCE])
             later += used
@@ -58,10 +58,10 @@ async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
 
 
 async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str], list[str]]:
-    """Delete as many as there is time for: every change of the database waits meanwhile.
+    """Delete as many as `HOLD_S` allows: changes of the database wait meanwhile.
 
     Returns:
-        Those in use, and those for which there was no time.
+        Blobs in use, and blobs for which there was no time.
     """
     used = []
     async with services.registry.adapters.holding_unreferenced(weights) as unreferenced:
@@ -76,13 +76,13 @@ async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str
 
 
 async def _delete_later(services: Services, weights: Iterable[str]) -> None:
-    """Try again: a request that is preempted, or still waits, has to load its adapter once more."""
+    """Try again later: a preempted or waiting request may still have to load the adapter."""
     await asyncio.sleep(IN_USE_POLL_S)
     await delete_blobs(services, weights)
 
 
 async def end_removals(services: Services) -> None:
-    """Wait for no request any more; the next start removes what is left."""
+    """Stop waiting for requests to end; the next start deletes what is left."""
     tasks = list(services.removals)
     for task in tasks:
         task.cancel()
@@ -90,10 +90,10 @@ async def end_removals(services: Services) -> None:
 
 
 class Sweeper:
-    """Removes what a crash, an expiry or a change of mind left behind, by itself between `start` and `stop`.
+    """Deletes leftovers every `SWEEP_S` seconds between `start` and `stop`.
 
-    Expired uploads with their files, files of no upload, stale temporary blobs, blobs that no version refers to,
-    answers that nobody may ask for any more. Everything is found by what it lacks, so a sweep that is cut loses
+    These are expired uploads with their files, files without an upload, abandoned temporary blobs, blobs that no
+    version refers to, and expired answers. Each sweep looks for all of them, so a sweep that is cut short loses
     nothing. Thread: the event loop's.
     """
 
@@ -102,28 +102,28 @@ class Sweeper:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Sweep, and go on in the background."""
+        """Sweep once, then go on in the background."""
         await self._try(is_start=True)
         self._task = asyncio.create_task(self._go_on())
 
     async def stop(self) -> None:
-        """End it; the next start sweeps what is left."""
+        """Stop sweeping; the next start sweeps what is left."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def sweep(self, is_start: bool = False) -> dict[str, int]:
-        """Remove what is due.
+        """Delete leftovers.
 
         Args:
-            is_start: Nothing that this process writes has begun.
+            is_start: Whether this process has not begun to write anything.
 
         Returns:
-            How many of what were removed.
+            How many were deleted, by kind.
         """
         services = self._services
         uploads, answers = await services.registry.uploads.forget_old()
-        # The data folder is this process's own, so at its start nobody writes there.
+        # The data folder belongs to this process, so nothing writes there at its start.
         is_alone = services.config.registry.blob_url is None
         age_s = 0.0 if is_start and is_alone else STALE_UPLOAD_S
         removed = {
@@ -147,7 +147,7 @@ class Sweeper:
     async def _try(self, is_start: bool = False) -> None:
         try:
             await self.sweep(is_start)
-        except (WeftError, OSError) as error:  # what was not removed now is found again
+        except (WeftError, OSError) as error:  # the next sweep finds the rest
             log.warning("sweep_failed", exc_info=error)
 
     async def _sweep_staged(self) -> int:

@@ -22,7 +22,7 @@ NEAR_NAMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
-    """What `model` and `adapter_id` mean."""
+    """The model that `model` and `adapter_id` name."""
 
     name: str
     """What the client sent as `adapter_id`, or else as `model`; echoed in the response."""
@@ -59,7 +59,7 @@ async def resolve_model(
     *,
     sticky: str = "",
 ) -> ResolvedModel:
-    """Find what the client asks for; `sticky` decides where an alias splits its requests among versions.
+    """Find the model a request names; `sticky` chooses the version where an alias splits requests among several.
 
     Raises:
         InvalidRequestError: Neither is given, or they name different things.
@@ -92,7 +92,7 @@ async def _resolve_one(registry: Registry, caller: Caller, served_name: str, tex
 
 
 async def _tenant_of_selector(registry: Registry, text: str) -> str:
-    """An admin who stands for no tenant names it in front: `tenant/name`."""
+    """An admin who acts for no tenant writes it in front: `tenant/name`."""
     owner = parse_selector(text).tenant
     if owner is None:
         raise model_not_found(text)

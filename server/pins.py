@@ -1,7 +1,7 @@
 """Keeps the engine's pins equal to the registry's: a pinned adapter's current version stays on the device.
 
-The engine knows pins by digest, and several adapters may have the same one; so each change is followed by comparing
-all of them. A pin brings the adapter to the device as soon as there is room, so that its first request need not wait.
+The engine knows pins by digest, and several adapters may share one, so each change compares all pins. A pinned
+adapter is loaded as soon as there is room; its first request need not wait.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from weft.server.services import Services
 
 
 async def check_pinned_pages(services: Services, adapter: Adapter, versions: Iterable[VersionFacts]) -> None:
-    """Return if the adapter's tenant may have these versions pinned; whoever pins them, the limit is the tenant's.
+    """Return if the adapter's tenant may have these versions pinned. The limit is the tenant's, also for an admin.
 
     Raises:
-        ForbiddenError: With all else that is pinned it takes more than the limit; code quota.pinned_pages.
-        AdapterUnavailableError: Its weights cannot be read, so nobody knows how many pages they take.
+        ForbiddenError: Together with the other pins they exceed the limit; code quota.pinned_pages.
+        AdapterUnavailableError: Its weights cannot be read, so their number of pages is unknown.
     """
     limit = (await services.registry.tenants.tenant_limits(adapter.tenant_id)).pinned_pages
     if limit is None:
@@ -48,7 +48,7 @@ async def pinned_pages(services: Services, tenant_id: str, besides: str | None =
 
 
 async def sync_pins(services: Services) -> None:
-    """Tell the engine where its pins differ from the registry's."""
+    """Send the engine the changes that make its pins equal to the registry's."""
     async with services.pin_lock:
         pinned = await services.registry.adapters.pinned_adapters()
         wanted = {adapter.current.digest for adapter in pinned}

@@ -166,7 +166,7 @@ class ApiServer(uvicorn.Server):
         yield
 
     async def cancel_tasks(self) -> None:
-        """End requests that a second signal left behind, so that they still write down their usage."""
+        """End requests that are left after a second signal, so that their usage is still recorded."""
         tasks = list(self.server_state.tasks)
         for task in tasks:
             task.cancel()
@@ -174,9 +174,9 @@ class ApiServer(uvicorn.Server):
 
 
 class Shutdown:
-    """What signals do: the first drains, the second ends what runs at once, the third does not wait for that.
+    """What signals do: the first drains, the second cuts running requests, the third exits without waiting.
 
-    Before the server listens, the first ends the start.
+    Before the server listens, the first signal ends the start.
     """
 
     def __init__(self, drain_s: float) -> None:
@@ -242,7 +242,7 @@ def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
 
 
 def read_tokenizer_settings(folder: Path) -> dict[str, object]:
-    """What `tokenizer_config.json` says, with the chat template where that has a file of its own."""
+    """The content of `tokenizer_config.json`, with the chat template where that has a file of its own."""
     settings: dict[str, object] = {}
     config, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     if config.is_file():
@@ -254,7 +254,7 @@ def read_tokenizer_settings(folder: Path) -> dict[str, object]:
 
 
 async def _start(engine: EngineClient, model: str) -> tuple[EngineReady, tuple[Tokenizer, dict[str, object]]]:
-    """Start the engine; a tokenizer that is on the disk already is loaded meanwhile."""
+    """Start the engine, and load a tokenizer that is already on disk meanwhile."""
     if not await asyncio.to_thread(os.path.isdir, model):
         return await engine.start(), await asyncio.to_thread(_load_tokenizer, model)
     loading = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
@@ -284,7 +284,7 @@ def _open_blobs(config: Config) -> BlobStore:
     blobs = open_blobs(config.registry, config.server.data_dir)
     try:
         blobs.probe()
-    except CapacityError as error:  # it passes, and adapters that are copied or resident are served all the same
+    except CapacityError as error:  # it may come back, and adapters that are cached or resident are served meanwhile
         log.warning("blob_store_unavailable", code=error.code)
     return blobs
 
@@ -295,7 +295,7 @@ async def _stop(server: ApiServer, serving: asyncio.Task[None]) -> None:
 
 
 async def _sign_in(services: Services, key: AdminKey) -> str:
-    """What the dashboard's address ends with, so that the admin is signed in; nothing where nobody need be."""
+    """End of the dashboard's address that signs the admin in; empty where authentication is off."""
     if services.config.server.auth == "off":
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What the routes work with, made once by whoever starts the server and found in `app.state.services`."""
+"""The objects that the routes work with: made once at the start, and found in `app.state.services`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from weft.server.status.metrics import Metrics
 
 STATUS_S = 10.0
-"""Longest wait for the engine's word on itself."""
+"""Longest wait in seconds for the engine's status."""
 
 
 class Engine(Protocol):
-    """What the server needs of an engine, here or elsewhere."""
+    """What the server needs of an engine, in this process or another."""
 
     @property
     def ready(self) -> EngineReady | None:
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     @property
     def load(self) -> EngineLoad | None:
-        """What the engine last said it has to do; None while it is down and until it has worked."""
+        """The engine's load as it last said; None while it is down and before its first step."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of a request; closing the iterator aborts it. A refusal is an output with an error."""
@@ -58,7 +58,7 @@ class Engine(Protocol):
         """End a request; its outputs end with `finish_reason` "abort". Unknown ids and a dead engine are fine."""
 
     async def status(self, *, is_detailed: bool = False) -> EngineStatus:
-        """A snapshot, with `page_map` and `batches` if it is to be detailed."""
+        """The engine's status, with `page_map` and `batches` if it is detailed."""
 
     async def drop_adapter(self, digest: str) -> None:
         """Forget an adapter once no request uses it."""
@@ -89,29 +89,29 @@ class Services:
     staged: StagedFiles
     """Files of uploads in pieces, while they come."""
     intake: Intake = field(default_factory=Intake)
-    """What is being taken in right now."""
+    """Uploads that are being received right now."""
     prices: PriceTable | None = None
     """What tokens cost; None shows no cost."""
     default_tenant: Tenant | None = None
-    """Whom an admin stands for by default: set where authentication is off."""
+    """The tenant an admin acts for by default; set where authentication is off."""
     removals: set[asyncio.Task[None]] = field(default_factory=set)
-    """Deletions that wait until the last request with an adapter ends."""
+    """Deletions that wait for the last request of an adapter to end."""
     synced_pins: dict[str, AdapterRef] = field(default_factory=dict)
     """Adapters that the engine was told to pin, by digest."""
     pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine is told what to pin."""
     accounts: Accounts = field(default_factory=Accounts)
-    """What callers have taken of their limits."""
+    """How much of their limits callers have used."""
     pace: Pace = field(default_factory=Pace)
     """How slowly clients may send."""
     gate: Gate
-    """Who may wait in the engine."""
+    """Decides which requests may wait in the engine."""
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """Whose request the event loop goes on with."""
+    """Decides which tenant's request the event loop goes on with."""
     batches_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a batch was made or cancelled here, so that it need not be found by looking."""
+    """Set when this process made or cancelled a batch, so that the worker need not wait for its next look."""
     engine_feed: EngineFeed = field(default_factory=EngineFeed)
-    """What the engine does, for all who watch."""
+    """The engine's live feed, shared by all listeners."""
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -122,7 +122,7 @@ class Services:
         return served_name(self.config)
 
     async def engine_status(self, within_s: float = STATUS_S, *, is_detailed: bool = False) -> EngineStatus:
-        """The engine's snapshot, with `page_map` and `batches` if it is to be detailed.
+        """The engine's status, with `page_map` and `batches` if it is detailed.
 
         Raises:
             EngineUnavailableError: The engine is away, or busy for longer than `within_s` seconds.
@@ -159,6 +159,6 @@ def served_name(config: Config) -> str:
 
 
 def base_names(config: Config) -> tuple[str, ...]:
-    """What the base is called: by clients, where they are told another name, and by its path's last part."""
+    """Names of the base: the served name where one is set, and the last part of the model's path."""
     own = config.model.path.rstrip("/").rsplit("/", 1)[-1]
     return (config.model.served_name, own) if config.model.served_name else (own,)

@@ -58,7 +58,7 @@ def load_config(overrides: SettingTree, environ: Mapping[str, str], config_file:
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse `WEFT_*` names that mean nothing.
+    """Refuse unknown `WEFT_*` variables.
 
     Raises:
         ConfigError: The message gives the nearest name that exists.
@@ -110,7 +110,7 @@ def parse_assignments(assignments: list[str]) -> dict[str, dict[str, object]]:
 
 
 def merge_trees(*trees: SettingTree) -> dict[str, dict[str, object]]:
-    """One tree; where two say different things, the later one counts."""
+    """Merge trees; later ones win."""
     merged: dict[str, dict[str, object]] = {}
     for tree in trees:
         for section, values in tree.items():
@@ -131,7 +131,7 @@ def as_tree(config: Config) -> dict[str, dict[str, object]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """Settings by their variables; an empty one says nothing."""
+    """Settings by their variables; an empty variable counts as not set."""
     by_name = {variable.upper(): value for variable, value in environ.items() if value}
     tree: dict[str, dict[str, object]] = {}
     for setting in setting_names():

@@ -1,4 +1,4 @@
-"""Work in a thread that is never left behind: who is cancelled waits for its end."""
+"""Work in a thread, whose end is awaited also when the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 async def in_thread(
     function: Callable[ArgumentsT, ResultT], *arguments: ArgumentsT.args, **options: ArgumentsT.kwargs
 ) -> ResultT:
-    """Like `asyncio.to_thread`, but what the function works on is free when this ends, whatever the end."""
+    """Like `asyncio.to_thread`, but the function has always returned when this ends, also by cancellation."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **options))
     try:
         return await asyncio.shield(running)

@@ -17,7 +17,7 @@ MIN_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class AdminKey:
-    """The key, and whether it was made just now and must be shown."""
+    """The key, and whether this start made it and must show it."""
 
     secret: str
     is_new: bool
@@ -57,7 +57,7 @@ def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
 
 
 def given_pepper(environ: Mapping[str, str]) -> str | None:
-    """What WEFT_PEPPER says: the secret that several servers over one database make their keys' digests with.
+    """The value of WEFT_PEPPER: the secret in the digests of keys, shared by servers that share a database.
 
     Raises:
         ConfigError: It is too short.

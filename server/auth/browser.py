@@ -1,12 +1,13 @@
-"""What a browser may do with the cookie of its session, and how the cookie is set.
+"""Browser sessions: how the cookie is set, and which pages may use it.
 
-A page of another site, or of another port of this machine, cannot use it: the browser says where a request comes from.
+Pages of other sites or ports cannot use it, because the browser tells where a request comes from.
 """
 
 from __future__ import annotations
 
 from datetime import datetime
 from email.utils import format_datetime
+from typing import Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
@@ -17,8 +18,7 @@ from starlette.types import Scope
 from weft.errors import ForbiddenError, InvalidRequestError
 from weft.registry.records import Credential
 from weft.server.auth.callers import AnyCaller, Caller
-from weft.server.auth.schemas import LinkView, SessionView
-from weft.server.http.bodies import iso
+from weft.server.http.bodies import Moment, View, iso
 from weft.server.services import Wired
 
 COOKIE = "weft_session"
@@ -28,7 +28,7 @@ SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 
 def cookie_name(headers: Headers) -> str:
-    """Browsers do not tell ports apart, so servers side by side on one machine would sign each other out."""
+    """The cookie's name with the port: browsers share cookies among ports, and two servers must not overwrite one."""
     try:
         port = urlsplit(f"//{headers.get('host', '')}").port
     except ValueError:
@@ -42,15 +42,15 @@ def session_token(headers: Headers) -> str | None:
 
 
 def check_own_page(scope: Scope, headers: Headers) -> None:
-    """Refuse what a page of somebody else made the browser ask.
+    """Refuse requests that a page of another site made the browser send.
 
     Raises:
-        ForbiddenError: It did, or does not say.
+        ForbiddenError: It was another site's page, or the browser does not say.
     """
     site = headers.get("sec-fetch-site")
     if site is not None:
         is_own = site in OWN_SITES
-    else:  # browsers say so over TLS and to this machine; elsewhere they tell the origin of every change
+    else:  # sent over TLS and to this machine only; else changes carry their origin
         origin = headers.get("origin")
         is_own = scope["method"] in SAFE_METHODS if origin is None else _host_of(origin) == headers.get("host", "")
     if not is_own:
@@ -58,7 +58,7 @@ def check_own_page(scope: Scope, headers: Headers) -> None:
 
 
 def session_cookie(scope: Scope, headers: Headers, token: str, ends: datetime | None) -> str:
-    """The header that sets the cookie; `ends` in the past, or None, takes it away."""
+    """The header that sets the cookie, or deletes it where `ends` is None."""
     is_secure = scope["scheme"] == "https" or headers.get("x-forwarded-proto") == "https"
     parts = [f"{cookie_name(headers)}={token}", "Path=/", "HttpOnly", "SameSite=Strict"]
     parts.append("Max-Age=0" if ends is None else f"Expires={format_datetime(ends, usegmt=True)}")
@@ -73,6 +73,23 @@ def _host_of(origin: str) -> str | None:
 
 
 router = APIRouter(tags=["session"])
+
+
+class SessionView(View):
+    """A browser's session; its cookie is in the header."""
+
+    object: Literal["session"] = "session"
+    role: Literal["admin", "tenant"]
+    tenant: str | None
+    expires_at: Moment
+
+
+class LinkView(View):
+    """A link that begins a session, once."""
+
+    object: Literal["session.link"] = "session.link"
+    link: str
+    expires_at: Moment
 
 
 @router.post("/v1/session", status_code=201)

@@ -1,4 +1,4 @@
-"""What a caller may do, and for which tenant: the one place that decides it, after authentication."""
+"""Decides, after authentication, what a caller may do and for which tenant."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weft.registry.records import Identity, Scope
 from weft.server.services import Services, services_of
 
 EVERY_TENANT = "*"
-"""No tenant can be called this."""
+"""Stands for all tenants; no tenant can have this name."""
 TenantQuery = Annotated[str | None, Query(description="For admins: the tenant to act for.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls, and for whom."""
+    """The caller, and the tenant it acts for."""
 
     identity: Identity
     tenant_id: str | None
     """None only for an admin who named no tenant."""
     tenant: str | None
     weight: float = 1.0
-    """The tenant's part of the engine."""
+    """The tenant's weight in the engine."""
 
     @property
     def is_admin(self) -> bool:
@@ -42,14 +42,14 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCaller(Caller):
-    """A caller who acts for a tenant for certain."""
+    """A caller that acts for a tenant."""
 
     tenant_id: str
     tenant: str
 
 
 def identity_of(request: Request) -> Identity:
-    """Who calls.
+    """The caller's identity.
 
     Raises:
         AuthenticationError: The request did not pass authentication.
@@ -73,7 +73,7 @@ async def require_admin(request: Request) -> Identity:
 
 
 class CallerDependency:
-    """Dependency: who calls, and for which tenant; an admin chooses with `?tenant=`.
+    """Dependency: the caller and its tenant, which an admin chooses with `?tenant=`.
 
     Args:
         scope: What the key must be allowed; None takes any key.

@@ -1,6 +1,6 @@
-"""Who is calling, decided before a byte of the body is read: pure ASGI, everything closed unless listed as public.
+"""Authentication before a byte of the body is read: pure ASGI, and every path is closed unless listed as public.
 
-Knows keys and browsers' sessions only through the registry. `weft.server.auth.callers` decides what a caller may do.
+Keys and sessions are looked up in the registry. `weft.server.auth.callers` decides what a caller may do.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from weft.server.http.public import is_public
 
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
-"""A POST here takes a key or a link, never a session: one that could begin another would outlive its time."""
+"""A POST here takes a key or a link, never a session: a session that could begin another would never end."""
 MAX_KEY_LENGTH = 512
 LOCAL_ADMIN = Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES)
-"""Everybody, where authentication is off."""
+"""Every caller, where authentication is off."""
 
 
 class AuthMiddleware:
     """Puts the caller's `Identity` into `scope["state"]["identity"]`, or answers 401.
 
-    What takes long can ask again who it is, with `scope["state"]["identify"]`.
+    A long-lived response can authenticate again with `scope["state"]["identify"]`.
 
     Args:
         app: What lies behind.
-        keys: Where keys are looked up; None lets everybody on this machine in as admin.
+        keys: Where keys are looked up; None makes every caller on this machine an admin.
     """
 
     def __init__(self, app: ASGIApp, keys: Registry | None) -> None:

@@ -1,12 +1,12 @@
-// What the pages about adapters say alike.
+// What the pages about adapters share.
 import { html, useEffect, useState } from "./lib.js";
 import { useSending } from "./api.js";
 import { Badge, say } from "./ui.js";
 
 const PLACES = {
-  device: { tone: "good", title: "On the device: its next request begins at once." },
-  host: { tone: "info", title: "In host memory: its next request copies it to the device." },
-  stored: { tone: "", title: "In the blob store only: its next request reads and packs it." },
+  device: { tone: "good", title: "On the device: the next request starts at once." },
+  host: { tone: "info", title: "In host memory: the next request copies it to the device first." },
+  stored: { tone: "", title: "Only in the blob store: the next request loads it first." },
 };
 const LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
@@ -19,7 +19,7 @@ export function targetsText(modules) {
   return modules.map((name) => name.replace(/_proj$/, "")).join(", ");
 }
 
-/** The versions that an alias means, with their shares: {2: 95, 3: 5} -> [{version: 2, share: 0.95}, …], the largest first. */
+/** The versions that an alias stands for, with their shares: {2: 95, 3: 5} -> [{version: 2, share: 0.95}, …], the largest first. */
 export function sharesOf(meaning) {
   if (meaning === undefined || meaning === null) return [];
   const weights = typeof meaning === "number" ? { [meaning]: 1 } : meaning;
@@ -39,7 +39,7 @@ export function meaningText(meaning) {
   return shares.map(({ version, share }) => `${shareText(share)} version ${version}`).join(", ");
 }
 
-/** Changes that may be refused: `run` makes one, says what was done, and reads anew. */
+/** Changes that may be refused: `run` makes one, says what was done, and reloads. */
 export function useChange(reload) {
   const { error, send } = useSending();
   const run = async (change, done) => {

@@ -1,4 +1,4 @@
-// Calls of Weft's API with the browser's session, and what a page makes of their answers.
+// Calls of Weft's API with the browser's session, and hooks that pages use them with.
 import { signal, useCallback, useEffect, useRef, useState } from "./lib.js";
 
 /** What the API refused, or why there was no answer. */
@@ -14,7 +14,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Counts up whenever the server says that nobody is signed in. */
+/** Counts the answers that say that the session has ended. */
 export const sessionLost = signal(0);
 
 /**
@@ -89,13 +89,13 @@ export async function errorOf(response) {
 }
 
 /**
- * Read from the API while a component is shown; earlier data stays until newer is here. Where another question fails,
- * nothing stays: what was shown answers something else.
+ * Read from the API while a component is shown; earlier data stays until newer arrives. When the question
+ * changes and fails, the data is dropped, because it answers another question.
  * @template T
  * @param {string|null} path Null asks nothing.
  * @param {Record<string, unknown>} [params]
- * @param {{all?: boolean, everyS?: number, about?: unknown}} [options] All pages of a list; asked anew every so many
- *   seconds; what was true of the question, given back with its answer.
+ * @param {{all?: boolean, everyS?: number, about?: unknown}} [options] All pages of a list; refreshed every so many
+ *   seconds; any value that belongs to the question and is returned with its answer.
  * @returns {{data: T|undefined, about: unknown, at: number|null, error: ApiError|null, isLoading: boolean,
  *   isStale: boolean, reload: () => void}} `at` is when the data came, `isStale` while it answers an earlier question.
  */
@@ -134,7 +134,7 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
   return { data, about: answered, at, error, isLoading: state.isLoading || isStale, isStale, reload };
 }
 
-/** Changes that may be refused: `send` makes one, and says whether it was made; `error` is what the last was refused with. */
+/** Changes that may be refused: `send` makes one and returns whether it worked; `error` is the last refusal. */
 export function useSending(before = null) {
   const [error, setError] = useState(before);
   const send = async (change) => {

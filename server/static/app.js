@@ -1,9 +1,8 @@
-// The frame around all pages: who is signed in, where one is, and the way elsewhere.
+// The frame around all pages: the menu, who is signed in, and the page itself.
 import { html, render, useEffect, useState } from "./lib.js";
-import { useApi } from "./api.js";
-import { Link, param, place, setParams } from "./place.js";
-import { SignInPage, findOut, isAdmin, me, meProblem, signOut, watchSession } from "./session.js";
-import { Button, Empty, Notes, Problem, Select } from "./ui.js";
+import { Link, place } from "./place.js";
+import { SignInPage, TenantChoice, findOut, isAdmin, me, meProblem, signOut, watchSession } from "./session.js";
+import { Button, Empty, Notes, Problem, Skeleton } from "./ui.js";
 
 /** Pages are loaded when they are first shown. `admin` keeps tenants out; `own` is for tenants only;
  * `tenant` offers the choice of one. */
@@ -39,7 +38,7 @@ function decoded(text) {
 
 function App() {
   useEffect(() => {
-    pageAt(place.value.path)?.page.load().catch(() => {}); // comes while we find out who is there; `Shown` asks again
+    pageAt(place.value.path)?.page.load().catch(() => {}); // loads while the session is looked up; `Shown` asks again
     findOut();
     return watchSession();
   }, []);
@@ -82,15 +81,6 @@ function Side({ here }) {
   </header>`;
 }
 
-function TenantChoice() {
-  const tenants = useApi("/v1/tenants", { limit: 1000 });
-  const chosen = param("tenant") ?? "";
-  const names = (tenants.data?.data ?? []).map((tenant) => tenant.name);
-  const options = [...new Set([...names, ...(chosen ? [chosen] : [])])].map((value) => ({ value, label: value }));
-  return html`<${Select} label="Tenant" value=${chosen} onChange=${(tenant) => setParams({ tenant })}
-    options=${[{ value: "", label: "All tenants" }, ...options]} />`;
-}
-
 function Shown({ page, name }) {
   const [Page, setPage] = useState(null);
   const [error, setError] = useState(null);
@@ -106,9 +96,9 @@ function Shown({ page, name }) {
       () => setError({ message: "This page could not be loaded: the server does not answer. Try again when it runs.", code: "unreachable" }),
     );
   }, [page, name, isClosed]);
-  if (isClosed) return html`<h1>${page.label}</h1><section class="card"><${Empty} title="This page is for admins.">Sign out, then sign in with the admin key.<//></section>`;
+  if (isClosed) return html`<h1>${page.label}</h1><section class="card"><${Empty} title="This page is for admins.">To see it, sign out and sign in with the admin key.<//></section>`;
   if (error) return html`<h1>${name ?? page.label}</h1><${Problem} error=${error} retry=${() => location.reload()} />`;
-  return Page ? html`<${Page} name=${name} />` : html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`;
+  return Page ? html`<${Page} name=${name} />` : html`<${Skeleton} />`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

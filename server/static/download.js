@@ -1,4 +1,4 @@
-// Files of what the API answers, for people who go on in a spreadsheet.
+// Downloads of the API's answers as CSV and JSON.
 import { callAll, send } from "./api.js";
 import { dayOf } from "./zone.js";
 

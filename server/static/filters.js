@@ -1,4 +1,4 @@
-// A choice of several out of what there is: a button that opens a list with a search field, all by keyboard too.
+// A filter with several values: a button that opens a list with a search field, usable by keyboard.
 import { html, useEffect, useId, useRef, useState } from "./lib.js";
 import { count } from "./format.js";
 import { Problem } from "./ui.js";
@@ -8,7 +8,7 @@ const MOST = 200;
 /**
  * @param {{label: string, chosen: string[], onChange: (chosen: string[]) => void, isSingle?: boolean,
  *   nameOf?: (value: string) => string, useOptions: (isOpen: boolean) => {options: {value: string, label: string, requests: number}[]|undefined,
- *   error: import("./api.js").ApiError|null}}} props `useOptions` is a hook, so that what there is, is only asked for when somebody wants to choose.
+ *   error: import("./api.js").ApiError|null}}} props `useOptions` is a hook that is called only while the list is open.
  */
 export function Filter({ label, chosen, onChange, useOptions, nameOf = (value) => value, isSingle = false }) {
   const [isOpen, setOpen] = useState(false);
@@ -67,7 +67,7 @@ function Choices({ id, label, chosen, onChange, useOptions, nameOf, isSingle }) 
   return html`<div class="choices" id=${id} ref=${panel} role="group" aria-label=${`Choose by ${label.toLowerCase()}`} onKeyDown=${move}>
     <input type="search" aria-label=${`Search ${label.toLowerCase()}`} placeholder="Search" value=${text} autocomplete="off" onInput=${(event) => setText(event.target.value)} />
     <${Problem} error=${error} />
-    ${!options && !error && html`<p class="quiet" aria-busy="true">Looking what there is…</p>`}
+    ${!options && !error && html`<p class="quiet" aria-busy="true">Loading…</p>`}
     <div class="choice-list">
       ${shown.map(
         (option) => html`<label key=${option.value} class="choice" data-value=${option.value}>
@@ -76,9 +76,9 @@ function Choices({ id, label, chosen, onChange, useOptions, nameOf, isSingle }) 
         </label>`,
       )}
     </div>
-    ${found.length > shown.length && html`<p class="quiet">${count(found.length - shown.length)} more: search for them.</p>`}
-    ${options && !found.length && html`<p class="quiet">${text ? "Nothing is called so." : "Nothing was used in this time."}</p>`}
-    <p class="choice-foot"><span class="quiet">with requests in this time</span>
+    ${found.length > shown.length && html`<p class="quiet">${count(found.length - shown.length)} more; search to find them.</p>`}
+    ${options && !found.length && html`<p class="quiet">${text ? "No name matches." : "No usage in this range."}</p>`}
+    <p class="choice-foot"><span class="quiet">with requests in this range</span>
       ${chosen.length > 0 && html`<button type="button" class="button small" onClick=${() => onChange([])}>Clear</button>`}</p>
   </div>`;
 }

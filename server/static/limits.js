@@ -1,9 +1,9 @@
-// What a tenant or a key may have, what of it is taken, and how it is set.
+// The limits of a tenant or a key: how much is used, and how they are set.
 import { html, useState } from "./lib.js";
 import { bytes, compact, count } from "./format.js";
 import { Empty, Field } from "./ui.js";
 
-/** Each limit with what people call it; `key` says that single keys can be held to it too. */
+/** Each limit with its label; `key` says that a single key can have it too. */
 const LIMITS = {
   requests_per_minute: { label: "Requests per minute", key: true },
   tokens_per_minute: { label: "Tokens per minute", hint: "prompt and generated", key: true },
@@ -26,7 +26,7 @@ export function Limits({ limits }) {
 /** What is used, against the limits that are set. */
 export function LimitBars({ limits, used }) {
   const names = Object.keys(LIMITS).filter((name) => name in limits || used[name]);
-  if (!names.length) return html`<${Empty} title="No limit is set, and nothing counts yet." />`;
+  if (!names.length) return html`<${Empty} title="No limit is set, and nothing was used yet." />`;
   return html`<ul class="limit-bars">
     ${names.map((name) => {
       const most = limits[name];

@@ -1,4 +1,4 @@
-// Where the page is: its path and what stands behind it. Every choice of a page is in its address, so it can be sent on.
+// The page's address: path and parameters. Every choice on a page is in its address, so the address can be shared.
 import { html, signal } from "./lib.js";
 
 const read = () => ({ path: location.pathname, params: new URLSearchParams(location.search) });
@@ -42,7 +42,7 @@ export function open(url, { replace = false } = {}) {
   }
 }
 
-/** A link within the dashboard, without loading the page anew. */
+/** A link within the dashboard; it does not reload the page. */
 export function Link({ to, params, children, ...rest }) {
   const href = addressOf(to, params);
   const follow = (event) => {

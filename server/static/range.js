@@ -1,4 +1,4 @@
-// Which time a page shows, and in buckets of which width; read from the address.
+// The range of time that a page shows, and the width of its buckets; both are in the address.
 import { html } from "./lib.js";
 import { param, setParams } from "./place.js";
 import { DAY, HOUR, WIDTHS, bucketAfter, bucketStart, dayOf, isZone, momentOf, ownZone } from "./zone.js";
@@ -15,7 +15,7 @@ const RANGES = {
 };
 const BUCKETS = { "1m": "Minutes", "1h": "Hours", "1d": "Days" };
 const MAX_BUCKETS = 500;
-const MAX_DAYS = 3 * 366; // who types a year passes through 0002 and 0020 on the way
+const MAX_DAYS = 3 * 366; // while a year is typed, it is 0002 and 0020 first
 const DATE = /^\d{4}-\d{2}-\d{2}$/;
 
 /** The zone that the address names, or the browser's. */
@@ -38,7 +38,7 @@ export function rangeShown(otherwise = "24h", now = Date.now()) {
   const widths = widthsFor(whole.end - whole.start);
   const bucket = widths.includes(param("bucket")) ? param("bucket") : widthFor(whole.end - whole.start);
   const first = bucketStart(zone, whole.start, bucket);
-  // The last 24 hours begin with a whole hour, so that no bar shows a part of one.
+  // The last 24 hours begin with a whole hour, else the first bar would show a part of one.
   const start = !ms || first === whole.start ? whole.start : bucketAfter(zone, first, bucket);
   const end = whole.end;
   return { start, end, bucket, zone, name, widths, isNow: end >= minute, isCut: whole.isCut ?? false, previous: { start: start - (end - start), end: start } };
@@ -78,13 +78,13 @@ export function RangePicker({ otherwise = "24h", withBucket = false }) {
   const zones = [...new Set([range.zone, ownZone(), "UTC", ...(Intl.supportedValuesOf?.("timeZone") ?? [])])];
   return html`<div class="picker">
     <${Select} label="Range" value=${range.name} onChange=${choose}
-      options=${[...presets, { value: "custom", label: "From day to day" }]} />
+      options=${[...presets, { value: "custom", label: "Custom days" }]} />
     ${range.name === "custom" &&
     html`<input type="date" aria-label="First day" value=${param("start")} max=${param("end")}
         onChange=${(event) => event.target.value && setParams({ start: event.target.value })} />
       <input type="date" aria-label="Last day" value=${param("end")} min=${param("start")}
         onChange=${(event) => event.target.value && setParams({ end: event.target.value })} />
-      ${range.isCut && html`<span class="quiet" role="status">Shown from ${dayOf(range.zone, range.start)} on: at most three years.</span>`}`}
+      ${range.isCut && html`<span class="quiet" role="status">Shown from ${dayOf(range.zone, range.start)} on, because at most three years can be shown.</span>`}`}
     ${withBucket &&
     html`<${Select} label="By" value=${range.bucket} onChange=${(bucket) => setParams({ bucket })}
       options=${range.widths.map((value) => ({ value, label: BUCKETS[value] }))} />`}

@@ -1,19 +1,34 @@
 // Who is signed in, and the page on which one does.
 import { html, signal, useState } from "./lib.js";
-import { call, sessionLost, useSending } from "./api.js";
-import { Button, Field, Problem, say } from "./ui.js";
+import { call, sessionLost, useApi, useSending } from "./api.js";
+import { param, setParams } from "./place.js";
+import { Button, Field, Problem, Select, say } from "./ui.js";
 
 /** The answer of GET /v1/me; null while nobody is signed in, undefined until that is known. */
 export const me = signal(undefined);
 
-/** What kept the page from knowing who is there. */
+/** Why the session could not be looked up. */
 export const meProblem = signal(null);
 
 export const isAdmin = () => me.value?.role === "admin";
-/** Whether whoever is signed in may do this: "infer", "adapters" or "usage". */
+/** Whether the session has this scope: "infer", "adapters" or "usage". */
 export const may = (scope) => isAdmin() || (me.value?.key?.scopes.includes(scope) ?? false);
 
-/** Find out who is there; a link in the address signs in first, and is taken out of it. */
+/** The tenants that an admin can choose, as options; `chosen` is one of them even if it is gone. */
+export function useTenantOptions(chosen) {
+  const tenants = useApi("/v1/tenants", { limit: 1000 });
+  const names = (tenants.data?.data ?? []).map((tenant) => tenant.name);
+  return { ...tenants, options: [...new Set([...names, ...(chosen ? [chosen] : [])])].map((value) => ({ value, label: value })) };
+}
+
+/** The choice of a tenant, or of all; the address holds it. */
+export function TenantChoice() {
+  const chosen = param("tenant") ?? "";
+  const { options } = useTenantOptions(chosen);
+  return html`<${Select} label="Tenant" value=${chosen} onChange=${(tenant) => setParams({ tenant })} options=${[{ value: "", label: "All tenants" }, ...options]} />`;
+}
+
+/** Look up the session; a link in the address signs in first, and is removed from it. */
 export async function findOut() {
   const link = new URLSearchParams(location.hash.slice(1)).get("link");
   try {
@@ -40,7 +55,7 @@ async function signIn(secret) {
   me.value = await call("GET", "/v1/me");
 }
 
-/** End the session; where the server cannot be told, whoever is there stays signed in and is told so. */
+/** End the session; where the server cannot be reached, the page says that it did not end. */
 export async function signOut() {
   try {
     await call("DELETE", "/v1/session");
@@ -70,12 +85,12 @@ export function SignInPage() {
     <form class="card" onSubmit=${submit}>
       <img src="/static/weft.svg" alt="" width="44" height="44" />
       <h1>Weft</h1>
-      <p class="quiet">Sign in with the admin key or a tenant's key. It is exchanged for a session of 12 hours and kept nowhere.</p>
+      <p class="quiet">Sign in with the admin key or a tenant's key. The session lasts 12 hours; the browser does not keep the key.</p>
       <${Field} label="Key" type="password" autocomplete="current-password" autofocus value=${key} name="key"
         onInput=${(event) => setKey(event.target.value)} error=${key && !isPlain ? "A key has no spaces or special letters in it." : null} />
       <${Problem} error=${error} />
       <${Button} kind="main wide" type="submit" disabled=${!isPlain} onClick=${submit}>Sign in<//>
-      <p class="quiet">No key at hand? On the server, <code>weft dashboard</code> prints a link that signs in once.</p>
+      <p class="quiet">Without a key: on the server, <code>weft dashboard</code> prints a link that signs in once.</p>
     </form>
   </main>`;
 }

@@ -38,10 +38,10 @@ export function Stat({ label, value, hint, change, isGood = null, children }) {
 }
 
 function Change({ share }) {
-  if (Number.isNaN(share)) return html`\u00a0`; // its line is kept, so that nothing moves when it comes
-  if (share === null) return html`<span class="quiet">none before</span>`;
+  if (Number.isNaN(share)) return html`\u00a0`; // keeps its line, or the page moves when it arrives
+  if (share === null) return html`<span class="quiet">nothing before to compare with</span>`;
   const text = `${share > 0 ? "+" : share < 0 ? "−" : "±"}${Math.abs(share * 100).toFixed(Math.abs(share) < 0.1 ? 1 : 0)}%`;
-  return html`<span>${text}</span> <span class="quiet">against before</span>`;
+  return html`<span>${text}</span> <span class="quiet">against the period before</span>`;
 }
 
 /** A button; `kind`: "main", "danger" or nothing. An action that takes time is not begun twice. */
@@ -95,7 +95,7 @@ export function Field({ label, hint, error, children, ...rest }) {
 /** A word in a frame; `tone`: "good", "bad", "warn", "info" or nothing. */
 export const Badge = ({ tone = "", children, ...rest }) => html`<span class=${`badge ${tone}`} ...${rest}>${children}</span>`;
 
-/** What stands where nothing is yet, and what to do about it. */
+/** Shown where there is nothing yet, with what to do about it. */
 export const Empty = ({ title, children }) => html`<div class="empty"><p class="empty-title">${title}</p>${children && html`<div>${children}</div>`}</div>`;
 
 /** What went wrong and what to do. @param {{error: import("./api.js").ApiError, retry?: () => void}} props */
@@ -124,13 +124,23 @@ export function Findings({ findings }) {
   </ol>`;
 }
 
-/** Data that is being read: a problem, lines in grey, or the page. What is shown stays while newer comes. */
-export function Loaded({ of: answer, lines = 4, children }) {
-  if (answer.error && answer.data === undefined) return html`<${Problem} error=${answer.error} retry=${answer.reload} />`;
-  if (answer.data === undefined) return html`<div class="skeleton" aria-busy="true" aria-label="Loading">${Array.from({ length: lines }, () => html`<span />`)}</div>`;
-  return html`${answer.error && html`<${Problem} error=${answer.error} retry=${answer.reload} />`}
-    <div class=${answer.isStale ? "stale" : ""} aria-busy=${answer.isLoading}>${children(answer.data)}</div>`;
+/** Grey lines while something is read. */
+export const Skeleton = ({ lines = 3 }) => html`<div class="skeleton" aria-busy="true" aria-label="Loading">${Array.from({ length: lines }, () => html`<span />`)}</div>`;
+
+/** Data that is being read: a problem, grey lines, or the page. What is shown stays until newer data is here. With
+ * `isQuiet` the page shows problems elsewhere. */
+export function Loaded({ of: answer, lines = 4, isQuiet = false, children }) {
+  const problem = answer.error && !isQuiet && html`<${Problem} error=${answer.error} retry=${answer.reload} />`;
+  if (answer.data === undefined) return answer.error ? problem : html`<${Skeleton} lines=${lines} />`;
+  return html`${problem}<div class=${answer.isStale ? "stale" : ""} aria-busy=${answer.isLoading}>${children(answer.data, answer.about)}</div>`;
 }
+
+/** What a key may not see or do here. @param {{scope: string, title: string}} props */
+export const LacksScope = ({ scope, title }) =>
+  html`<${Card}><${Empty} title=${title}>The key lacks the scope <code>${scope}</code>. Sign in with a key that has it, or ask your admin for one: <code>weft key create --scope ${scope}</code>.<//><//>`;
+
+/** The same beside what the key may see. @param {{scope: string, says: string}} props */
+export const LacksScopeNote = ({ scope, says }) => html`<p class="quiet">${says}: this key lacks the scope <code>${scope}</code>.</p>`;
 
 /**
  * A table that can be sorted by its heads. Numbers stand right.
@@ -192,7 +202,7 @@ function sortedBy(rows, column, isDescending) {
   return rows
     .map((row) => ({ row, value: valueOf(row) ?? null }))
     .sort(({ value: x }, { value: y }) => {
-      if (x === null || y === null) return (x === null) - (y === null); // what is not known stands last, either way
+      if (x === null || y === null) return (x === null) - (y === null); // unknown values come last in either order
       const result = typeof x === "number" && typeof y === "number" ? x - y : order.compare(String(x), String(y));
       return isDescending ? -result : result;
     })
@@ -208,7 +218,7 @@ export function Dialog({ title, onClose, children }) {
     const dialog = box.current;
     dialog.showModal();
     return () => {
-      isGone.current = true; // what takes the window away has no need to hear that it closed
+      isGone.current = true; // no `onClose` where the page itself removes the window
       dialog.close();
     };
   }, []);
@@ -221,19 +231,22 @@ export function Dialog({ title, onClose, children }) {
   </dialog>`;
 }
 
-/** Ask before what cannot be undone. `act` may throw an ApiError, which is shown; when it is done the window closes.
- * Nothing can be confirmed before `isReady`. */
-export function Confirm({ title, children, verb, act, onClose, isReady = true }) {
+/** A window for one change. `act` may throw an ApiError, which is shown; when it is done the window closes.
+ * The button does nothing before `isReady`. */
+export function ChangeDialog({ title, children, verb, act, onClose, isReady = true, kind = "main" }) {
   const { error, send } = useSending();
-  const confirm = async () => (await send(act)) && onClose();
+  const change = async () => (await send(act)) && onClose();
   return html`<${Dialog} title=${title} onClose=${onClose}>
-    <div>${children}</div>
+    ${children}
     <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="danger" disabled=${!isReady} onClick=${confirm}>${verb}<//></div>
+    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind=${kind} disabled=${!isReady} onClick=${change}>${verb}<//></div>
   <//>`;
 }
 
-/** Copies a text; says that it did. */
+/** Ask before what cannot be undone. */
+export const Confirm = ({ children, ...rest }) => html`<${ChangeDialog} kind="danger" ...${rest}><div>${children}</div><//>`;
+
+/** A button that copies a text. */
 export function Copy({ text, label = "Copy" }) {
   const [isDone, setDone] = useState(false);
   const copy = async () => {
@@ -260,12 +273,12 @@ export const Code = ({ text, label }) => html`<div class="code"><pre tabindex="0
 
 const notes = signal([]);
 
-/** Say for a few seconds what was done. */
+/** Show a message for a few seconds. */
 export function say(text) {
   const note = { text };
   notes.value = [...notes.value, note];
   setTimeout(() => (notes.value = notes.value.filter((one) => one !== note)), 4000);
 }
 
-/** Where what was done is said. */
+/** Where those messages are shown. */
 export const Notes = () => html`<div class="notes" role="status" aria-live="polite">${notes.value.map((note) => html`<p>${note.text}</p>`)}</div>`;

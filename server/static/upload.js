@@ -1,12 +1,11 @@
-// The window in which an adapter is uploaded: what is sent, how it goes, and what became of it.
+// The window in which an adapter is uploaded: the form, the progress and the result.
 import { html, useEffect, useMemo, useState } from "./lib.js";
-import { useApi } from "./api.js";
 import { bytes, count, seconds } from "./format.js";
 import { Link } from "./place.js";
-import { isAdmin, may } from "./session.js";
+import { isAdmin, may, useTenantOptions } from "./session.js";
 import { Badge, Button, Code, Dialog, Field, Findings, Problem } from "./ui.js";
 import { targetsText } from "./adapter_parts.js";
-import { adapterAmong, chosenFiles, isName } from "./upload_files.js";
+import { NAME_RULE, adapterAmong, chosenFiles, isName } from "./upload_files.js";
 import { begin, isUnderWay, job, newKey } from "./upload_job.js";
 
 /**
@@ -28,7 +27,7 @@ export function UploadDialog({ given, name, tenant, known, isOver, onAgain, onCl
     setRound(round + 1);
   };
   const title = !state ? "Upload an adapter" : TITLES[state.phase](state);
-  // The form stays there while its adapter is on its way, so that its content can be corrected and sent again.
+  // The form is kept during the upload: its content can be corrected and sent again.
   return html`<${Dialog} title=${title} onClose=${close}>
     <div hidden=${state !== null}><${DraftForm} key=${round} given=${given} givenName=${name} tenant=${tenant} known=${known} isOver=${isOver} /></div>
     ${state && html`<div class="upload-state" data-phase=${state.phase}>${state.phase === "done" ? html`<${Done} state=${state} again=${another} onClose=${close} />` : html`<${OnTheWay} state=${state} again=${again} onClose=${close} />`}</div>`}
@@ -38,7 +37,7 @@ export function UploadDialog({ given, name, tenant, known, isOver, onAgain, onCl
 const TITLES = {
   sending: ({ draft }) => `Sending ${draft.name}`,
   checking: ({ draft }) => `Checking ${draft.name}`,
-  done: ({ adapter, isNew }) => (isNew ? `${adapter.name} version ${adapter.version} is ready` : `${adapter.name} had these bytes already`),
+  done: ({ adapter, isNew }) => (isNew ? `${adapter.name} version ${adapter.version} is ready` : `${adapter.name} has these files already`),
   refused: ({ draft }) => `${draft.name} was refused`,
   lost: ({ draft }) => `${draft.name} did not arrive`,
 };
@@ -72,11 +71,11 @@ function DraftForm({ given, givenName, tenant: givenTenant, known, isOver }) {
     ${isAdmin() && html`<${TenantField} value=${tenant} onChange=${setTenant} />`}
     <${Field} label="Name" name="name" value=${name} autocomplete="off" spellcheck=${false}
       onInput=${(event) => (setName(event.target.value), setNamed(event.target.value !== ""))}
-      error=${name && !isName(name) ? "Lower-case letters, digits, dots, underscores and hyphens, at most 63; a letter or digit first and last." : null}
-      hint=${before ? `${name} is there: this becomes its next version, after version ${before.version}.` : "By which requests call it, such as support."} />
-    <${Field} label="Description, if any" name="description" maxlength="4096" value=${description} onInput=${(event) => setDescription(event.target.value)} />
+      error=${name && !isName(name) ? NAME_RULE : null}
+      hint=${before ? `${name} exists: this becomes its next version, after version ${before.version}.` : "Requests call the adapter by this name, for example support."} />
+    <${Field} label="Description (optional)" name="description" maxlength="4096" value=${description} onInput=${(event) => setDescription(event.target.value)} />
     <label class="check"><input type="checkbox" checked=${activate} onChange=${(event) => setActivate(event.target.checked)} />
-      <span>Make it the current version<br /><span class="quiet">The plain name means it as soon as it is there. Without, it is called <code>${isName(name) ? name : "name"}@version</code> until you move the name.</span></span></label>
+      <span>Make it the current version<br /><span class="quiet">Requests for <code>${isName(name) ? name : "name"}</code> use this version as soon as it is stored. If you leave this out, they use the version they use now, and this one is called <code>${isName(name) ? name : "name"}@version</code>.</span></span></label>
     <div class="actions end">
       ${missing.length > 0 && html`<span class="quiet">Missing: ${missing.join(", ")}</span>`}
       <${Button} kind="main" type="submit" disabled=${missing.length > 0}>Upload<//>
@@ -87,7 +86,7 @@ function DraftForm({ given, givenName, tenant: givenTenant, known, isOver }) {
 function Files({ found, among, isOver, take, clear }) {
   const choose = (event) => {
     take(chosenFiles(event.target));
-    event.target.value = ""; // so that the same files can be chosen again after a correction
+    event.target.value = ""; // else the browser ignores the same files when they are chosen again
   };
   const sent = [["Config", among.config], ["Weights", among.weights]].filter(([, file]) => file);
   return html`<fieldset class=${isOver ? "drop-zone over" : "drop-zone"}>
@@ -111,13 +110,12 @@ function Files({ found, among, isOver, take, clear }) {
 const merged = (before, files) => [...before.filter((old) => !files.some((one) => one.path === old.path)), ...files];
 
 function TenantField({ value, onChange }) {
-  const tenants = useApi("/v1/tenants", { limit: 1000 });
-  const names = (tenants.data?.data ?? []).map((tenant) => tenant.name);
+  const tenants = useTenantOptions(value);
   return html`<${Problem} error=${tenants.error} retry=${tenants.reload} />
-    ${tenants.data && !names.length && html`<p class="warning">An adapter belongs to a tenant, and there is none yet: <${Link} to="/tenants">make the first<//>, then come back.</p>`}
+    ${tenants.data && !tenants.options.length && html`<p class="warning">An adapter belongs to a tenant, and there is no tenant yet. <${Link} to="/tenants">Make one<//> first.</p>`}
     <${Field} label="Tenant">${(id) => html`<select id=${id} name="tenant" value=${value} onChange=${(event) => onChange(event.target.value)}>
       <option value="">Choose one</option>
-      ${[...new Set([...names, ...(value ? [value] : [])])].map((name) => html`<option key=${name} value=${name} selected=${name === value}>${name}</option>`)}
+      ${tenants.options.map((one) => html`<option key=${one.value} value=${one.value} selected=${one.value === value}>${one.label}</option>`)}
     </select>`}<//>`;
 }
 
@@ -125,7 +123,7 @@ function OnTheWay({ state, again, onClose }) {
   const { phase, draft, error } = state;
   if (phase === "sending" || phase === "checking") {
     return html`<${Progress} state=${state} />
-      <p class="quiet">You may close this window: it goes on, also on other pages of Weft.</p>
+      <p class="quiet">You can close this window and use other pages; the upload goes on.</p>
       <div class="actions end">
         ${phase === "sending" && html`<${Button} kind="danger" onClick=${state.cancel}>Cancel the upload<//>`}
         <${Button} onClick=${onClose}>Close<//>
@@ -133,7 +131,7 @@ function OnTheWay({ state, again, onClose }) {
   }
   const findings = error.findings;
   return html`${findings.length
-      ? html`<div class="problem" role="alert"><p>${findings.length === 1 ? "One thing is" : `${findings.length} things are`} wrong with it; nothing of it was kept.</p><${Findings} findings=${findings} /></div>`
+      ? html`<div class="problem" role="alert"><p>${findings.length === 1 ? "One thing is" : `${findings.length} things are`} wrong with it. Nothing was stored.</p><${Findings} findings=${findings} /></div>`
       : html`<${Problem} error=${error} />`}
     <div class="actions end">
       <${Button} onClick=${again}>${phase === "lost" ? "Change it" : "Change it and send again"}<//>
@@ -141,11 +139,11 @@ function OnTheWay({ state, again, onClose }) {
     </div>`;
 }
 
-/** How far an upload is, for eyes and ears. */
-export function Progress({ state }) {
+/** How far an upload is; screen readers get it too. */
+function Progress({ state }) {
   const { phase, sent, total, bytesPerS } = state;
   if (phase === "checking") {
-    return html`<progress aria-label="Check of the upload" /><p role="status">All ${bytes(total)} are there. Weft checks and stores them.</p>`;
+    return html`<progress aria-label="Check of the upload" /><p role="status">All ${bytes(total)} have arrived. Weft checks and stores them.</p>`;
   }
   const left = bytesPerS ? `, about ${seconds(Math.max(1, Math.round((total - sent) / bytesPerS)))} left` : "";
   return html`<progress aria-label="Upload" max=${total} value=${sent} />
@@ -158,13 +156,13 @@ function Done({ state, again, onClose }) {
   const model = draft.activate ? adapter.name : `${adapter.name}@${adapter.version}`;
   const warnings = adapter.report?.warnings ?? [];
   const applied = adapter.applied_modules;
-  return html`<p>${state.isNew ? "" : "Nothing was stored anew. "}${draft.activate ? "Requests for the plain name are answered by it from now on." : "The plain name means what it meant before."}</p>
+  return html`<p>${state.isNew ? "" : "Nothing new was stored. "}${draft.activate ? html`Requests for <code>${adapter.name}</code> use this version now.` : html`Requests for <code>${adapter.name}</code> use the same version as before.`}</p>
     <dl class="facts">
       <dt>Version</dt><dd>${adapter.version}</dd>
       <dt>Rank</dt><dd>${adapter.rank} <span class="quiet">on ${targetsText(adapter.target_modules)}, ${applied.applied} of ${applied.total} modules</span></dd>
       <dt>On the device</dt><dd>${adapter.pages === null ? "–" : `${count(adapter.pages)} pages`} <${Badge}>${bytes(adapter.size_bytes)}<//></dd>
     </dl>
-    ${warnings.length > 0 && html`<div class="warning" role="note"><p><strong>Noticed, and served all the same:</strong></p><ul>${warnings.map((warning) => html`<li>${warning}</li>`)}</ul></div>`}
+    ${warnings.length > 0 && html`<div class="warning" role="note"><p><strong>Warnings (the adapter is served):</strong></p><ul>${warnings.map((warning) => html`<li>${warning}</li>`)}</ul></div>`}
     <p>Call it as</p>
     <${Code} text=${`model="${model}"`} label="How requests name it" />
     <div class="actions end">

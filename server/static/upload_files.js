@@ -1,4 +1,4 @@
-// Which of the files that somebody chose or dropped are an adapter, and what is wrong with them before they are sent.
+// Finds the adapter among chosen or dropped files, and what is wrong with them before they are sent.
 
 /** @typedef {{path: string, file: File}} Found `path` with its folders, as far as the browser tells. */
 
@@ -66,6 +66,9 @@ function unread(files) {
 /** "My Adapter" -> my-adapter; "" where nothing is left. */
 const suggestedName = (text) =>
   text.toLowerCase().replace(/[^a-z0-9._-]+/g, "-").replace(/\.{2,}/g, ".").slice(0, 63).replace(/^[^a-z0-9]+|[^a-z0-9]+$/g, "");
+
+/** What `isName` asks for, in words. */
+export const NAME_RULE = "Lower-case letters, digits, dots, underscores and hyphens, at most 63; a letter or digit first and last.";
 
 export const isName = (text) => /^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$/.test(text) && !text.includes("..");
 

@@ -1,10 +1,10 @@
-// The upload that is on its way. It goes on while its window is closed and other pages are shown.
+// The running upload. It goes on while its window is closed and other pages are shown.
 import { signal } from "./lib.js";
 import { ApiError, address, errorOf } from "./api.js";
 
 /**
  * @typedef {{name: string, tenant: string|null, description: string, activate: boolean, config: File, weights: File, key: string}} Draft
- *   `key` is the Idempotency-Key: the same for the same bytes, so that they can be sent again.
+ *   `key` is the Idempotency-Key: the same for the same bytes, which can then be sent again safely.
  * @typedef {{draft: Draft, phase: "sending"|"checking"|"done"|"refused"|"lost", sent: number, total: number, bytesPerS: number|null,
  *   error: ApiError|null, adapter: object|null, isNew: boolean, cancel: () => void}} Job
  */

@@ -1,4 +1,4 @@
-// The question to the ledger that the explorer's address holds, and what can be chosen in it.
+// The query in the explorer's address, and what its filters offer.
 import { useEffect, useState } from "./lib.js";
 import { call, useApi } from "./api.js";
 import { param, paramAll } from "./place.js";
@@ -36,7 +36,7 @@ export function questionShown() {
   };
 }
 
-/** What a filter offers: what was used in the range by the rest of the question, the most used first. */
+/** Options of a filter: values with usage in the range and under the other filters, most used first. */
 export function useOptionsOf(dimension, range) {
   const keys = useKeys(range, filtersShown(), dimension === "key");
   const { [dimension]: _, ...others } = filtersShown();
@@ -60,7 +60,7 @@ function valueOf(row, dimension) {
   return row[dimension] === null ? null : String(row[dimension]);
 }
 
-/** Keys by id, as far as whoever is signed in may know them: an admin those of the tenants shown, a tenant its own. */
+/** The keys that may be shown, by id: for an admin those of the tenants shown, for a tenant its own. */
 export function useKeys(range, filters, isWanted) {
   const [keys, setKeys] = useState({});
   const own = me.value.key;

@@ -1,8 +1,8 @@
-"""What the engine does, as a stream of server-sent events for everybody who watches, asked for once for all of them.
+"""The engine's state as a stream of server-sent events; the engine is asked once for all listeners.
 
-A snapshot is an event without a name, sent when something in it has changed; `engine_error` is an event with an error's
-body, sent when the engine or the database is away; `restart` comes before the first snapshot of another life of the
-engine. While nothing changes, a comment now and then shows that the connection lives.
+A snapshot is an event without a name, sent when something in it has changed. `engine_error` carries an error's body and
+is sent while the engine or the database is away. `restart` comes before the first snapshot after the engine restarted.
+While nothing changes, comments keep the connection open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL_S = 0.5
 KEEP_ALIVE_S = 5.0
 KEEP_ALIVE = b": keep-alive\n\n"
 RETRY = b"retry: 2000\n\n"
-"""Milliseconds after which a browser whose connection broke comes again."""
+"""Milliseconds after which a browser reconnects."""
 ALWAYS_NEW = frozenset({"seq", "last_step_age_s"})
 """What differs in any two snapshots of an idle engine."""
 
@@ -36,7 +36,7 @@ class _Frame:
 
 
 class EngineFeed:
-    """Asks for snapshots while somebody listens. A listener that is slow gets the newest, not all. One event loop."""
+    """Asks for snapshots while there are listeners. A slow listener gets the newest only. Thread: the event loop's."""
 
     def __init__(self) -> None:
         self._num_listeners = 0
@@ -44,13 +44,18 @@ class EngineFeed:
         self._newest: _Frame | None = None
         self._changed = asyncio.Event()
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether the engine is asked for snapshots, which is so while somebody listens."""
+        return self._poller is not None
+
     async def events(
         self, ask: Callable[[], Awaitable[Snapshot]], is_over: Callable[[], bool]
     ) -> AsyncGenerator[bytes, None]:
-        """Events from now on, the present snapshot first.
+        """Events from now on, beginning with the current snapshot.
 
         Args:
-            ask: Gives a snapshot, as it is sent but for `boot_id`, which it must have.
+            ask: Gives a snapshot; it must have a `boot_id`.
             is_over: Whether the stream is to end.
         """
         shown: _Frame | None = None
@@ -76,7 +81,7 @@ class EngineFeed:
     def _listening(
         self, ask: Callable[[], Awaitable[Snapshot]], is_over: Callable[[], bool]
     ) -> Iterator[asyncio.Task[None]]:
-        """The poller, which the first listener starts, or the first after it failed, and the last one ends."""
+        """The polling task: started by the first listener, or the first after it failed; ended by the last one."""
         if self._poller is None or self._poller.done():
             self._newest = None
             self._poller = asyncio.create_task(self._poll(ask, is_over))
@@ -109,6 +114,6 @@ class EngineFeed:
             await asyncio.sleep(max(next_s - loop.time(), 0.0))
 
     def _wake(self) -> None:
-        """Have the listeners look again; they wait for the next time by a fresh event."""
+        """Wake all listeners; for the next change they wait on a new event."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

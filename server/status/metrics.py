@@ -1,7 +1,7 @@
 """Prometheus metrics, in a registry of their own.
 
-Labels come from closed or capped sets: the tenants and adapters that ask first have names of their own as long as there
-is room, all others are `_other`; so the page stays small however many there are. Exact figures per tenant come from
+Labels come from closed or capped sets: tenants and adapters are named in order of their first request until the room is
+used up, and all others are `_other`, so the page stays small. Exact figures per tenant come from
 SQL. Engine figures are read from a status at scrape time.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100
-"""Adapters that are shown by name where they lie."""
+"""Most adapters whose place is shown by name."""
 PAIR_BYTES = 16_000
 """Room for the names of tenants with their adapters; each stands in up to eight lines of the page."""
 LINE_BYTES = 60
@@ -37,7 +37,7 @@ LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 EVICTED = ("adapter", "prefix")
 LOADED = tuple(f"{origin}>device:{result}" for origin in ("host", "stored") for result in ("failed", "ok"))
-"""Both have a figure before the first is counted: Prometheus sees no rise from nothing to one."""
+"""They start at 0, because Prometheus does not see a rise from no value to 1."""
 ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
@@ -51,7 +51,7 @@ class Metrics:
 
     def __init__(self, max_adapters: int) -> None:
         self.registry = CollectorRegistry()
-        # Those were a second line for every counter, which nobody reads.
+        # They would be a second line for every counter, which no dashboard reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._pairs = _CappedPairs()
         self._adapters = _CappedLabels()

@@ -1,4 +1,4 @@
-"""What the engine is doing; for admins only."""
+"""What needs no key: alive, ready, version. And for admins: metrics, the engine's state and its live feed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
+import weft
 from weft.engine.status import EngineStatus
-from weft.errors import AuthenticationError, CapacityError
+from weft.errors import AuthenticationError, CapacityError, EngineUnavailableError
 from weft.registry.records import Identity
 from weft.server.auth.callers import Admin
 from weft.server.http import sse
+from weft.server.http.bodies import View
 from weft.server.services import Services, Wired
+from weft.server.status import metrics
 
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
+health_router = APIRouter(tags=["health"])
 ADMIN = "(admin)"
-"""Stands for the tenant where an admin asked without one; no tenant can be called so."""
+"""Name shown for requests of an admin without a tenant; no tenant can have it."""
 _ANY: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
@@ -54,10 +58,10 @@ async def stream_engine(request: Request, services: Wired, _: Admin) -> Streamin
 async def _while_known(
     events: AsyncGenerator[bytes, None], identify: Callable[[], Awaitable[Identity]]
 ) -> AsyncGenerator[bytes, None]:
-    """The events, until who listens would not be let in any more: a stream has no other end."""
+    """The events, until the listener's key or session is no longer valid."""
     async with aclosing(events):
         async for event in events:
-            with suppress(CapacityError):  # without a database nobody is turned away who was here before
+            with suppress(CapacityError):  # a listener stays while the database is away
                 try:
                     await identify()
                 except AuthenticationError:
@@ -97,10 +101,65 @@ async def _snapshot(services: Services) -> dict[str, Any]:
 
 
 def _shallow(status: EngineStatus) -> dict[str, Any]:
-    """Its fields as they are, which is cheaper than `asdict` by far; JSON knows dataclasses."""
+    """Its fields as they are: far cheaper than `asdict`, and orjson writes dataclasses."""
     return {field.name: getattr(status, field.name) for field in fields(status)}
 
 
 def _by_name(by_id: Mapping[str, ValueT], names: Mapping[str, str]) -> dict[str, ValueT]:
-    """What belongs to tenants, by their names; a deleted tenant keeps its id."""
+    """Values by tenant name instead of id; a deleted tenant keeps its id."""
     return {names.get(tenant_id, tenant_id): value for tenant_id, value in by_id.items()}
+
+
+class HealthView(View):
+    """Answer of GET /health and /ready."""
+
+    status: str
+
+
+class VersionNumberView(View):
+    """Answer of GET /version."""
+
+    version: str
+
+
+@health_router.get("/health")
+async def health() -> HealthView:
+    """Answer as long as the process does."""
+    return HealthView(status="ok")
+
+
+@health_router.get("/ready")
+async def ready(services: Wired) -> HealthView:
+    """Answer 200 when requests are taken, else 503 with the reason."""
+    services.drain.check()
+    if services.engine.ready is None:
+        raise EngineUnavailableError("The engine is starting; try again in a moment.", code="engine_starting")
+    await services.registry.check()
+    return HealthView(status="ready")
+
+
+@health_router.get("/version")
+async def version() -> VersionNumberView:
+    """Tell Weft's version."""
+    return VersionNumberView(version=weft.__version__)
+
+
+for _path, _answer in (("/health", health), ("/ready", ready), ("/version", version)):
+    health_router.add_api_route(_path, _answer, methods=["HEAD"], include_in_schema=False)  # load balancers ask so
+
+
+@health_router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def get_metrics(services: Wired, _: Admin) -> Response:
+    """Metrics for Prometheus."""
+    return await metrics_response(services)
+
+
+async def metrics_response(services: Services) -> Response:
+    """The metrics as they are now; without the engine's while it is away."""
+    try:
+        status = await services.engine_status()
+    except EngineUnavailableError:
+        status = None
+    return Response(
+        services.metrics.render(status, services.registry.usage.lag_s()), headers={"content-type": metrics.CONTENT_TYPE}
+    )

@@ -1,4 +1,4 @@
-"""The audit log: who changed what; for admins only."""
+"""The audit log of all changes; for admins only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who else may call an adapter. Owners name the other tenant by its id, so that nobody can try out names."""
+"""Grants: other tenants that may call an adapter. Owners name them by id, so names cannot be guessed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Version = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 
 @router.get("/v1/adapters/{name}/grants")
 async def list_grants(name: str, services: Wired, caller: TenantReader) -> GrantList:
-    """List who else may call an adapter."""
+    """List the other tenants that may call an adapter."""
     grants = await services.registry.adapters.list_grants(caller.tenant_id, name)
     return GrantList(data=[_view(name, grant) for grant in grants], next=None)
 

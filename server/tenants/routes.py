@@ -36,7 +36,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 @router.post("/v1/tenants", status_code=201, openapi_extra=takes(TenantBody))
 async def create_tenant(request: Request, services: Wired, _: Admin) -> TenantView:
-    """Make a tenant. It gets the limits of the settings `tenant_defaults.*` where the body names none."""
+    """Make a tenant. Limits that the body does not name come from the settings `tenant_defaults.*`."""
     body = await json_body(request, TenantBody, services.config.server.max_body_bytes, services.pace)
     limits = {**asdict(services.config.tenant_defaults), **body.limits}
     return TenantView.model_validate(await services.registry.tenants.create_tenant(body.name, limits, body.weight))
@@ -81,7 +81,7 @@ async def create_key(name: str, request: Request, services: Wired, _: Admin) -> 
 
 @router.get("/v1/tenants/{name}/keys")
 async def list_keys(name: str, services: Wired, _: Admin) -> KeyList:
-    """List a tenant's living keys."""
+    """List a tenant's keys that are not revoked."""
     return KeyList(
         data=[KeyView.model_validate(key) for key in await services.registry.keys.list_keys(name)], next=None
     )
@@ -100,7 +100,7 @@ async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -
 
 @router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(RotateBody))
 async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
-    """Make a key like this one, which itself stops working at once, or after a grace."""
+    """Give a key a new secret; the old secret stops working at once, or after `grace_s` seconds."""
     body = await json_body(request, RotateBody, services.config.server.max_body_bytes, services.pace)
     key, secret = await services.registry.keys.rotate_key(key_id, body.grace_s)
     return NewKeyView(**KeyView.model_validate(key).model_dump(), key=secret)
@@ -108,14 +108,14 @@ async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -
 
 @router.delete("/v1/keys/{key_id}", status_code=204)
 async def revoke_key(key_id: str, services: Wired, _: Admin) -> Response:
-    """Make a key useless, at once."""
+    """Revoke a key; it stops working at once."""
     await services.registry.keys.revoke_key(key_id)
     return Response(status_code=204)
 
 
 @router.get("/v1/me")
 async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
-    """Show whose key this is, its limits and what counts against them now."""
+    """Show the key's tenant, its limits and how much of them is used now."""
     limits: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
     used: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
     for share in await shares_of(services, caller, with_month=True):

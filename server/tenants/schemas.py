@@ -21,7 +21,7 @@ class TenantView(View):
     name: str
     limits: dict[str, int]
     weight: float
-    """Its part of the engine, beside those of the other tenants with requests."""
+    """Its share of the engine is this weight over the sum of those of all tenants with requests."""
     created_at: Moment
 
 
@@ -54,7 +54,7 @@ class KeyList(Listing[KeyView]):
 
 
 class MeView(View):
-    """Who calls, and what is taken of the limits."""
+    """The caller, its limits and how much of them is used."""
 
     object: Literal["me"] = "me"
     role: Literal["admin", "tenant"]
@@ -62,9 +62,9 @@ class MeView(View):
     key: KeyView | None
     """None for the admin key."""
     limits: HeldView
-    """What is set."""
+    """The limits that are set."""
     used: HeldView
-    """What counts against a rate or quota now; tokens with what running requests reserve."""
+    """Used of each rate or quota now; tokens include what running requests reserve."""
 
 
 class GrantView(View):
@@ -107,7 +107,7 @@ def _limits_schema(names: Sequence[str]) -> dict[str, Any]:
     return {"type": "object", "properties": dict.fromkeys(names, limit), "additionalProperties": False}
 
 
-# What they may hold is checked by the registry.
+# The registry checks their content.
 Weight = Annotated[float, Field(ge=WEIGHTS[0], le=WEIGHTS[1])]
 
 
@@ -118,7 +118,7 @@ KeyLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(KEY_LIMITS))
 
 
 class KeyFields(Body):
-    """What a key has beside its tenant."""
+    """Fields of a key besides its tenant."""
 
     name: str | None = Field(None, max_length=512)
     limits: KeyLimits | None = None
@@ -144,18 +144,18 @@ class TenantBody(Body):
 
     name: str = Field(max_length=512)
     limits: TenantLimits = Field(default_factory=dict)
-    """What is not named is as in the settings `tenant_defaults.*`; null is no limit."""
+    """Limits that are not named come from the settings `tenant_defaults.*`; null is no limit."""
     weight: Weight = 1.0
-    """Its part of the engine, beside those of the other tenants with requests."""
+    """Its share of the engine is this weight over the sum of those of all tenants with requests."""
 
 
 class TenantPatchBody(Body):
     """Body of PATCH /v1/tenants/{name}."""
 
     limits: TenantLimits | None = None
-    """All of them: what is not named does not limit any more. Null leaves them."""
+    """All limits: those not named are removed. Null changes none."""
     weight: Weight | None = None
-    """Null leaves it."""
+    """Null does not change it."""
 
     @model_validator(mode="after")
     def _says_something(self) -> TenantPatchBody:
@@ -165,7 +165,7 @@ class TenantPatchBody(Body):
 
 
 class KeyBody(KeyFields):
-    """Body of POST /v1/tenants/{name}/keys; without scopes it grants all, without a time it never expires."""
+    """Body of POST /v1/tenants/{name}/keys; without scopes it has all, without `expires_at` it never expires."""
 
 
 class KeyPatchBody(KeyFields):
@@ -178,11 +178,11 @@ class GrantBody(Body):
     tenant: str = Field(min_length=1, max_length=512)
     """The other tenant's id; admins may give its name."""
     version: int | None = Field(None, ge=1, lt=1 << 31)
-    """None grants every version, those to come too."""
+    """None grants every version, future ones too."""
 
 
 class RotateBody(Body):
     """Body of POST /v1/keys/{id}/rotate."""
 
     grace_s: int = Field(0, ge=0, le=30 * 86_400)
-    """Seconds for which the old key goes on working."""
+    """Seconds for which the old secret still works."""

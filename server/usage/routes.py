@@ -1,4 +1,4 @@
-"""Who used what: GET /v1/usage, and the same figures in OpenAI's usage shape."""
+"""Usage by tenant, adapter, version and key: GET /v1/usage, and the same figures in OpenAI's usage shape."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from weft.server.usage.schemas import (
     UsageEventView,
     UsageList,
 )
-from weft.server.usage.span import SpanParams, group_fields, groups_of, whose
+from weft.server.usage.span import SpanParams, group_fields, groups_of, usage_scope
 
 router = APIRouter(tags=["usage"])
 BucketWidth = Literal["1m", "1h", "1d"]
@@ -61,9 +61,9 @@ class RangeParams(SpanParams):
     """Which events, or sums of them, page by page."""
 
     status: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
-    """How requests ended: stop, length, aborted, error, interrupted."""
+    """Only requests that ended so: stop, length, aborted, error, interrupted."""
     service_class: list[ServiceClass] = Field(default_factory=list)
-    """Only what somebody waited for (interactive), or only lines of batches (batch)."""
+    """Only interactive requests, or only lines of batches (batch)."""
     after: str | None = None
     limit: int = Field(1000, ge=1, le=MAX_ROWS)
     format: Literal["json", "csv"] = "json"
@@ -94,7 +94,7 @@ class UsageParams(RangeParams):
     one row per bucket with `"other": true`, so rows still add up to the totals. There are no pages then, and `limit`
     does not count."""
     rank_by: RankBy = "total_tokens"
-    """What makes a group large, with `top`: total tokens are prompt and completion tokens; cost needs prices."""
+    """With `top`: groups are ranked by this. Total tokens are prompt plus completion tokens; cost needs prices."""
 
     def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
         """The question to the ledger."""
@@ -109,7 +109,7 @@ class UsageParams(RangeParams):
 
 
 class OrganizationUsageParams(BaseModel):
-    """What OpenAI's usage route takes; filters that Weft lacks are refused."""
+    """Parameters of OpenAI's usage route; filters that Weft does not have are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -167,7 +167,7 @@ async def get_usage(
 async def list_usage_events(
     services: Wired, caller: UsageCaller, params: Annotated[RangeParams, Query()]
 ) -> UsageEventList | Response:
-    """List the events of which all sums are made, oldest first."""
+    """List the single usage events behind all sums, oldest first."""
     await services.registry.usage.flush()
     page = await services.registry.usage.events(params.query(caller, services.now()))
     views = [UsageEventView.model_validate(event) for event in page.items]
@@ -189,7 +189,7 @@ async def get_organization_usage(
         end=datetime.fromtimestamp(last, UTC),
         bucket=params.bucket_width,
         group_by=params.groups,
-        tenant_id=whose(caller, params.tenant),
+        tenant_id=usage_scope(caller, params.tenant),
         limit=MAX_ROWS,
     )
     await services.registry.usage.flush()
@@ -244,7 +244,7 @@ def _csv_response(fields: list[str], rows: Iterable[dict[str, object]], next_pag
 
 
 def _cell(value: object) -> object:
-    """A client's own text may begin like a formula, which spreadsheets would run; true and false as in JSON."""
+    """A cell that no spreadsheet takes for a formula, though it may hold a client's text; booleans as in JSON."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
@@ -289,10 +289,10 @@ class LatencyParams(SpanParams):
 
 @router.get("/v1/usage/latency", response_model=LatencyList, response_model_exclude_unset=True)
 async def get_latency(services: Wired, caller: UsageCaller, params: Annotated[LatencyParams, Query()]) -> LatencyList:
-    """Percentiles of the time to the first token, and where adapters were when requests for them arrived.
+    """Percentiles of the time to the first token, and where adapters were when their requests arrived.
 
-    From counts by the hour, in bins of a factor of 1.122: no percentile is further off than that. A tenant sees its
-    own requests; an admin sees all, or one tenant's with `?tenant=`.
+    Times are counted per hour in bins of a factor of 1.122, so a percentile is off by at most that factor.
+    A tenant sees its own requests; an admin sees all, or one tenant's with `?tenant=`.
     """
     query = params.query(caller, services.now())
     await services.registry.usage.flush()

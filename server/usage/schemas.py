@@ -16,21 +16,26 @@ class UsageTotalsView(UsageSums):
     """Exact, as a decimal number; absent where no prices are set."""
 
 
-class UsageRowView(UsageTotalsView):
-    """Usage of one span of time, and of one group where grouping was asked for."""
+class GroupView(View):
+    """One span of time, and one group where grouping was asked for."""
 
     start: str
-    """Of the bucket, also where the range begins or ends within it; without `bucket`, of the range."""
+    """Start of the whole bucket, also where the range begins within it; without `bucket`, of the range."""
     end: str
     tenant: str | None = None
     adapter: str | None = None
-    """Null is the base model, where grouped by adapter."""
+    """Null is the base model, where grouped by adapter or version."""
     version: int | None = None
     key: str | None = None
+
+
+class UsageRowView(UsageTotalsView, GroupView):
+    """Usage of one group in one span of time."""
+
     status: str | None = None
     service_class: str | None = None
     other: bool = False
-    """All groups below the top together, their fields null; absent without `top`."""
+    """Whether the row is all groups below the top together, with null fields; absent without `top`."""
 
 
 class UsageList(Listing[UsageRowView]):
@@ -52,7 +57,7 @@ class AdapterStatesView(View):
     base: int
     """Requests without an adapter."""
     unknown: int
-    """Requests that ended before anybody looked."""
+    """Requests that ended before that was known."""
 
 
 class TtftView(View):
@@ -64,26 +69,18 @@ class TtftView(View):
 
 
 class LatencyFiguresView(View):
-    """How requests began."""
+    """How requests started."""
 
     requests: int
     states: AdapterStatesView
     hit_rate: float | None
-    """Of the requests that found their adapter anywhere, the share that found it on the device; null for none."""
+    """Share of requests for adapters that found theirs on the device; null where there were none."""
     ttft_s: TtftView | None
     """At most a factor of 1.122 off; null where no request had a first token."""
 
 
-class LatencyRowView(LatencyFiguresView):
-    """One span of time, and one group where grouping was asked for."""
-
-    start: str
-    end: str
-    tenant: str | None = None
-    adapter: str | None = None
-    """Null is the base model, where grouped by adapter or version."""
-    version: int | None = None
-    key: str | None = None
+class LatencyRowView(LatencyFiguresView, GroupView):
+    """Latency of one group in one span of time."""
 
 
 class LatencyList(View):
@@ -91,7 +88,7 @@ class LatencyList(View):
 
     object: Literal["list"] = "list"
     start: str
-    """The range that was answered: the one asked for, widened to full hours."""
+    """Start of the range asked for, widened to full hours."""
     end: str
     data: list[LatencyRowView]
     next: None
@@ -99,7 +96,7 @@ class LatencyList(View):
 
 
 class UsageEventView(View):
-    """One billable fact: a request, however it ended."""
+    """One request as it is billed, however it ended."""
 
     id: str
     object: Literal["usage.event"] = "usage.event"

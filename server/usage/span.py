@@ -1,4 +1,4 @@
-"""Which usage a question is about: whose, when, and of what. All routes of usage take these parameters."""
+"""The parameters that all routes of usage take: tenant, range of time, and filters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SpanParams(BaseModel):
     start: str | None = None
     """ISO-8601 or Unix seconds; 30 days before `end` by default."""
     end: str | None = None
-    """The first moment that no longer counts; now by default."""
+    """End of the range, not included; now by default."""
     adapter: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
     """Only adapters of this name, or with `owner/name` the owner's, whoever used it; the empty text means the base.
     This and the other filters may be repeated."""
@@ -42,15 +42,15 @@ class SpanParams(BaseModel):
         return UsageQuery(
             start=_moment(self.start, "start", zone) if self.start else _days_before(end),
             end=end,
-            tenant_id=whose(caller, self.tenant),
+            tenant_id=usage_scope(caller, self.tenant),
             adapters=tuple(self.adapter),
             versions=tuple(self.version),
             key_ids=tuple(self.key),
         )
 
 
-def whose(caller: Caller, tenant: str | None) -> str | None:
-    """Whose usage is shown; None is everybody's, for an admin who names no tenant."""
+def usage_scope(caller: Caller, tenant: str | None) -> str | None:
+    """The tenant whose usage is shown; None means all tenants, for an admin who names none."""
     return None if caller.is_admin and tenant is None else caller.tenant_id
 
 
@@ -67,7 +67,7 @@ def groups_of(text: str, known: Sequence[GroupBy] = GROUPS) -> tuple[GroupBy, ..
 
 
 def group_fields(query: UsageQuery, row: UsageRow | LatencyRow) -> dict[str, object]:
-    """Which group a row is of, by the names of the API. A version is told with its adapter."""
+    """The group of a row, by the API's names. A version comes with its adapter."""
     shown = {*query.group_by, *(("adapter",) if "version" in query.group_by else ())}
     return {group: getattr(row, "key_id" if group == "key" else group) for group in GROUPS if group in shown}
 

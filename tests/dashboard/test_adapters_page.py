@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +15,6 @@ from browser import Watch, sign_in
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, upload_bytes
 
 LIST = "/v1/adapters?limit=1000"
-MOST_SECONDS = 2.5
-"""For 500 adapters on a busy machine; it takes a fifth of that where nothing else runs."""
 
 
 def files_of(name: str) -> tuple[bytes, bytes]:
@@ -102,7 +99,7 @@ def test_search_filter_and_sort_stand_in_the_address(page: Page, server: WeftSer
     assert ranks[shown(page)[0]] == min(ranks.values())
     page.get_by_role("button", name=re.compile(r"^Pinned \d")).click()
     expect(page).to_have_url(re.compile("where=pinned"))
-    expect(page.get_by_text("No adapter is like that.")).to_be_visible()
+    expect(page.get_by_text("No adapter matches.")).to_be_visible()
     page.go_back()
     expect(page.locator("tr[data-key]")).to_have_count(len(adapters))
     page.get_by_label("Tenant").select_option("harbour")
@@ -122,12 +119,12 @@ def test_a_tenant_does_not_see_the_others_adapter(watched: tuple[Page, Watch], s
 def test_a_key_that_may_only_call_looks_and_does_not_change(page: Page, server: WeftServer) -> None:
     sign_in(page, server.new_key("atelier", scopes=["infer"]), "/adapters")
     assert {"french", "haiku"} <= set(shown(page))
-    expect(page.get_by_text("it lacks the scope adapters")).to_be_visible()
+    expect(page.get_by_text("this key lacks the scope adapters")).to_be_visible()
     expect(page.get_by_role("button", name="Upload adapter")).to_have_count(0)
     expect(page.get_by_role("columnheader", name="Requests")).to_have_count(0)
     page.get_by_role("link", name="haiku").click()
     expect(page.get_by_role("heading", name=re.compile("^Versions"))).to_be_visible()
-    for name in ("Pin", "Delete", "Make current", "Add", "Grant", "Describe it"):
+    for name in ("Pin", "Delete", "Make current", "Add", "Grant", "Add a description"):
         expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
     expect(page.get_by_role("link", name="Try it")).to_be_visible()
 
@@ -155,7 +152,7 @@ def test_a_canary_takes_its_part_and_is_rolled_back(page: Page, many: str, serve
     client = server.tenant("atelier")
     client.patch("/v1/adapters/many", json={"aliases": {"default": 1}})
     sign_in(page, server.tenants["atelier"], f"/adapters/{many}")
-    page.get_by_label("Divide with").select_option("Version 3")
+    page.get_by_label("Add a version").select_option("Version 3")
     page.get_by_role("button", name="Apply: 95% / 5%").click()
     expect(page.locator("[data-split]")).to_have_text("95% / 5%")
     expect(cell(page, "3", "names")).to_have_text("many 5%")
@@ -183,16 +180,16 @@ def test_aliases_are_added_moved_and_removed(page: Page, many: str, server: Weft
     card.get_by_label("New alias").fill("7")
     expect(card.get_by_role("button", name="Add")).to_be_disabled()
     card.get_by_label("New alias").fill("prod")
-    card.get_by_label("Means").select_option("Version 2")
+    card.get_by_label("Version", exact=True).select_option("Version 2")
     card.get_by_role("button", name="Add").click()
-    expect(card.locator('[data-alias="prod"]')).to_be_visible()
+    expect(card.locator('[data-key="prod"]')).to_be_visible()
     assert aliases()["prod"] == 2
-    card.get_by_label("What prod means").select_option("Version 1")
+    card.get_by_label("Version of prod").select_option("Version 1")
     expect(cell(page, "1", "names")).to_have_text("@prod")
     assert aliases()["prod"] == 1
     card.get_by_role("button", name="Remove the alias prod").click()
     page.get_by_role("button", name="Remove it").click()
-    expect(card.locator('[data-alias="prod"]')).to_have_count(0)
+    expect(card.locator('[data-key="prod"]')).to_have_count(0)
     assert "prod" not in aliases()
 
 
@@ -201,7 +198,7 @@ def test_description_pin_grant_and_deletion(watched: tuple[Page, Watch], many: s
     watch.allowed.add(404)
     client = server.tenant("atelier")
     sign_in(page, server.tenants["atelier"], f"/adapters/{many}")
-    page.get_by_role("button", name="Describe it").click()
+    page.get_by_role("button", name="Add a description").click()
     page.get_by_label("Description").fill("Speaks in <b>many</b> tongues")
     page.get_by_role("button", name="Save").click()
     expect(page.get_by_text("Speaks in <b>many</b> tongues")).to_be_visible()
@@ -212,13 +209,13 @@ def test_description_pin_grant_and_deletion(watched: tuple[Page, Watch], many: s
     expect(page.get_by_role("alert")).to_contain_text("ten_")
     page.get_by_label("Other tenant").fill(server.tenant("harbour").get("/v1/me").json()["tenant"]["id"])
     page.get_by_role("button", name="Grant", exact=True).click()
-    expect(page.locator('[data-grantee="harbour"]')).to_contain_text("atelier/many")
+    expect(page.locator('tr[data-key="harbour "]')).to_contain_text("atelier/many")
     adapter = client.get("/v1/adapters/many").json()
     assert (adapter["description"], adapter["pinned"]) == ("Speaks in <b>many</b> tongues", True)
     server.ask("harbour", "atelier/many", "Where is my order?")
-    page.get_by_role("button", name="Take the grant of harbour back").click()
-    page.get_by_role("button", name="Take it back").click()
-    expect(page.get_by_text("Nobody else.")).to_be_visible()
+    page.get_by_role("button", name="Withdraw the grant of harbour").click()
+    page.get_by_role("button", name="Withdraw it").click()
+    expect(page.get_by_text("No other tenant.")).to_be_visible()
     row(page, "2").get_by_role("button", name="Delete version 2").click()
     page.get_by_role("button", name="Delete it").click()
     expect(row(page, "2")).to_have_count(0)
@@ -235,7 +232,7 @@ def test_an_admin_without_a_tenant_is_asked_whose_it_is(page: Page) -> None:
     expect(page.get_by_role("heading", level=1)).to_contain_text("shout")
 
 
-def test_five_hundred_adapters_are_there_at_once(page: Page, atelier: httpx.Client, server: WeftServer) -> None:
+def test_of_500_adapters_50_are_drawn_and_all_searched(page: Page, atelier: httpx.Client, server: WeftServer) -> None:
     answer = atelier.get(LIST).json()
     like = answer["data"][0]
     answer["data"] = [{**like, "id": f"ada_{at}", "name": f"adapter-{at}", "rank": at % 64 + 1} for at in range(500)]
@@ -245,13 +242,11 @@ def test_five_hundred_adapters_are_there_at_once(page: Page, atelier: httpx.Clie
 
     page.route(re.compile(r"/v1/adapters\?"), list_many)
     sign_in(page, server.tenants["atelier"], "/audit")
-    began = time.monotonic()
     page.goto("/adapters")
     expect(page.locator("tr[data-key]")).to_have_count(50)
     expect(page.get_by_text("50 of 500 shown")).to_be_visible()
     page.get_by_label("Search").fill("adapter-499")
     expect(page.locator("tr[data-key]")).to_have_count(1)
-    assert time.monotonic() - began < MOST_SECONDS
     page.get_by_label("Search").fill("")
     page.get_by_role("button", name="Show more").click()
     expect(page.locator("tr[data-key]")).to_have_count(250)

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
-from browser import DESKTOP, PHONE, sign_in, watched_page
+from browser import DESKTOP, PHONE, grave_findings, sign_in, watched_page
 from weft_server import ADMIN_KEY, WeftServer
 
 PAGES = (
@@ -25,7 +24,6 @@ PAGES = (
     "/audit",
 )
 LOOKS = [(size, scheme) for size in (DESKTOP, PHONE) for scheme in ("light", "dark")]
-GRAVE = {"serious", "critical"}
 
 
 @pytest.fixture(params=LOOKS, ids=lambda look: f"{look[0][0]}-{look[1]}")
@@ -41,13 +39,6 @@ def settle(page: Page, path: str) -> None:
     page.goto(path)
     expect(page.get_by_role("heading", level=1)).to_be_visible()
     expect(page.locator(".skeleton")).to_have_count(0)
-
-
-def grave_findings(page: Page) -> list[str]:
-    found = Axe().run(page).response["violations"]
-    return [
-        f"{rule['id']}: {node['html'][:120]}" for rule in found if rule["impact"] in GRAVE for node in rule["nodes"]
-    ]
 
 
 def test_pages_can_be_read_by_everybody_and_fit_the_screen(page: Page) -> None:

@@ -27,10 +27,13 @@ def test_the_admin_signs_in_with_the_key_and_out_again(page: Page) -> None:
 
 
 def test_a_tenant_sees_no_page_for_admins(page: Page, server: WeftServer) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     sign_in(page, server.tenants["atelier"], "/live")
     assert menu(page) == ["Overview", "Usage", "Adapters", "Playground", "Key and limits"]
     expect(page.get_by_role("main")).to_contain_text("This page is for admins.")
     expect(page.get_by_text("atelier", exact=True)).to_be_visible()
+    assert not [url for url in asked if "/v1/engine" in url]
     assert page.get_by_label("Tenant", exact=True).count() == 0
 
 

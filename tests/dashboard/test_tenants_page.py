@@ -49,7 +49,7 @@ def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(page: Page, server
     page.get_by_role("button", name="New tenant").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name").fill("New Tenant")
-    expect(dialog).to_contain_text("Small letters, digits")
+    expect(dialog).to_contain_text("Lower-case letters, digits")
     expect(dialog.get_by_role("button", name="Make the tenant")).to_be_disabled()
     dialog.get_by_label("Name").fill("weavers")
     dialog.get_by_text("Limits; they can be changed later").click()
@@ -63,7 +63,7 @@ def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(page: Page, server
     page.get_by_role("button", name="Delete the tenant").click()
     delete = page.get_by_role("dialog").get_by_role("button", name="Delete")
     expect(delete).to_be_disabled()
-    page.get_by_label("Type the tenant's name to go on").fill("weavers")
+    page.get_by_label("Type the tenant's name to confirm").fill("weavers")
     delete.click()
     expect(page.get_by_role("heading", name="Tenants", level=1)).to_be_visible()
     assert server.admin.get("/v1/tenants/weavers").status_code == 404
@@ -89,7 +89,7 @@ def test_a_key_is_shown_once_works_and_works_no_more_when_revoked(page: Page, se
     dialog.get_by_role("button", name="Make the key").click()
     secret = page.get_by_label("The key", exact=True).inner_text()
     assert status(server, secret) == 200
-    page.get_by_role("button", name="I have kept it").click()
+    page.get_by_role("button", name="I have saved it").click()
     assert secret not in page.content()
     (key,) = server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"]
     assert (key["name"], key["scopes"]) == ("robot", ["infer", "usage"])
@@ -104,12 +104,12 @@ def test_a_key_is_rotated_with_a_grace_and_changed(page: Page, server: WeftServe
     before = server.new_key(tenant)
     sign_in(page, ADMIN_KEY, f"/tenants/{tenant}")
     page.get_by_role("button", name="Rotate test").click()
-    page.get_by_label("The secret before stops working").select_option("3600")
+    page.get_by_label("The old secret stops working").select_option("3600")
     page.get_by_role("dialog").get_by_role("button", name="Rotate").click()
     after = page.get_by_label("The key", exact=True).inner_text()
     assert after != before
     assert [status(server, key) for key in (before, after)] == [200, 200]
-    page.get_by_role("button", name="I have kept it").click()
+    page.get_by_role("button", name="I have saved it").click()
     page.get_by_role("button", name="Change test").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_text("Limits of this key").click()
@@ -118,6 +118,22 @@ def test_a_key_is_rotated_with_a_grace_and_changed(page: Page, server: WeftServe
     expect(row(page, "test")).to_contain_text("Requests at a time: 3")
     (key,) = server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"]
     assert key["limits"] == {"concurrent_requests": 3}
+
+
+@pytest.mark.parametrize("width", [1280, 1024])
+def test_the_keys_fit_their_card(browser: Browser, server: WeftServer, tenant: str, width: int) -> None:
+    server.new_key(tenant, name="everything", limits={"requests_per_minute": 600, "tokens_per_month": 2_000_000})
+    server.new_key(tenant, name="a-robot-with-a-long-name", expires_at="2100-01-01T00:00:00Z")
+    with watched_page(browser, server.url, size=(width, 900)) as (page, _):
+        sign_in(page, ADMIN_KEY, f"/tenants/{tenant}")
+        card = page.get_by_role("region", name=re.compile("^Keys requests"))
+        expect(card.get_by_role("button", name="Revoke everything")).to_be_visible()
+        wide = card.evaluate(
+            """(card) => [...card.querySelectorAll("*:not(.unseen)")]
+                .filter((part) => part.getBoundingClientRect().right > card.getBoundingClientRect().right)
+                .map((part) => part.outerHTML.slice(0, 120))"""
+        )
+        assert wide == []
 
 
 def test_changes_stand_in_the_audit_log_by_tenant(page: Page, server: WeftServer, tenant: str) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -14,9 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_an_idle_server_drains_at_once() -> None:
-    started = time.monotonic()
-    assert await Drain().drain(30) == 0
-    assert time.monotonic() - started < 1
+    assert await Drain().drain(1_000_000) == 0
 
 
 async def test_nothing_new_starts_while_draining() -> None:

@@ -18,43 +18,9 @@ from raw_http import form_part
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 ROUNDS = 250
 PIECES = (
-    *(
-        "..",
-        "/",
-        "\\",
-        ".",
-        "~",
-        "%2e%2e",
-        "%2f",
-        "\0",
-        "\n",
-        "\r\n",
-        "etc",
-        "passwd",
-        "tmp",
-        "a",
-        "é",
-        "\u202e",
-        "\uff0e",
-    ),
-    *(
-        "\uff0f",
-        "C:",
-        "//",
-        "sha256",
-        "sha256:",
-        "0" * 64,
-        "f" * 63,
-        "con",
-        "$HOME",
-        "`id`",
-        "{x}",
-        "*",
-        "@",
-        "😀",
-        "",
-        " ",
-    ),
+    *("..", "/", "\\", ".", "~", "%2e%2e", "%2f", "\0", "\n", "\r\n", "", " ", "é", "\u202e", "\uff0e", "\uff0f", "😀"),
+    *["etc", "passwd", "tmp", "a", "C:", "//", "sha256", "sha256:", "con", "$HOME", "`id`", "{x}", "*", "@"],
+    *("0" * 64, "f" * 63),
 )
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = frozenset(

@@ -69,18 +69,6 @@ def test_logprobs_of_prompt_and_answer_come_from_the_model(server: WeftServer) -
     assert choice["text"].startswith("We are open")
 
 
-def test_a_stream_adds_up_to_the_usage(server: WeftServer) -> None:
-    acme = server.tenant("acme")
-    before = acme.get("/v1/usage").json()["totals"]
-    body = ask("weft-demo", "When are you open?", stream_options={"include_usage": True})
-    *_, usage, done = stream_events(acme, "/v1/chat/completions", body)
-    assert done == "[DONE]"
-    assert isinstance(usage, dict)
-    after = acme.get("/v1/usage").json()["totals"]
-    for name in ("prompt_tokens", "completion_tokens"):
-        assert after[name] - before[name] == usage["usage"][name]
-
-
 def test_the_engine_and_its_metrics_are_shown(server: WeftServer) -> None:
     engine = server.engine()
     assert engine["num_steps"] > 0

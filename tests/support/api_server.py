@@ -72,6 +72,13 @@ class Api:
         """All that was billed, to all tenants."""
         return dict((await self.admin.get("/v1/usage")).json()["totals"])
 
+    async def ask(self, tenant: str, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+        """The usage of a good completion, of the base if `fields` name no other model."""
+        body = {"model": BASE, "prompt": "x", **fields}
+        answer = await (await self.tenant(tenant)).post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json()["usage"])
+
     def files(self) -> list[Path]:
         """Everything in the blob store."""
         return sorted(path for path in self.services.config.blob_dir.rglob("*") if path.is_file())

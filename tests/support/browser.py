@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response, Route, expect, sync_playwright
 
 from system_tools import require
 
+GRAVE = {"serious", "critical"}
 OPTIONS = ("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 DESKTOP = (1440, 900)
 PHONE = (390, 844)
@@ -84,6 +86,14 @@ def sign_in(page: Page, key: str, path: str = "/") -> None:
     page.get_by_label("Key", exact=True).fill(key)
     page.get_by_role("button", name="Sign in").click()
     page.locator("#main").wait_for()
+
+
+def grave_findings(page: Page) -> list[str]:
+    """What axe finds that keeps people from using the page."""
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{rule['id']}: {node['html'][:120]}" for rule in found if rule["impact"] in GRAVE for node in rule["nodes"]
+    ]
 
 
 def _keep_home(context: BrowserContext, watch: Watch) -> None:

@@ -2,8 +2,8 @@
 import { html } from "../lib.js";
 import { count, percent } from "../format.js";
 
-/** @param {{label: string, parts: {key: string, label: string, colour: string, value: number}[]}} props */
-export function ShareBar({ label, parts }) {
+/** @param {{label: string, parts: {key: string, label: string, colour: string, value: number}[], format?: (value: number, share: number) => string}} props */
+export function ShareBar({ label, parts, format = (value, share) => `${count(value)} · ${percent(share)}` }) {
   const whole = parts.reduce((sum, part) => sum + part.value, 0);
   let from = 0;
   return html`<div class="share-bar">
@@ -16,7 +16,7 @@ export function ShareBar({ label, parts }) {
     </svg>
     <ul class="legend">
       ${parts.map((part) => html`<li key=${part.key} data-part=${part.key} data-value=${part.value}><span class=${`swatch ${part.colour}`} />${part.label}
-        <span class="quiet">${count(part.value)} · ${percent(whole ? part.value / whole : 0)}</span></li>`)}
+        <span class="quiet">${format(part.value, whole ? part.value / whole : 0)}</span></li>`)}
     </ul>
   </div>`;
 }

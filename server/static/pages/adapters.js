@@ -1,11 +1,11 @@
-// All adapters: where each is, what was asked of it, and how to upload one.
+// All adapters: where each is, how it was used, and how to upload one.
 import { html, useCallback, useEffect, useMemo, useState } from "../lib.js";
 import { useApi } from "../api.js";
 import { ago, compact, count, percent, seconds, time } from "../format.js";
 import { Link, param, setParams } from "../place.js";
 import { RangePicker, rangeShown, spanOf, zoneShown } from "../range.js";
 import { isAdmin, may } from "../session.js";
-import { Badge, Button, Code, Empty, Field, Loaded, Problem, Segmented, Stat, Table } from "../ui.js";
+import { Badge, Button, Code, Empty, Field, LacksScopeNote, Loaded, Problem, Segmented, Stat, Table } from "../ui.js";
 import { Residency, targetsText, useDrops } from "../adapter_parts.js";
 import { UploadDialog, UploadStrip } from "../upload.js";
 import { droppedFiles } from "../upload_files.js";
@@ -34,12 +34,12 @@ export default function AdaptersPage() {
   const isOver = useDrops(may("adapters") ? drop : null);
   useEffect(() => job.subscribe((state) => state?.phase === "done" && list.reload()), []);
   return html`<header class="page-head">
-      <div><h1>Adapters</h1><p class="quiet">${isAdmin() && !tenant ? "Of all tenants" : tenant ? `Of ${tenant}` : "Of your tenant"}, with what was asked of them in the time shown.</p></div>
+      <div><h1>Adapters</h1><p class="quiet">${isAdmin() && !tenant ? "The adapters of all tenants" : `The adapters of ${tenant ?? "your tenant"}`}, with their usage in the range shown.</p></div>
       <div class="picker"><${RangePicker} />
         ${may("adapters") && html`<${Button} kind="main" onClick=${() => open()}>Upload adapter<//>`}</div>
     </header>
-    ${!may("adapters") && html`<p class="quiet">This key may look, not change: it lacks the scope <code>adapters</code>.</p>`}
-    ${!may("usage") && html`<p class="quiet">Requests and times are not shown: this key lacks the scope <code>usage</code>.</p>`}
+    ${!may("adapters") && html`<${LacksScopeNote} scope="adapters" says="You can see adapters, but not change them" />`}
+    ${!may("usage") && html`<${LacksScopeNote} scope="usage" says="Requests and times are not shown" />`}
     ${!upload && html`<${UploadStrip} onOpen=${() => open()} />`}
     <${Problem} error=${usage.error} retry=${usage.reload} />
     <${Problem} error=${latency.error} retry=${latency.reload} />
@@ -49,7 +49,7 @@ export default function AdaptersPage() {
       onAgain=${() => setGiven([])} onClose=${() => (setGiven([]), setParams({ upload: null }))} />`}`;
 }
 
-/** Adapters with their figures in one row each, so that the table can sort by any of them. */
+/** One row per adapter with its figures; the table can sort by any of them. */
 function rowsOf(list, usage, latency) {
   const keyOf = (row) => `${row.tenant}/${row.adapter}`;
   const asked = new Map((usage?.data ?? []).map((row) => [keyOf(row), row]));
@@ -75,9 +75,9 @@ function Shown({ rows, withTenant }) {
   const pages = rows.filter((row) => row.residency === "device").reduce((sum, row) => sum + (row.pages ?? 0), 0);
   const tabs = [{ value: "", label: `All ${count(rows.length)}` }, ...Object.entries(PLACES).map(([value, label]) => ({ value, label: `${label} ${count(counts[value])}` }))];
   return html`<div class="stack"><div class="stats">
-      <${Stat} label="Adapters" value=${count(rows.length)}><div class="quiet">${count(rows.reduce((sum, row) => sum + (row.requests ?? 0), 0))} requests in this time</div><//>
+      <${Stat} label="Adapters" value=${count(rows.length)}><div class="quiet">${count(rows.reduce((sum, row) => sum + (row.requests ?? 0), 0))} requests in this range</div><//>
       <${Stat} label="On the device" value=${count(counts.device)}><div class="quiet">${count(pages)} pages</div><//>
-      <${Stat} label="In host memory" value=${count(counts.host)}><div class="quiet">one copy away</div><//>
+      <${Stat} label="In host memory" value=${count(counts.host)}><div class="quiet">loaded by one copy</div><//>
       <${Stat} label="Pinned" value=${count(counts.pinned)}><div class="quiet">never evicted</div><//>
     </div>
     <section class="card" aria-label="List of adapters">
@@ -88,7 +88,7 @@ function Shown({ rows, withTenant }) {
       </div>
       ${found.length
         ? html`<${Table} key=${`${search} ${where}`} caption="Adapters" columns=${columnsOf(withTenant)} rows=${found} keyOf=${(row) => row.key} sort=${param("sort", "name")} onSort=${(sort) => setParams({ sort })} />`
-        : html`<${Empty} title="No adapter is like that."><${Button} onClick=${() => setParams({ search: null, where: null })}>Show all<//><//>`}
+        : html`<${Empty} title="No adapter matches."><${Button} onClick=${() => setParams({ search: null, where: null })}>Show all<//><//>`}
     </section></div>`;
 }
 
@@ -118,9 +118,9 @@ function First({ tenant, open }) {
   const push = `export WEFT_KEY=…   # ${isOwn ? "a key with the scope adapters" : "the admin key"}\nweft adapter push ./my-adapter --name support --url ${location.origin}${named}`;
   const curl = `curl ${location.origin}/v1/adapters \\\n  -H "Authorization: Bearer $WEFT_KEY"${form} \\\n  -F name=support \\\n  -F config=@my-adapter/adapter_config.json \\\n  -F weights=@my-adapter/adapter_model.safetensors`;
   return html`<section class="card first" aria-label="The first adapter">
-    <${Empty} title="No adapter is here yet.">
-      <p>Upload what PEFT's <code>save_pretrained</code> or mlx-lm wrote: it can be called in the next request.</p>
-      ${may("adapters") && html`<p><${Button} kind="main" onClick=${open}>Upload an adapter<//> or drop its folder on this page</p>`}
+    <${Empty} title="No adapters yet.">
+      <p>Upload the files that PEFT's <code>save_pretrained</code> or mlx-lm wrote. The next request can use the adapter.</p>
+      ${may("adapters") && html`<p><${Button} kind="main" onClick=${open}>Upload an adapter<//> or drop its folder on this page.</p>`}
     <//>
     <div class="columns">
       <div><h3>On the command line</h3><${Code} text=${push} label="Upload with weft" /></div>

@@ -1,12 +1,13 @@
-// What happened lately: how much, how well, by whom.
+// The overview: requests, tokens, errors and times of a range, with the largest adapters and tenants.
 import { html } from "../lib.js";
 import { useApi } from "../api.js";
 import { change, compact, count, money, percent, seconds } from "../format.js";
 import { Link, param } from "../place.js";
 import { RangePicker, rangeShown, spanOf } from "../range.js";
 import { isAdmin, may } from "../session.js";
-import { Card, Code, Empty, Problem, Stat, Table } from "../ui.js";
-import { Legend, StackedBars } from "../charts/stacked_bars.js";
+import { Card, Code, Empty, LacksScope, Loaded, Problem, Stat, Table } from "../ui.js";
+import { Legend } from "../charts/frame.js";
+import { StackedBars } from "../charts/stacked_bars.js";
 import { Lines } from "../charts/lines.js";
 import { ShareBar } from "../charts/share_bar.js";
 import { ERRORS, METRICS, chartOf, fullFormat, nameOf, shortFormat } from "../usage_rows.js";
@@ -20,11 +21,7 @@ const LIMIT = 10_000;
 
 /** The page. */
 export default function Overview() {
-  if (!may("usage")) {
-    return html`<h1>Overview</h1>
-      <${Card}><${Empty} title="This key does not show usage.">It lacks the scope <code>usage</code>. Sign in with a key that has it, or ask whoever gave you this one.<//><//>`;
-  }
-  return html`<${Shown} />`;
+  return may("usage") ? html`<${Shown} />` : html`<h1>Overview</h1><${LacksScope} scope="usage" title="This key may not see usage." />`;
 }
 
 function Shown() {
@@ -38,7 +35,7 @@ function Shown() {
   const pages = isAdmin() && html`<${DevicePages} engine=${asked.engine} />`;
   return html`
     <div class="page-head">
-      <div><h1>Overview</h1><p class="quiet">${range.isNow ? `Asked anew every ${freshS(range)} seconds.` : "A time that is over."}</p></div>
+      <div><h1>Overview</h1><p class="quiet">${range.isNow ? `Refreshes every ${freshS(range)} s.` : "This range is in the past, so its figures are final."}</p></div>
       <${RangePicker} />
     </div>
     ${failed && html`<${Problem} error=${failed.error} retry=${retry} />`}
@@ -109,26 +106,23 @@ function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefo
       <${Stat} label="Requests" isGood=${true} ...${tile("requests")} />
       <${Stat} label="Prompt tokens" isGood=${true} ...${tile("prompt_tokens")} />
       <${Stat} label="Cached tokens" isGood=${true} ...${tile("cached_tokens")}>
-        <p class="stat-note">${now?.prompt_tokens ? `${percent(now.cached_tokens / now.prompt_tokens)} of the prompt tokens` : now ? "none yet" : "\u00a0"}</p><//>
+        <p class="stat-note">${now?.prompt_tokens ? `${percent(now.cached_tokens / now.prompt_tokens)} of the prompt tokens` : now ? "no prompt tokens" : "\u00a0"}</p><//>
       <${Stat} label="Completion tokens" isGood=${true} ...${tile("completion_tokens")} />
     </div>
     <div class="stats">
       <${Stat} label="Errors" isGood=${false} value=${percent(errors)} change=${change(errors, errorShare(byStatusBefore.data))}
-        hint="Requests that ended with error or interrupted, of all">
-        <p class="stat-note">${byStatus.data ? `${count(sumOf(byStatus.data, ERRORS))} of ${count(now.requests)}; ${count(aborted)} aborted by their clients` : "–"}</p><//>
+        hint="Share of requests that ended with error or interrupted">
+        <p class="stat-note">${byStatus.data ? `${count(sumOf(byStatus.data, ERRORS))} of ${count(now.requests)}; ${count(aborted)} aborted by clients` : "–"}</p><//>
       ${["p50", "p95"].map((name) => html`<${Stat} key=${name} label=${`Time to first token, ${name}`} isGood=${false} change=${change(timeOf(ttft, name), timeOf(ttftBefore, name))}
         value=${html`<span data-exact=${ttft?.[name]}>${seconds(ttft?.[name])}</span>`} hint=${`${name.slice(1)} of 100 requests had their first token within this time`} />`)}
-      <${Stat} label="Adapters in use" isGood=${true} value=${inUse === undefined ? "–" : count(inUse)} change=${change(inUse, activeOf(adaptersBefore.data, baseBefore.data))} hint=${`Adapters with a request in this time${isAll() ? "; one that several tenants call counts for each" : ""}`} />
+      <${Stat} label="Adapters in use" isGood=${true} value=${inUse === undefined ? "–" : count(inUse)} change=${change(inUse, activeOf(adaptersBefore.data, baseBefore.data))} hint=${`Adapters with a request in this range${isAll() ? "; one that several tenants call counts once for each tenant" : ""}`} />
       ${currency && html`<${Stat} label="Cost" value=${money(now.cost, currency)} hint=${`${now.cost} ${currency}`} change=${change(Number(now.cost), before && Number(before.cost))} />`}
     </div>
   </section>`;
 }
 
-function Waiting({ of: answer, children }) {
-  if (answer.data !== undefined) return html`<div aria-busy=${answer.isLoading}>${children(answer.data, answer.about)}</div>`;
-  if (answer.error) return html`<p class="quiet">Nothing to show until this is fixed.</p>`;
-  return html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`;
-}
+/** The problem of any answer stands at the top of the page. */
+const Waiting = (props) => html`<${Loaded} isQuiet lines=${3} ...${props} />`;
 
 function TokensCard({ chart, range }) {
   const actions = html`<${Link} to="/usage" params=${{ range: range.name === "custom" ? null : range.name }}>Explore usage<//>`;
@@ -193,7 +187,7 @@ const adapterIn = (row) => (row.other ? "other" : JSON.stringify([row.tenant, ro
 
 function TopAdapters({ chart }) {
   const columns = (answer) => [{ key: "adapter", label: "Adapter", value: (row) => (row.other ? null : nameOf(row, "adapter")), cell: (row) => html`<${AdapterName} row=${row} />` }, ...figuresOf(answer), shareColumn(answer.totals)];
-  return html`<${Card} title="Top adapters" actions=${html`<${Link} to="/usage" params=${{ group: "adapter" }}>All of them<//>`}>
+  return html`<${Card} title="Top adapters" actions=${html`<${Link} to="/usage" params=${{ group: "adapter" }}>All adapters<//>`}>
     <${Waiting} of=${chart}>${(answer) => html`<${Table} caption="Top adapters" rows=${foldedBy(answer.data, adapterIn)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
   <//>`;
 }
@@ -201,7 +195,7 @@ function TopAdapters({ chart }) {
 function TopTenants({ byStatus }) {
   const name = (row) => (row.other || !row.tenant ? html`<span class="quiet">${nameOf(row, "tenant")}</span>` : html`<${Link} to=${`/tenants/${encodeURIComponent(row.tenant)}`}>${row.tenant}<//>`);
   const columns = (answer) => [{ key: "tenant", label: "Tenant", cell: name }, ...figuresOf(answer), shareColumn(answer.totals)];
-  return html`<${Card} title="Top tenants" actions=${html`<${Link} to="/usage" params=${{ group: "tenant" }}>All of them<//>`}>
+  return html`<${Card} title="Top tenants" actions=${html`<${Link} to="/usage" params=${{ group: "tenant" }}>All tenants<//>`}>
     <${Waiting} of=${byStatus}>${(answer) => html`<${Table} caption="Top tenants" rows=${foldedBy(answer.data, (row) => row.tenant ?? "", ROWS)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
   <//>`;
 }
@@ -210,11 +204,11 @@ function TopTenants({ byStatus }) {
 const latencyBucket = (range) => (range.end - range.start <= 8 * DAY ? "1h" : "1d");
 
 function FirstTokens({ latency, range }) {
-  return html`<${Card} title="Time to first token" note=${latencyBucket(range) === "1h" ? "by the hour" : "by days of UTC"}>
+  return html`<${Card} title="Time to first token" note=${latencyBucket(range) === "1h" ? "per hour" : "per day (UTC)"}>
     <${Waiting} of=${latency}>${(answer, about) => {
       const bucket = latencyBucket(about);
       const at = new Map(answer.data.map((row) => [Date.parse(row.start), row.ttft_s]));
-      if (![...at.values()].some(Boolean)) return html`<${Empty} title="No request had a first token in this time." />`;
+      if (![...at.values()].some(Boolean)) return html`<${Empty} title="No request had a first token in this range." />`;
       const zone = bucket === "1d" ? "UTC" : about.zone;
       const starts = bucketsBetween("UTC", Date.parse(answer.start), Date.parse(answer.end), bucket);
       const points = starts.map((start) => ({ at: start, label: bucketLabel(zone, start, bucket), title: bucketTitle(zone, start, bucket) }));
@@ -236,18 +230,18 @@ const KINDS = [
 ];
 
 function DevicePages({ engine }) {
-  return html`<${Card} title="Device pages" note="now" actions=${html`<${Link} to="/live">Look inside<//>`}>
+  return html`<${Card} title="Device pages" note="now" actions=${html`<${Link} to="/live">Details<//>`}>
     <${Waiting} of=${engine}>${(status) => html`<${ShareBar} label="Device pages" parts=${KINDS.map((kind) => ({ ...kind, value: status.pages[kind.key] ?? 0 }))} />
       <p class="quiet pages-note">${count(status.running)} running, ${count(status.waiting)} waiting · ${count(status.residents.filter((one) => one.tier === "device").length)} adapters on the device</p>`}<//>
   <//>`;
 }
 
 function FirstSteps() {
-  return html`<${Empty} title="No requests in this time.">
+  return html`<${Empty} title="No requests in this range.">
     <div class="first-steps">
-      <p>Choose a longer range above, or begin: upload an adapter on the page <${Link} to="/adapters">Adapters<//> or from a folder,</p>
+      <p>Choose a longer range above, or upload an adapter on the page <${Link} to="/adapters">Adapters<//> or with</p>
       <${Code} text=${`weft adapter push ./my-adapter${isAdmin() ? ` --tenant ${param("tenant") ?? "NAME"}` : ""}`} label="Upload an adapter" />
-      <p>and ask it something in the <${Link} to="/playground">Playground<//>. To see all of this at work first, <code>weft demo</code> serves a small model and replays a minute of traffic.</p>
+      <p>and ask it something in the <${Link} to="/playground">Playground<//>. For an example with traffic, run <code>weft demo</code>: it serves a small model and replays a minute of requests.</p>
     </div>
   <//>`;
 }

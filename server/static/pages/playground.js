@@ -1,8 +1,8 @@
-// Ask several models the same, side by side.
+// One prompt to several models, side by side.
 import { html, useEffect, useRef, useState } from "../lib.js";
 import { param } from "../place.js";
 import { isAdmin, may } from "../session.js";
-import { Button, Card, Empty, Field, Problem, Segmented } from "../ui.js";
+import { Button, Card, Field, LacksScope, Problem, Segmented, Skeleton } from "../ui.js";
 import { MOST_MODELS, choose, chooseModels, chosen, modelsShown, useModels } from "./playground/choices.js";
 import { Column } from "./playground/column.js";
 import { makeTalk, requestOf } from "./playground/talk.js";
@@ -10,8 +10,8 @@ import { makeTalk, requestOf } from "./playground/talk.js";
 export const title = "Playground";
 
 export default function Playground() {
-  const head = html`<div class="page-head"><div><h1>Playground</h1><p class="quiet">The base and its adapters, asked the same, side by side.</p></div></div>`;
-  if (!may("infer")) return html`${head}<${Empty} title="This key may not ask models.">It lacks the scope <code>infer</code>. Sign in with a key that has it, or have the admin make one: <code>weft key create --scope infer</code>.<//>`;
+  const head = html`<div class="page-head"><div><h1>Playground</h1><p class="quiet">Send one prompt to the base and to adapters, and compare the answers.</p></div></div>`;
+  if (!may("infer")) return html`${head}<${LacksScope} scope="infer" title="This key may not send requests." />`;
   return html`${head}<${Asking} key=${param("tenant") ?? ""} />`;
 }
 
@@ -30,7 +30,7 @@ function Asking() {
   const canSend = prompt.trim() !== "" && models.length > 0;
   const [isWanted, setWanted] = useState(false);
   const sendAll = () => {
-    setWanted(prompt.trim() !== "" && !models.length && found.isLoading); // then it is sent as soon as it is known to whom
+    setWanted(prompt.trim() !== "" && !models.length && found.isLoading); // then it is sent as soon as the models are known
     if (!canSend) return;
     chooseModels(models, { replace: true });
     choose("prompt", prompt);
@@ -51,10 +51,10 @@ function Asking() {
         <${Field} label="Prompt">${(id) => html`<textarea id=${id} name="prompt" value=${prompt} placeholder="Ask something…"
           onInput=${(event) => setPrompt(event.target.value)} onChange=${(event) => choose("prompt", event.target.value)} />`}<//>
         <div class="parameters">
-          <div class="field"><span class="label">As</span><${Segmented} label="Kind of call" value=${chosen("mode")} onChange=${(mode) => choose("mode", mode)} options=${[{ value: "chat", label: "Chat" }, { value: "completion", label: "Completion" }]} /></div>
+          <div class="field"><span class="label">Call</span><${Segmented} label="Kind of call" value=${chosen("mode")} onChange=${(mode) => choose("mode", mode)} options=${[{ value: "chat", label: "Chat" }, { value: "completion", label: "Completion" }]} /></div>
           <${Parameter} name="max_tokens" label="Max tokens" min="1" step="1" />
           <${Parameter} name="temperature" label="Temperature" min="0" max="2" step="0.1" />
-          <${Parameter} name="seed" label="Seed" step="1" placeholder="by chance" />
+          <${Parameter} name="seed" label="Seed" step="1" placeholder="random" />
           <div class="actions">
             ${isBusy
               ? html`<${Button} onClick=${() => talks.forEach((talk) => talk.stop())}>Stop all<//>`
@@ -69,17 +69,17 @@ function Asking() {
       ${models.map((model, index) => html`<${Column} key=${`${index} ${model}`} index=${index} model=${model} talk=${talks[index]} next=${() => next(index)}
         onModel=${(name) => chooseModels(models.map((one, at) => (at === index ? name : one)))}
         onRemove=${models.length > 1 ? () => chooseModels(models.filter((_, at) => at !== index)) : null} onCompletion=${() => choose("mode", "completion")} />`)}
-      ${!models.length && (found.isLoading ? html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /></div>` : null)}
+      ${!models.length && (found.isLoading ? html`<${Skeleton} lines=${2} />` : null)}
     </div>
     <p class="actions"><${Button} disabled=${models.length >= MOST_MODELS || !free} onClick=${() => chooseModels([...models, free])}>Add a model<//>
-      <span class="quiet">${models.length >= MOST_MODELS ? "Four at most." : html`A model is the base, an adapter, one of its versions (<code>name@3</code>) or aliases (<code>name@prod</code>).`}</span></p>`;
+      <span class="quiet">${models.length >= MOST_MODELS ? "At most four models." : html`A model is the base, an adapter, or one of its versions (<code>name@3</code>) or aliases (<code>name@prod</code>).`}</span></p>`;
 }
 
 function Parameter({ name, label, ...rest }) {
   return html`<${Field} label=${label} type="number" name=${name} value=${chosen(name)} ...${rest} onChange=${(event) => choose(name, event.target.value)} />`;
 }
 
-/** A conversation for each column; a column that gets another model begins anew. */
+/** A conversation for each column; another model in a column starts a new one. */
 function useTalks(models) {
   const kept = useRef([]);
   kept.current = takeAlong(kept.current, models);

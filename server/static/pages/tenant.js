@@ -1,12 +1,12 @@
-// One tenant: its limits and what is taken of them, and its keys.
+// One tenant: its limits with how much of them is used, and its keys.
 import { html, useState } from "../lib.js";
-import { call, useApi, useSending } from "../api.js";
+import { call, useApi } from "../api.js";
 import { count, money, time } from "../format.js";
 import { Keys } from "../keys.js";
 import { LimitBars, LimitFields, useLimits } from "../limits.js";
 import { Link, go } from "../place.js";
 import { RangePicker, rangeShown, spanOf, zoneShown } from "../range.js";
-import { Button, Card, Confirm, Copy, Dialog, Field, Loaded, Problem, Stat, say } from "../ui.js";
+import { Button, Card, ChangeDialog, Confirm, Copy, Field, Loaded, Stat, say } from "../ui.js";
 
 export const title = "Tenant";
 
@@ -22,7 +22,7 @@ export default function Tenant({ name }) {
     <${Totals} usage=${usage} tenant=${name} />
     <${Keys} tenant=${name} range=${range} />
     <div class="columns">
-      <${Card} title="Limits" note="and what is taken of them now" actions=${html`<${Button} onClick=${() => setOpen("limits")}>Change limits<//>`}>
+      <${Card} title="Limits" note="with how much of them is used now" actions=${html`<${Button} onClick=${() => setOpen("limits")}>Change limits<//>`}>
         <${Loaded} of=${state}>${(me) => html`<${LimitBars} limits=${me.limits.tenant} used=${me.used.tenant} />`}<//>
       <//>
       <${Card} title="About">
@@ -36,7 +36,7 @@ export default function Tenant({ name }) {
         <div class="actions end"><${Button} kind="danger" onClick=${() => setOpen("delete")}>Delete the tenant<//></div>
       <//>
     </div>
-    ${open === "limits" && html`<${LimitsDialog} tenant=${found} onClose=${close} onDone=${() => { tenant.reload(); state.reload(); close(); say("The limits are in force."); }} />`}
+    ${open === "limits" && html`<${LimitsDialog} tenant=${found} onClose=${close} onDone=${() => { tenant.reload(); state.reload(); say("The limits are in force."); }} />`}
     ${open === "delete" && html`<${DeleteTenant} name=${name} onClose=${close} />`}
   </div>`}<//>`;
 }
@@ -53,13 +53,10 @@ function Totals({ usage, tenant }) {
 
 function LimitsDialog({ tenant, onClose, onDone }) {
   const own = useLimits(tenant.limits);
-  const { error, send } = useSending();
-  const save = async () => (await send(() => call("PATCH", `/v1/tenants/${tenant.name}`, { body: { limits: own.limits } }))) && onDone();
-  return html`<${Dialog} title=${`Limits of ${tenant.name}`} onClose=${onClose}>
-    <p class="quiet">An empty field does not limit. What is stored or pinned already stays when a limit falls below it.</p>
+  const save = async () => onDone(await call("PATCH", `/v1/tenants/${tenant.name}`, { body: { limits: own.limits } }));
+  return html`<${ChangeDialog} title=${`Limits of ${tenant.name}`} verb="Save" isReady=${own.isValid} act=${save} onClose=${onClose}>
+    <p class="quiet">An empty field is no limit. What is already stored or pinned stays, also above a new limit.</p>
     <${LimitFields} values=${own.values} onChange=${own.setValues} />
-    <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!own.isValid} onClick=${save}>Save<//></div>
   <//>`;
 }
 
@@ -71,7 +68,7 @@ function DeleteTenant({ name, onClose }) {
     go("/tenants");
   };
   return html`<${Confirm} title=${`Delete ${name}?`} verb="Delete" act=${remove} isReady=${typed === name} onClose=${onClose}>
-    <p>Its keys stop working at once and its adapters are deleted for good. Its usage stays in the ledger.</p>
-    <${Field} label="Type the tenant's name to go on" value=${typed} autocomplete="off" onInput=${(event) => setTyped(event.target.value)} />
+    <p>Its keys stop working at once and its adapters are deleted. This cannot be undone. Its usage is kept.</p>
+    <${Field} label="Type the tenant's name to confirm" value=${typed} autocomplete="off" onInput=${(event) => setTyped(event.target.value)} />
   <//>`;
 }

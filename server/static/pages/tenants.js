@@ -1,11 +1,12 @@
-// All tenants, with what they used and what they may use.
+// All tenants with their usage and limits.
 import { html, useState } from "../lib.js";
-import { call, useApi, useSending } from "../api.js";
+import { call, useApi } from "../api.js";
 import { compact, time } from "../format.js";
 import { LimitFields, Limits, useLimits } from "../limits.js";
 import { Link, go, param, setParams } from "../place.js";
 import { RangePicker, rangeShown, spanOf, zoneShown } from "../range.js";
-import { Button, Card, Dialog, Empty, Field, Loaded, Problem, Table } from "../ui.js";
+import { Button, Card, ChangeDialog, Empty, Field, Loaded, Problem, Table } from "../ui.js";
+import { NAME_RULE, isName } from "../upload_files.js";
 
 export const title = "Tenants";
 
@@ -24,7 +25,7 @@ export default function Tenants() {
     { key: "limits", label: "Limits", isFixed: true, cell: (one) => html`<${Limits} limits=${one.limits} />` },
     { key: "created_at", label: "Created", cell: (one) => time(one.created_at, zoneShown()) },
   ];
-  return html`<div class="page-head"><div><h1>Tenants</h1><p class="quiet">Who may call, what they used, and what they may use.</p></div>
+  return html`<div class="page-head"><div><h1>Tenants</h1><p class="quiet">Who may send requests, with their usage and limits.</p></div>
       <div class="picker"><${RangePicker} /><${Button} kind="main" onClick=${() => setMaking(true)}>New tenant<//></div></div>
     <${Card}>
       <${Problem} error=${usage.error} />
@@ -39,19 +40,14 @@ export default function Tenants() {
 
 function NewTenant({ onClose }) {
   const [name, setName] = useState("");
-  const { error, send } = useSending();
   const own = useLimits({});
-  const isName = /^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$/.test(name) && !name.includes("..");
-  const make = () =>
-    send(async () => {
-      await call("POST", "/v1/tenants", { body: { name, limits: own.limits } });
-      go(`/tenants/${name}`);
-    });
-  return html`<${Dialog} title="New tenant" onClose=${onClose}>
+  const make = async () => {
+    await call("POST", "/v1/tenants", { body: { name, limits: own.limits } });
+    go(`/tenants/${name}`);
+  };
+  return html`<${ChangeDialog} title="New tenant" verb="Make the tenant" isReady=${isName(name) && own.isValid} act=${make} onClose=${onClose}>
     <${Field} label="Name" value=${name} autofocus autocomplete="off" name="name" onInput=${(event) => setName(event.target.value)}
-      hint="It stands in front of its adapters' names, and cannot be changed." error=${name && !isName ? "Small letters, digits, and . _ - between them; at most 63." : null} />
+      hint="Other tenants write it in front of its adapters' names. It cannot be changed." error=${name && !isName(name) ? NAME_RULE : null} />
     <details><summary>Limits; they can be changed later</summary><${LimitFields} values=${own.values} onChange=${own.setValues} /></details>
-    <${Problem} error=${error} />
-    <div class="actions end"><${Button} onClick=${onClose}>Cancel<//><${Button} kind="main" disabled=${!isName || !own.isValid} onClick=${make}>Make the tenant<//></div>
   <//>`;
 }

@@ -1,12 +1,13 @@
-// The usage explorer: any question to the ledger, as bars, as a table and as a file. The address holds the question.
-import { html, useState } from "../lib.js";
-import { useApi } from "../api.js";
+// The usage explorer: any query of usage as bars, table and file. The address holds the query.
+import { html } from "../lib.js";
+import { useApi, useSending } from "../api.js";
 import { count, digitsOf, exactMoney, time } from "../format.js";
 import { param, paramAll, place, setParams } from "../place.js";
 import { RangePicker, rangeShown, spanOf } from "../range.js";
 import { isAdmin, may } from "../session.js";
-import { Button, Card, Copy, Empty, Problem, Segmented, Select, Table, say } from "../ui.js";
-import { Legend, StackedBars } from "../charts/stacked_bars.js";
+import { Button, Card, Copy, Empty, LacksScope, Loaded, Problem, Segmented, Select, Table, say } from "../ui.js";
+import { Legend } from "../charts/frame.js";
+import { StackedBars } from "../charts/stacked_bars.js";
 import { Filter } from "../filters.js";
 import { csvOf, fileName, jsonOf, saveFile } from "../download.js";
 import { BASE, DIMENSIONS, METRICS, chartOf, fullFormat, keyName, nameOf, shortFormat } from "../usage_rows.js";
@@ -19,11 +20,7 @@ const LIMIT = 10_000;
 
 /** The page. */
 export default function Usage() {
-  if (!may("usage")) {
-    return html`<h1>Usage</h1>
-      <${Card}><${Empty} title="This key does not show usage.">It lacks the scope <code>usage</code>. Sign in with a key that has it, or ask whoever gave you this one.<//><//>`;
-  }
-  return html`<${Explorer} />`;
+  return may("usage") ? html`<${Explorer} />` : html`<h1>Usage</h1><${LacksScope} scope="usage" title="This key may not see usage." />`;
 }
 
 function Explorer() {
@@ -42,7 +39,7 @@ function Explorer() {
   const currency = table.data?.currency ?? chart.data?.currency;
   return html`
     <div class="page-head">
-      <div><h1>Usage</h1><p class="quiet">Who used what, to the token.</p></div>
+      <div><h1>Usage</h1><p class="quiet">Exact usage by tenant, adapter, version, key and status.</p></div>
       <${RangePicker} otherwise=${DEFAULT_RANGE} withBucket=${true} />
     </div>
     <${Filters} range=${range} keys=${keys} />
@@ -74,9 +71,7 @@ function ChartCard({ chart, question, keys, currency }) {
     ${question.group && html`<${Select} label="Then by" value=${question.subgroup ?? "none"} options=${[none, ...groupChoices.filter(({ value }) => value !== question.group)]} onChange=${(value) => setParams({ subgroup: value, sort: null })} />`}
     ${question.group && html`<${Segmented} label="Groups with a colour" value=${String(top)} options=${["5", "8", "12"].map((value) => ({ value, label: `Top ${value}` }))} onChange=${(value) => setParams({ top: value })} />`}</div>`;
   return html`<${Card} title=${titleOf(metric, groups)} actions=${actions}>
-    ${chart.data === undefined
-      ? !chart.error && html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`
-      : html`<div class=${chart.isLoading ? "stale" : ""} aria-busy=${chart.isLoading}><${Chart} answer=${chart.data} about=${chart.about} keys=${keys} /></div>`}
+    <${Loaded} of=${chart} isQuiet lines=${3}>${(answer, about) => html`<${Chart} answer=${answer} about=${about} keys=${keys} />`}<//>
   <//>`;
 }
 
@@ -91,13 +86,13 @@ function Chart({ answer, about, keys }) {
   const [short, exact] = [shortFormat(metric, answer.currency), fullFormat(metric, answer.currency)];
   return html`<${StackedBars} buckets=${buckets} series=${series} label=${titleOf(metric, groups)} format=${short} exact=${exact} />
     <${Legend} series=${series} format=${exact} />
-    ${metric === "cached_tokens" && groups.length > 0 && html`<p class="quiet">Groups are ranked by prompt tokens, of which the cached ones are a part.</p>`}`;
+    ${metric === "cached_tokens" && groups.length > 0 && html`<p class="quiet">Groups are ranked by prompt tokens; cached tokens are a part of them.</p>`}`;
 }
 
 function Nothing() {
   const isFiltered = Object.entries(filtersShown()).some(([name, values]) => name !== "tenant" && values.length);
-  if (isFiltered) return html`<${Empty} title="Nothing matches these filters in this time."><${Button} onClick=${() => setParams({ adapter: null, version: null, key: null, status: null })}>Clear the filters<//><//>`;
-  return html`<${Empty} title="Nothing was used in this time.">Choose a longer range, or ask an adapter something: the next request is shown here at once. <code>weft usage</code> tells the same on the command line.<//>`;
+  if (isFiltered) return html`<${Empty} title="No usage matches these filters in this range."><${Button} onClick=${() => setParams({ adapter: null, version: null, key: null, status: null })}>Clear the filters<//><//>`;
+  return html`<${Empty} title="No usage in this range.">Choose a longer range, or send a request: it is shown here as soon as it ends. <code>weft usage</code> shows the same on the command line.<//>`;
 }
 
 const FIGURES = { requests: "Requests", prompt_tokens: "Prompt", cached_tokens: "Cached", completion_tokens: "Completion" };
@@ -117,7 +112,7 @@ function columnsOf(answer, { groups, isPerBucket, range }, keys) {
   ];
 }
 
-/** Costs are shown to their last digit, so that they add up; all with as many as the longest. */
+/** Costs are shown with all their digits, because they must add up; all with as many as the longest. */
 const digitsShown = ({ data, totals, currency }) => (currency ? Math.max(2, digitsOf(totals.cost), ...data.map((row) => digitsOf(row.cost))) : 2);
 
 /** The API's own totals; they are not summed up here. */
@@ -131,10 +126,9 @@ function TableCard({ table, asked, range, filters, isPerBucket, keys }) {
   const rows = html`<${Segmented} label="One row for" value=${isPerBucket ? "bucket" : "range"} onChange=${(value) => setParams({ rows: value === "range" ? null : value, sort: null })}
     options=${[{ value: "range", label: "Whole range" }, { value: "bucket", label: { "1m": "Each minute", "1h": "Each hour", "1d": "Each day" }[range.bucket] }]} />`;
   return html`<${Card} title="All groups" actions=${rows}>
-    ${table.data !== undefined && html`<div class=${table.isLoading ? "stale" : ""} aria-busy=${table.isLoading}><${Sums} answer=${table.data} about=${table.about} keys=${keys} /></div>`}
-    ${table.data === undefined && !table.error && html`<div class="skeleton" aria-busy="true" aria-label="Loading"><span /><span /><span /></div>`}
+    <${Loaded} of=${table} isQuiet lines=${3}>${(answer, about) => html`<${Sums} answer=${answer} about=${about} keys=${keys} />`}<//>
     <div class="table-foot">
-      <p class="quiet">${table.at && html`Totals of the ledger, final as of ${time(new Date(table.at).toISOString(), range.zone, { withSeconds: true })} (${range.zone.replaceAll("_", " ")}); tokens are billed once.`}</p>
+      <p class="quiet">${table.at && html`Totals as of ${time(new Date(table.at).toISOString(), range.zone, { withSeconds: true })} (${range.zone.replaceAll("_", " ")}). Requests that end later are added.`}</p>
       <${Exports} asked=${asked} range=${range} filters=${filters} />
     </div>
   <//>`;
@@ -151,19 +145,13 @@ function Sums({ answer, about, keys }) {
 }
 
 function Exports({ asked, range, filters }) {
-  const [error, setError] = useState(null);
-  const save = (kind, extension, type, fetchParts) => async () => {
-    setError(null);
-    try {
-      const name = fileName(kind, range, extension);
-      saveFile(name, await fetchParts(), type);
-      say(`Saved ${name}`);
-    } catch (problem) {
-      if (problem.code === undefined) throw problem;
-      setError(problem);
-    }
-  };
-  // The zone is told too: others are elsewhere.
+  const { error, send } = useSending();
+  const save = (kind, extension, type, fetchParts) => () => send(async () => {
+    const name = fileName(kind, range, extension);
+    saveFile(name, await fetchParts(), type);
+    say(`Saved ${name}`);
+  });
+  // With the zone: the reader of the link may be in another one.
   const here = new URL(location.pathname, location.origin);
   here.search = new URLSearchParams([...place.value.params].filter(([name]) => name !== "tz").concat([["tz", range.zone]]));
   return html`<div class="actions">

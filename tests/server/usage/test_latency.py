@@ -13,11 +13,6 @@ LATENCY = "/v1/usage/latency"
 NOTHING = {"device": 0, "host": 0, "stored": 0, "base": 0, "unknown": 0}
 
 
-async def ask(api: Api, tenant: str, **fields: Any) -> None:
-    answer = await (await api.tenant(tenant)).post("/v1/completions", json={"model": BASE, "prompt": "x", **fields})
-    assert answer.status_code == 200, answer.text
-
-
 async def latency(api: Api, tenant: str | None = None, **params: Any) -> dict[str, Any]:
     client = api.admin if tenant is None else await api.tenant(tenant)
     answer = await client.get(LATENCY, params=params)
@@ -29,7 +24,7 @@ async def latency(api: Api, tenant: str | None = None, **params: Any) -> dict[st
 async def test_rows_tell_what_they_are_about_and_how_requests_began(api: Api) -> None:
     await upload(await api.tenant("acme"), "pirate")
     for tenant, model in (("acme", "pirate"), ("acme", "pirate"), ("acme", BASE), ("rival", BASE)):
-        await ask(api, tenant, model=model)
+        await api.ask(tenant, model=model)
     body = await latency(api, group_by="version,tenant", bucket="1h")
     rows = {(row["tenant"], row["adapter"], row["version"]): row for row in body["data"]}
     assert set(rows) == {("acme", None, None), ("acme", "pirate", 1), ("rival", None, None)}
@@ -49,9 +44,9 @@ async def test_rows_tell_what_they_are_about_and_how_requests_began(api: Api) ->
 
 
 async def test_a_tenant_sees_only_how_its_own_requests_began(api: Api) -> None:
-    await ask(api, "acme")
-    await ask(api, "rival")
-    await ask(api, "rival")
+    await api.ask("acme")
+    await api.ask("rival")
+    await api.ask("rival")
     assert [row["tenant"] for row in (await latency(api, "rival", group_by="tenant"))["data"]] == ["rival"]
     assert (await latency(api, "rival"))["totals"]["requests"] == 2
     assert (await latency(api, tenant="acme"))["totals"]["requests"] == 1
@@ -60,8 +55,8 @@ async def test_a_tenant_sees_only_how_its_own_requests_began(api: Api) -> None:
 
 async def test_filters_and_range(api: Api) -> None:
     await upload(await api.tenant("acme"), "pirate")
-    await ask(api, "acme", model="pirate")
-    await ask(api, "acme")
+    await api.ask("acme", model="pirate")
+    await api.ask("acme")
     (row,) = (await latency(api, "acme", group_by="key", adapter=["pirate", "other"], version=1))["data"]
     assert row["requests"] == 1
     assert (await latency(api, "acme", key=row["key"], adapter=""))["totals"]["requests"] == 1

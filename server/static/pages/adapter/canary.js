@@ -1,7 +1,8 @@
-// Among which versions the plain name divides its requests.
+// How the requests for an adapter are divided among its versions.
 import { html, useState } from "../../lib.js";
 import { may } from "../../session.js";
 import { Button, Card, Select } from "../../ui.js";
+import { ShareBar } from "../../charts/share_bar.js";
 import { meaningText, shareText, sharesOf } from "../../adapter_parts.js";
 
 const MOST_SHARES = 8;
@@ -19,8 +20,8 @@ export function Canary({ it, versions, change }) {
   const set = (version, weight) => setParts(parts.map((one) => (one.version === version ? { ...one, weight } : one)));
   const add = (version) => setParts([...parts.map((one) => ({ ...one, weight: parts.length === 1 ? 95 : one.weight })), { version, weight: 5 }]);
   const back = rollback(before, known);
-  const apply = (to) => change({ aliases: { default: to } }, `${it.name} now means ${meaningText(to)}.`);
-  return html`<${Card} title="Who gets which version" note="requests for the plain name">
+  const apply = (to) => change({ aliases: { default: to } }, `Requests for ${it.name} use ${meaningText(to)} now.`);
+  return html`<${Card} title="Split of requests" note=${`for ${it.name}, among its versions`}>
     <${Preview} parts=${isValid ? parts : before} />
     ${isWritable && (known.length > 1
       ? html`<div class="parts">${parts.map((one) => html`<div class="part" key=${one.version}>
@@ -31,35 +32,30 @@ export function Canary({ it, versions, change }) {
           ${parts.length === 2 && html`<label class="field slider"><span>Slide from version ${parts[0].version} to version ${parts[1].version}</span>
             <input type="range" min="0" max="100" step="1" value=${Math.round(sharesTo(parts) * 100)}
               onInput=${(event) => setParts([{ ...parts[0], weight: 100 - event.target.valueAsNumber }, { ...parts[1], weight: event.target.valueAsNumber }])} /></label>`}
-          ${free.length > 0 && parts.length < MOST_SHARES && html`<${Select} label="Divide with" value="" onChange=${(version) => version && add(Number(version))}
+          ${free.length > 0 && parts.length < MOST_SHARES && html`<${Select} label="Add a version" value="" onChange=${(version) => version && add(Number(version))}
             options=${[{ value: "", label: "Choose a version" }, ...free.map((version) => ({ value: String(version), label: `Version ${version}` }))]} />`}
         </div>
         ${!isValid && html`<p class="field-error">Weights are whole numbers from 0 to ${MOST_WEIGHT}, at least one above 0.</p>`}
         <div class="actions">
-          <${Button} kind="main" disabled=${!isChanged || !isValid} onClick=${() => apply(meaning)}>Apply${isChanged && isValid ? `: ${parts.filter(({ weight }) => weight).map((one) => shareText(shareOf(one, parts))).join(" / ")}` : ""}<//>
+          <${Button} kind="main" disabled=${!isChanged || !isValid} onClick=${() => apply(meaning)}>Apply${isChanged && isValid ? `: ${splitText(parts)}` : ""}<//>
           ${isChanged && html`<${Button} onClick=${() => setParts(startOf(before))}>Reset<//>`}
           ${back && html`<${Button} onClick=${() => apply(back.version)}>${back.label}<//>`}
         </div>`
-      : html`<p class="quiet">There is one version. Upload another without making it current, and send it a part of the requests here.</p>`)}
+      : html`<p class="quiet">There is only one version. Upload another one without making it current; then you can send it a part of the requests here.</p>`)}
   <//>`;
 }
 
 function Preview({ parts }) {
   const shown = parts.filter(({ weight }) => weight > 0);
-  const text = shown.map((one) => shareText(shareOf(one, parts))).join(" / ");
-  return html`<div class="split">
-    <svg viewBox="0 0 100 1" preserveAspectRatio="none" height="14" role="img" aria-label=${shown.map((one) => `version ${one.version}: ${shareText(shareOf(one, parts))}`).join(", ")}>
-      ${shown.map((one, index) => {
-        const from = shown.slice(0, index).reduce((sum, other) => sum + shareOf(other, parts), 0);
-        return html`<rect key=${one.version} class=${colour(one)} data-version=${one.version} data-share=${shareOf(one, parts)} x=${from * 100} y="0" width=${shareOf(one, parts) * 100} height="1" />`;
-      })}
-    </svg>
-    <ul class="legend">${shown.map((one) => html`<li><span class=${`swatch ${colour(one)}`} />Version ${one.version} <span class="quiet">${shareText(shareOf(one, parts))}</span></li>`)}</ul>
-    <p class="unseen" data-split>${text}</p>
-  </div>`;
+  const shares = shown.map((one) => ({ key: String(one.version), label: `Version ${one.version}`, colour: colour(one), value: one.weight }));
+  return html`<${ShareBar} label="Share of the requests" parts=${shares} format=${(_, share) => shareText(share)} />
+    <p class="unseen" data-split>${splitText(parts)}</p>`;
 }
 
-/** The colour that the chart of the usage gives a version, too. */
+/** "95% / 5%" */
+const splitText = (parts) => parts.filter(({ weight }) => weight > 0).map((one) => shareText(shareOf(one, parts))).join(" / ");
+
+/** The same colour as in the chart of usage by version. */
 const colour = ({ version }) => `s${(version - 1) % 8}`;
 
 /** Weights as they are; where one version has all, of 100. */
@@ -75,7 +71,7 @@ function meaningOf(parts) {
   return given.length === 1 ? given[0].version : Object.fromEntries(given.map(({ version, weight }) => [version, weight]));
 }
 
-/** Where one goes back to: from several versions to that with most, from one to the one before it. */
+/** What “roll back” means: from several versions to the one with most requests, from one version to the one before it. */
 function rollback(before, known) {
   if (!before.length) return null;
   const main = before[0].version;

@@ -1,47 +1,37 @@
-// What was asked of an adapter over time, by version.
+// Requests and tokens of an adapter over time, by version.
 import { html, useMemo } from "../../lib.js";
 import { useApi } from "../../api.js";
 import { compact } from "../../format.js";
 import { Link, param, setParams } from "../../place.js";
 import { rangeShown, spanOf } from "../../range.js";
 import { Card, Empty, Loaded, Segmented } from "../../ui.js";
-import { Legend, StackedBars } from "../../charts/stacked_bars.js";
-import { bucketLabel, bucketStart, bucketTitle, bucketsBetween } from "../../zone.js";
+import { Legend } from "../../charts/frame.js";
+import { StackedBars } from "../../charts/stacked_bars.js";
+import { METRICS, chartOf } from "../../usage_rows.js";
 
-const MEASURES = { requests: (row) => row.requests, tokens: (row) => row.prompt_tokens + row.completion_tokens };
-
+const MEASURES = { requests: METRICS.requests, total_tokens: METRICS.total_tokens };
 const FEW = 8;
 
 export function Traffic({ name, tenant, newest }) {
   const range = rangeShown();
-  const zone = range.zone === "UTC" ? undefined : range.zone;
-  const usage = useApi("/v1/usage", { ...spanOf(range), tz: zone, tenant, adapter: name, bucket: range.bucket, group_by: "version", limit: 10_000 }, { all: true, everyS: 15 });
-  const measure = Object.hasOwn(MEASURES, param("measure")) ? param("measure") : "requests";
-  const chart = useMemo(() => chartOf(usage.data?.data ?? [], range, MEASURES[measure], newest), [usage.data, newest, range.start, range.end, range.bucket, range.zone, measure]);
-  const options = [{ value: "requests", label: "Requests" }, { value: "tokens", label: "Tokens" }];
-  return html`<${Card} title="Usage" note="by version" actions=${html`<${Segmented} label="Measure" value=${measure} options=${options} onChange=${(value) => setParams({ measure: value })} />`}>
+  const usage = useApi("/v1/usage", { ...spanOf(range), tz: range.zone, tenant, adapter: name, bucket: range.bucket, group_by: "version", limit: 10_000 }, { all: true, everyS: 15, about: range });
+  const metric = Object.hasOwn(MEASURES, param("measure")) ? param("measure") : "requests";
+  const chart = useMemo(() => usage.data && byVersion(usage.data, usage.about, metric, newest), [usage.data, newest, metric]);
+  const options = Object.entries(MEASURES).map(([value, { label }]) => ({ value, label }));
+  return html`<${Card} title="Usage" note="by version" actions=${html`<${Segmented} label="Measure" value=${metric} options=${options} onChange=${(value) => setParams({ measure: value })} />`}>
     <${Loaded} of=${usage}>${() => (chart.series.length
-      ? html`<${StackedBars} label=${`${measure === "tokens" ? "Tokens" : "Requests"} by version`} ...${chart} /><${Legend} series=${chart.series} format=${compact} />
-        <p class="quiet"><${Link} to="/usage" params=${{ adapter: name, group_by: "version" }}>All figures of it in the usage explorer<//></p>`
-      : html`<${Empty} title="Nothing was asked of it in this time.">Choose a longer range, or try it in the playground.<//>`)}<//>
+      ? html`<${StackedBars} label=${`${MEASURES[metric].label} by version`} ...${chart} /><${Legend} series=${chart.series} format=${compact} />
+        <p class="quiet"><${Link} to="/usage" params=${{ adapter: name, group: "version" }}>All its figures in the usage explorer<//></p>`
+      : html`<${Empty} title="No requests in this range.">Choose a longer range, or try the adapter in the playground.<//>`)}<//>
   <//>`;
 }
 
-/** Bars for each bucket and version; a few versions all have their colour, asked or not. */
-function chartOf(rows, range, measure, newest) {
-  const starts = bucketsBetween(range.zone, range.start, range.end, range.bucket);
-  const placeOf = new Map(starts.map((at, index) => [at, index]));
-  const zeros = () => starts.map(() => 0);
-  const all = rows.length && newest <= FEW ? Array.from({ length: newest }, (_, index) => index + 1) : [];
-  const byVersion = new Map(all.map((version) => [version, zeros()]));
-  for (const row of rows) {
-    const place = placeOf.get(bucketStart(range.zone, Date.parse(row.start), range.bucket));
-    if (place === undefined) continue;
-    if (!byVersion.has(row.version)) byVersion.set(row.version, zeros());
-    byVersion.get(row.version)[place] += measure(row);
-  }
-  const series = [...byVersion].sort(([a], [b]) => a - b).map(([version, values]) => ({
-    key: `v${version}`, label: `Version ${version}`, values, total: values.reduce((a, b) => a + b, 0) }));
-  const buckets = starts.map((at) => ({ at, label: bucketLabel(range.zone, at, range.bucket), title: bucketTitle(range.zone, at, range.bucket) }));
-  return { series, buckets };
+/** The chart in order of version; with few versions each keeps its colour, whether it was used or not. */
+function byVersion(answer, range, metric, newest) {
+  const { buckets, series } = chartOf(answer, range, { groups: ["version"], metric, top: answer.data.length });
+  const found = new Map(series.map((one) => [one.row.version, one]));
+  const isFew = series.length > 0 && newest <= FEW;
+  const versions = isFew ? Array.from({ length: newest }, (_, index) => index + 1) : [...found.keys()].sort((a, b) => a - b);
+  const none = { values: buckets.map(() => 0), total: 0 };
+  return { buckets, series: versions.map((version) => ({ ...(found.get(version) ?? none), key: `v${version}`, label: `Version ${version}` })) };
 }

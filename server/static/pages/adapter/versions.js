@@ -1,4 +1,4 @@
-// The versions of an adapter, with what each was asked and what means it.
+// The versions of an adapter, with the requests for each and the names that stand for it.
 import { html, useMemo, useState } from "../../lib.js";
 import { call } from "../../api.js";
 import { bytes, compact, count, seconds, shortDigest, time } from "../../format.js";
@@ -13,7 +13,7 @@ export function Versions({ it, versions, usage, latency, path, params, change, r
   const rows = useMemo(() => rowsOf(it, versions, usage.data, latency.data), [it, versions, usage.data, latency.data]);
   const zone = zoneShown();
   const isOnly = (row) => row.means === "all";
-  const makeCurrent = (row) => change({ aliases: { default: row.version } }, `${it.name} now means version ${row.version}.`);
+  const makeCurrent = (row) => change({ aliases: { default: row.version } }, `Requests for ${it.name} use version ${row.version} now.`);
   const columns = [
     { key: "version", label: "Version", isNumber: true, cell: (row) => html`${row.version}${row.report?.warnings.length ? html` <${Badge} tone="warn" title=${row.report.warnings.join(" ")}>!<//>` : ""}` },
     { key: "names", label: "Called by", value: (row) => row.names.length, cell: (row) => row.names.map(({ alias, share }) => html`<${Badge} tone=${alias === "default" ? "info" : ""}>${alias === "default" ? it.name : `@${alias}`}${share < 1 ? ` ${shareText(share)}` : ""}<//> `) },
@@ -54,8 +54,8 @@ function rowsOf(it, versions, usage, latency) {
 }
 
 function doomText(it, doomed, rows) {
-  if (rows.length === 1) return html`<p>It is the last version: the adapter <strong>${it.name}</strong> goes with it, with aliases and grants.</p>`;
-  const names = doomed.names.map(({ alias }) => (alias === "default" ? `the plain name ${it.name}` : `@${alias}`));
+  if (rows.length === 1) return html`<p>This is the last version: the adapter <strong>${it.name}</strong> is deleted with it, and so are its aliases and grants.</p>`;
+  const names = doomed.names.map(({ alias }) => (alias === "default" ? it.name : `@${alias}`));
   return html`<p>Running requests finish; new ones for <code>${it.name}@${doomed.version}</code> are refused.</p>
-    ${names.length > 0 && html`<p><strong>Called by ${names.join(", ")}.</strong> ${doomed.means === "none" ? "These names go with it." : "Point the plain name at another version first, so that you choose which it means."}</p>`}`;
+    ${names.length > 0 && html`<p><strong>Called by ${names.join(", ")}.</strong> ${doomed.means === "none" ? "These names are deleted with it." : `Choose another version for ${it.name} first.`}</p>`}`;
 }

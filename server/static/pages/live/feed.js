@@ -1,4 +1,4 @@
-// The stream of the engine's snapshots: what came last, and how the connection stands.
+// The stream of the engine's snapshots: the last one, and the state of the connection.
 import { batch, signal, useEffect, useState } from "../../lib.js";
 import { ApiError, call } from "../../api.js";
 
@@ -7,7 +7,7 @@ const EVENTS = "/v1/engine/events";
 const AGAIN_MS = 5000;
 /** How long back the pages by kind are kept. */
 export const KEPT_MS = 120_000;
-/** How long a tenant without requests stays in the table, so that its row does not come and go. */
+/** How long a tenant without requests stays in the table, in ms; without this its row would come and go. */
 const LATELY_MS = 10_000;
 
 /** @typedef {{at: number, pages: Record<string, number>}} Moment */
@@ -87,7 +87,7 @@ function makeFeed() {
     if (!feed.isPaused.value) feed.snapshot.value = snapshot;
   }
 
-  /** Find out why the server refuses; one who is no longer signed in is shown the sign-in by the call itself. */
+  /** Find out why the server refuses; where the session has ended, the call itself leads to the sign-in. */
   function comeAgain() {
     close();
     call("GET", "/v1/me").then(

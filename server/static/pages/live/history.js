@@ -1,6 +1,6 @@
-// Pages in use over the last two minutes, as this page has seen them.
+// Pages in use over the last two minutes, as far as this page was open.
 import { html, useEffect, useRef, useState } from "../../lib.js";
-import { niceTicks } from "../../charts/scale.js";
+import { Grid, niceTicks } from "../../charts/frame.js";
 import { compact, count } from "../../format.js";
 import { KEPT_MS } from "./feed.js";
 import { useWidth } from "../../ui.js";
@@ -16,7 +16,7 @@ export function History({ feed, of: all }) {
   const width = useWidth(box, 200);
   const [now, setNow] = useState(Date.now());
   useEffect(() => {
-    // An engine that does nothing tells nothing, but time goes on.
+    // An idle engine sends nothing, but the axis moves on.
     const timer = setInterval(() => document.hidden || feed.isPaused.value || setNow(Date.now()), 1000);
     return () => clearInterval(timer);
   }, []);
@@ -33,7 +33,7 @@ export function History({ feed, of: all }) {
     <h3>In use over the last two minutes <small class="quiet">of ${count(all)} pages</small></h3>
     <svg class="chart" viewBox=${`0 0 ${width} ${HEIGHT}`} height=${HEIGHT} role="img" data-moments=${moments.length}
       aria-label=${last ? `Pages in use now: ${STACKED.map((kind) => `${KINDS[kind].label} ${last.pages[kind] ?? 0}`).join(", ")}` : "No pages seen yet"}>
-      ${ticks.map((tick) => html`<g key=${tick}><line class="grid" x1=${MARGIN.left} x2=${width - MARGIN.right} y1=${y(tick)} y2=${y(tick)} /><text x=${MARGIN.left - 6} y=${y(tick) + 4} text-anchor="end">${compact(tick)}</text></g>`)}
+      <${Grid} ticks=${ticks} x=${[MARGIN.left, width - MARGIN.right]} y=${y} format=${compact} />
       ${STACKED.map((kind, index) => html`<path key=${kind} class=${`use ${CLASSES[kind]} k-${kind}`} data-kind=${kind} data-now=${last?.pages[kind] ?? 0} d=${areaOf(moments, index, until, x, y)} />`)}
       ${(width > 420 ? [120, 90, 60, 30, 0] : [120, 60, 0]).map((ago) => html`<text key=${ago} x=${x(until - ago * 1000)} y=${HEIGHT - 3} text-anchor=${ago === 0 ? "end" : ago === 120 ? "start" : "middle"}>${ago ? `${ago} s ago` : "now"}</text>`)}
     </svg>

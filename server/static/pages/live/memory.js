@@ -1,4 +1,4 @@
-// One memory: where in the pool adapters, KV cache and free pages lie.
+// The memory pool: which pages hold adapters, which KV cache, and which are free.
 import { html, useId, useRef, useState } from "../../lib.js";
 import { count, percent } from "../../format.js";
 import { param, setParams } from "../../place.js";
@@ -24,13 +24,13 @@ export function Memory({ snapshot, feed }) {
   const shownCells = view === "whole" ? extent.all : reach;
   const lit = entries.find((one) => one.key === (hovered ?? param("show")));
   const left = all - Math.min(all, shownCells * perCell);
-  return html`<${Card} title="One memory" note=${`${count(all)} pages of ${snapshot.ready.geometry.page_bytes / 1024} KiB, lent to KV cache and adapters as they need them`}
+  return html`<${Card} title="One memory" note=${`${count(all)} pages of ${snapshot.ready.geometry.page_bytes / 1024} KiB, used for KV cache and adapters as needed`}
     actions=${reach < extent.all && html`<${Segmented} label="How much of the pool" value=${view} onChange=${(value) => setParams({ map: value === "used" ? null : value })}
       options=${[{ value: "used", label: "Part in use" }, { value: "whole", label: "Whole pool" }]} />`}>
     <div class="memory">
       <div class="memory-map">
         <${Cells} snapshot=${snapshot} cells=${shownCells} lit=${lit} onPoint=${setHovered} entries=${entries} />
-        <p class="quiet small-print">${perCell > 1 ? `A cell is ${perCell} pages and shows what most of them hold. ` : "A cell is a page. "}${left > 0 && html`${count(left)} pages behind these are free.`}</p>
+        <p class="quiet small-print">${perCell > 1 ? `A cell stands for ${perCell} pages and shows what most of them hold. ` : "A cell stands for one page. "}${left > 0 && html`${count(left)} more pages are free and not shown.`}</p>
         <${History} feed=${feed} of=${all} />
       </div>
       <${MapLegend} entries=${entries} all=${all} lit=${lit} onHover=${setHovered} />
@@ -39,7 +39,7 @@ export function Memory({ snapshot, feed }) {
   <//>`;
 }
 
-/** How many cells hold all that was in use since the engine started, so that the map does not jump. */
+/** How many cells are drawn: enough for all that was in use since the engine started, or the map would jump. */
 function reachOf(highest, boot, { all, used }) {
   if (highest.current.boot !== boot) highest.current = { boot, cells: FEWEST_CELLS };
   while (highest.current.cells < used) highest.current.cells *= 2;
@@ -96,7 +96,7 @@ function Cells({ snapshot, cells, lit, onPoint, entries }) {
 
 function CellTip({ cell, use, x, y, width, pitch, perCell, resident }) {
   const style = { top: `${y + pitch + 6}px`, ...(x > width / 2 ? { right: `${width - x - pitch}px` } : { left: `${x}px` }) };
-  const whose = resident ? nameOf(resident.digest, resident.adapters) : use.kind === "adapter" ? "on its way" : use.kind === "kv" || use.kind === "prefix" ? "of the base" : "";
+  const whose = resident ? nameOf(resident.digest, resident.adapters) : use.kind === "adapter" ? "being loaded" : use.kind === "kv" || use.kind === "prefix" ? "of the base model" : "";
   const from = cell * perCell + 1;
   return html`<div class="tip" style=${style}><strong>${use.kind === "adapter" ? "Adapter's weights" : KINDS[use.kind].label}</strong>
     ${whose && html`<div>${whose}</div>`}<div class="quiet">${perCell > 1 ? `pages ${from}–${from + perCell - 1}` : `page ${from}`}</div></div>`;
@@ -121,7 +121,7 @@ function MapLegend({ entries, all, lit, onHover }) {
 function PoolTable({ entries, all, residents }) {
   const prefixOf = (entry) => residents.filter((one) => entry.digests.includes(one.digest)).reduce((sum, one) => sum + one.prefix_pages, 0);
   return html`<table><caption class="unseen">Pages by what they hold</caption>
-    <thead><tr><th scope="col">Held by</th><th scope="col" class="number">Pages</th><th scope="col" class="number">Share</th><th scope="col" class="number">Prefix cache of it</th></tr></thead>
+    <thead><tr><th scope="col">Held by</th><th scope="col" class="number">Pages</th><th scope="col" class="number">Share</th><th scope="col" class="number">Its prefix cache</th></tr></thead>
     <tbody>${entries.map((entry) => html`<tr key=${entry.key} data-key=${entry.key}><th scope="row">${entry.label}</th><td class="number">${count(entry.pages)}</td>
       <td class="number">${percent(entry.pages / all)}</td><td class="number">${entry.digests.length ? count(prefixOf(entry)) : "–"}</td></tr>`)}</tbody>
     <tfoot><tr><td>Pool</td><td class="number">${count(entries.reduce((sum, one) => sum + one.pages, 0))}</td><td class="number">${percent(1)}</td><td /></tr></tfoot></table>`;

@@ -3,11 +3,11 @@ import { nameOf } from "./colours.js";
 
 /** In the order of the legend; `label` says what such pages hold. */
 export const KINDS = {
-  kv: { label: "KV cache", title: "of requests that run, in pages not full yet" },
-  prefix: { label: "Prefix cache", title: "full pages of KV, in use or kept for prompts that begin alike" },
+  kv: { label: "KV cache", title: "KV of running requests, in pages that are not full yet" },
+  prefix: { label: "Prefix cache", title: "full pages of KV, in use or kept for prompts with the same beginning" },
   adapter: { label: "Adapters", title: "weights" },
-  quarantine: { label: "Just freed", title: "until the step under way has ended" },
-  free: { label: "Free", title: "for whatever comes next" },
+  quarantine: { label: "Just freed", title: "free again when the running step ends" },
+  free: { label: "Free", title: "not used" },
 };
 const NAMED_ADAPTERS = 12;
 
@@ -77,7 +77,7 @@ export function entriesOf(snapshot) {
   const others = rest.length ? [entry(rest, "others", `${rest.length} more adapters`)] : [];
   const known = held.reduce((sum, one) => sum + one.pages, 0);
   const coming = (pages.adapter ?? 0) - known;
-  const onTheWay = coming > 0 ? [{ key: "coming", kind: "adapter", label: "Adapters on their way", title: "being loaded", pages: coming, digests: snapshot.residents.filter((one) => one.tier === "loading").map((one) => one.digest) }] : [];
+  const onTheWay = coming > 0 ? [{ key: "coming", kind: "adapter", label: "Adapters being loaded", title: "pages already taken", pages: coming, digests: snapshot.residents.filter((one) => one.tier === "loading").map((one) => one.digest) }] : [];
   return [...named, ...others, ...onTheWay, kind("kv"), kind("prefix"), kind("quarantine"), kind("free")];
 }
 
@@ -85,7 +85,7 @@ const entry = (residents, key, label) => ({
   key,
   kind: "adapter",
   label,
-  title: "weights; its KV is lit with it",
+  title: "weights; its KV cache is highlighted too",
   pages: residents.reduce((sum, one) => sum + one.pages, 0),
   digests: residents.map((one) => one.digest),
 });

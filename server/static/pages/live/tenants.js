@@ -1,4 +1,4 @@
-// Who is served, who waits and why.
+// Requests in the engine by tenant: running, waiting and why.
 import { html } from "../../lib.js";
 import { count, percent, seconds } from "../../format.js";
 import { Link } from "../../place.js";
@@ -74,21 +74,21 @@ export function Tenants({ snapshot }) {
     { key: "wait", label: "Predicted wait", isNumber: true, cell: (row) => wait(row.wait) },
     { key: "refused", label: "Refused", isNumber: true, value: (row) => sum(Object.values(row.refused), (number) => number), cell: (row) => inWords(row.refused, REFUSALS) || "none" },
   ];
-  return html`<${Card} title="Tenants" note="who is served, who waits and why">
+  return html`<${Card} title="Tenants" note="running and waiting requests, and why they wait">
     ${rows.length
       ? html`<${Table} caption="Tenants in the engine" columns=${columns} rows=${rows} keyOf=${(row) => row.name} others=${others} sort="-share" first=${10} />
           <${Words} />`
-      : html`<${Empty} title="No tenant has a request in the engine.">Whoever asks shows here, with its share and why it waits.<//>`}
+      : html`<${Empty} title="No tenant has a request in the engine.">Tenants with requests are shown here with their share and why their requests wait.<//>`}
   <//>`;
 }
 
 const Words = () => html`<details class="as-table"><summary>What the columns say</summary>
   <dl class="facts">
-    <dt>Weight</dt><dd>The tenant's weight, and the share of the service that it gives among tenants with requests; the mark in the bar is that share.</dd>
+    <dt>Weight</dt><dd>The tenant's weight, and its share of the engine among the tenants with requests now. The mark in the bar shows that share.</dd>
     <dt>Served lately</dt><dd>The tenant's share of the work of the last seconds.</dd>
-    <dt>Paused</dt><dd>Requests that keep their pages and sat out the last step.</dd>
-    <dt>Why</dt><dd>In line: for the tenant's turn. Loading: for the adapter. No room: for pages or a slot of the adapter. No pages: for pages of KV cache. Shared prompt: for the first of several choices.</dd>
-    <dt>Predicted wait</dt><dd>What a new request would wait for its first step; of many tenants, the longest.</dd>
-    <dt>Refused</dt><dd>Over share: with status 429, the tenant has more than its share. With status 503, the server cannot begin in time (overload), the queue is full, or a request waited past its deadline (too late). Forgotten ten minutes after the tenant's last request.</dd>
+    <dt>Paused</dt><dd>Requests that hold memory pages but were left out of the last step.</dd>
+    <dt>Why</dt><dd>In line: other requests are first. Loading: the adapter is being loaded. No room: no pages or slot free for the adapter. No pages: no pages free for KV cache. Shared prompt: the first of several choices computes the prompt.</dd>
+    <dt>Predicted wait</dt><dd>How long a new request would wait for its first step; in the row of many tenants, the longest.</dd>
+    <dt>Refused</dt><dd>Over share: status 429, the tenant uses more than its share. Overload, queue full and too late: status 503, because the server cannot start the request in time, the queue is full, or the request waited longer than its deadline. The counts are cleared ten minutes after the tenant's last request.</dd>
   </dl>
 </details>`;

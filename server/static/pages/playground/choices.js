@@ -1,4 +1,4 @@
-// What the playground asks, and whom: all of it stands in the address.
+// The playground's prompt, models and parameters, all kept in the address.
 import { useApi } from "../../api.js";
 import { param, paramAll, setParams } from "../../place.js";
 import { isAdmin } from "../../session.js";
@@ -16,12 +16,12 @@ export const choose = (name, value) => setParams({ [name]: value === DEFAULTS[na
 export const chooseModels = (models, options) => setParams({ model: models }, options);
 
 /**
- * The models that whoever is signed in can ask, by the names that the API takes.
+ * The models that the session may use, by the names that the API takes.
  * @returns {{names: string[], base: string|null, error: object|null, isLoading: boolean, reload: () => void}}
  */
 export function useModels() {
   const tenant = isAdmin() ? param("tenant") : null;
-  // An admin who acts for no tenant names one in front of each adapter.
+  // An admin who acts for no tenant writes the owner in front of each adapter.
   const isEverybody = isAdmin() && !tenant;
   const models = useApi("/v1/models", { tenant });
   const adapters = useApi(isEverybody ? "/v1/adapters" : null, { tenant: "*", limit: 1000 }, { all: true });

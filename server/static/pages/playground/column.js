@@ -4,7 +4,7 @@ import { count, seconds } from "../../format.js";
 import { Badge, Button, Code, Dialog, Empty, Problem, Segmented } from "../../ui.js";
 import { asCurl, asPython } from "./snippets.js";
 
-const STATES = { device: ["good", "was on the device"], host: ["info", "came from host memory"], stored: ["warn", "came from storage"] };
+const STATES = { device: ["good", "on the device"], host: ["info", "loaded from host memory"], stored: ["warn", "loaded from the blob store"] };
 
 /** @param {{model: string, talk: object, next: () => import("./talk.js").Request, onModel: (name: string) => void, onRemove: (() => void)|null,
  *   onCompletion: () => void, index: number}} props `next` is what would be sent now. */
@@ -15,10 +15,10 @@ export function Column({ model, talk, next, onModel, onRemove, onCompletion, ind
     <header class="talk-head">
       <input type="text" list="models" aria-label=${`Model ${index + 1}`} value=${model} spellcheck="false" autocomplete="off"
         onChange=${(event) => (event.target.value.trim() ? onModel(event.target.value.trim()) : (event.target.value = model))} />
-      ${onRemove && html`<button type="button" class="icon-button" aria-label=${`Take ${model} away`} onClick=${onRemove}>×</button>`}
+      ${onRemove && html`<button type="button" class="icon-button" aria-label=${`Remove ${model}`} onClick=${onRemove}>×</button>`}
     </header>
     <div class="exchanges" aria-live="polite" aria-busy=${talk.isBusy.value}>
-      ${exchanges.length ? exchanges.map((one, at) => html`<${Exchange} key=${at} of=${one} onCompletion=${onCompletion} />`) : html`<${Empty} title="Nothing asked yet." />`}
+      ${exchanges.length ? exchanges.map((one, at) => html`<${Exchange} key=${at} of=${one} onCompletion=${onCompletion} />`) : html`<${Empty} title="No request yet." />`}
     </div>
     <footer class="actions">
       ${talk.isBusy.value
@@ -34,9 +34,9 @@ function Exchange({ of: one, onCompletion }) {
   const isAsleep = one.state === "waiting";
   return html`<article class="exchange" data-state=${one.state}>
     <p class="asked">${one.prompt}</p>
-    <div class=${`answer ${one.state}`} data-answer>${one.text}${isAsleep && html`<span class="quiet">waits for the first token…</span>`}</div>
+    <div class=${`answer ${one.state}`} data-answer>${one.text}${isAsleep && html`<span class="quiet">waiting for the first token…</span>`}</div>
     ${one.error && html`<${Problem} error=${one.error} />`}
-    ${one.error?.code === "no_chat_template" && html`<p><${Button} kind="small" onClick=${onCompletion}>Ask for completions instead<//></p>`}
+    ${one.error?.code === "no_chat_template" && html`<p><${Button} kind="small" onClick=${onCompletion}>Use completions instead<//></p>`}
     ${!isAsleep && one.state !== "failed" && html`<${Figures} of=${one} />`}
   </article>`;
 }
@@ -62,6 +62,6 @@ function CodeDialog({ model, request, onClose }) {
   return html`<${Dialog} title=${`Call ${model}`} onClose=${onClose}>
     <${Segmented} label="Language" value=${language} onChange=${setLanguage} options=${[{ value: "curl", label: "curl" }, { value: "python", label: "Python (openai)" }]} />
     <${Code} text=${language === "curl" ? asCurl(request) : asPython(request)} label=${language === "curl" ? "As curl" : "As Python"} />
-    <p class="quiet">Put your key into the environment first: <code>export WEFT_KEY=…</code></p>
+    <p class="quiet">Set your key first: <code>export WEFT_KEY=…</code></p>
   <//>`;
 }

@@ -68,12 +68,12 @@ export function makeTalk() {
   return { exchanges, isBusy, ask, stop, clear };
 }
 
-const broken = () => new ApiError(0, { code: "stream_broken", message: "The connection broke before the answer ended. What came is shown; ask again." });
+const broken = () => new ApiError(0, { code: "stream_broken", message: "The connection broke before the answer ended. The part that arrived is shown; send the request again." });
 
 /** Ask, and tell what comes a few times a second. */
 async function take({ path, tenant, body }, signal, tell) {
   const started = performance.now();
-  // The usage comes with every chunk, so that it is known of an answer that was stopped as well.
+  // Usage comes with every chunk, because a stopped answer needs it too.
   const stream = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const response = await send("POST", path, { params: { tenant }, body: { ...body, ...stream }, signal });
   const fields = { state: "coming", adapter: response.headers.get("x-weft-adapter"), residency: response.headers.get("x-weft-adapter-state"), text: "" };

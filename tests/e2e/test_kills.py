@@ -28,15 +28,13 @@ from weft.registry.usage.journal import Journal
 from weft.registry.usage.ledger import UsageLedger
 from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
 KILLS = int(environment().get("TEST_KILLS", "4"))
 """For each database; 50 are the hundred of the promise."""
 MOST_ENGINE_KILLS = 2
 """In one life of the API; a third within a minute would count as a crash loop."""
-GONE_WITHIN_S = 10.0
-READY_WITHIN_S = 30.0
-CAUGHT_UP_WITHIN_S = 5.0
+PATIENCE_S = 60.0
 TENANTS = ("acme", "globex", "initech")
 ADAPTERS = ("pirate", "shout")
 ENDS = {"stop", "length"}
@@ -52,7 +50,6 @@ class Trial:
     keys: dict[str, str] = field(default_factory=dict)
     done: Counter[str] = field(default_factory=Counter)
     outage_s: float = 0.0
-    slowest: dict[str, float] = field(default_factory=dict)
     probes: list[Asked] = field(default_factory=list)
 
     @property
@@ -71,12 +68,6 @@ class Trial:
             settings += ["--set", f"registry.database_url={self.database_url}"]
         with weft_server(self.folder, *settings) as server:
             yield server
-
-    def took(self, what: str, since: float) -> None:
-        self.slowest[what] = max(self.slowest.get(what, 0.0), time.monotonic() - since)
-
-    def times(self) -> str:
-        return ", ".join(f"{what} {seconds:.1f} s" for what, seconds in sorted(self.slowest.items()))
 
 
 def make_tenants(trial: Trial, server: WeftServer) -> None:
@@ -115,10 +106,9 @@ def kill_engine(trial: Trial, server: WeftServer) -> None:
     engine.kill()
     started = time.monotonic()
     while engines(server) in ([], [engine]):
-        assert time.monotonic() - started < READY_WITHIN_S, server.log.read_text()
+        assert time.monotonic() - started < PATIENCE_S, server.log.read_text()
         time.sleep(0.02)
-    server.wait_ready(READY_WITHIN_S)
-    trial.took("engine back", started)
+    server.wait_ready(PATIENCE_S)
     trial.done["engine kills"] += 1
 
 
@@ -126,10 +116,8 @@ def kill_api(trial: Trial, server: WeftServer) -> None:
     orphans = psutil.Process(server.process.pid).children(recursive=True)
     server.process.kill()
     server.process.wait()
-    started = time.monotonic()
-    _, alive = psutil.wait_procs(orphans, GONE_WITHIN_S)
+    _, alive = psutil.wait_procs(orphans, PATIENCE_S)
     assert alive == []
-    trial.took("engine gone after its API", started)
     trial.done["api kills"] += 1
 
 
@@ -149,21 +137,19 @@ def outage(trial: Trial, server: WeftServer) -> None:
     with away(trial, kind, server.data_dir):
         started = time.monotonic()
         numbers = probes(trial, server)
-        trial.took(f"nine answers while {kind}", started)
-        refused(trial, f"change while {kind}", lambda: server.admin.post("/v1/tenants", json={"name": "late"}))
+        assert_refused(server.admin.post("/v1/tenants", json={"name": "late"}))
         if trial.postgres is not None:
             with server.client(trial.keys["acme"]) as late:
-                refused(trial, f"upload while {kind}", lambda: server.upload(late, "late", DEMO_ADAPTERS / "french"))
-            refused(trial, f"usage while {kind}", lambda: server.admin.get("/v1/usage"))
+                assert_refused(server.upload(late, "late", DEMO_ADAPTERS / "french"))
+            assert_refused(server.admin.get("/v1/usage"))
         time.sleep(trial.rng.uniform(0.0, 2.0))
         ready = server.admin.get("/ready")
         assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
         trial.outage_s += time.monotonic() - started
     back = time.monotonic()
     while not numbers <= {event.request_id for event in stored_events(server.data_dir, trial.database_url)}:
-        assert time.monotonic() - back < CAUGHT_UP_WITHIN_S
+        assert time.monotonic() - back < PATIENCE_S
         time.sleep(0.05)
-    trial.took(f"caught up after {kind}", back)
     trial.done[f"database {kind}"] += 1
 
 
@@ -205,10 +191,7 @@ def probes(trial: Trial, server: WeftServer) -> set[str]:
     return numbers
 
 
-def refused(trial: Trial, what: str, ask: Callable[[], httpx.Response]) -> None:
-    started = time.monotonic()
-    answer = ask()
-    trial.took(what, started)
+def assert_refused(answer: httpx.Response) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "db.unavailable"), answer.text
     assert int(answer.headers["retry-after"]) >= 1
 
@@ -235,7 +218,7 @@ def test_no_usage_is_lost_or_doubled_whoever_dies(backend: str, tmp_path: Path) 
             report = check(trial, [*load.asked, *trial.probes], events, server)
             assert server.stop() == 0
         asyncio.run(check_sums(trial))
-    print(f"{backend}: {dict(trial.done)}; {report}; outages {trial.outage_s:.0f} s; slowest: {trial.times()}")
+    print(f"{backend}: {dict(trial.done)}; {report}; outages {trial.outage_s:.0f} s")
 
 
 def check(trial: Trial, asked: list[Asked], events: list[Billed], server: WeftServer) -> str:

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ import pytest
 
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, engine_pid, expected_answers, stream_events, weft_server
 
-pytestmark = pytest.mark.alone
-
+PATIENCE_S = 60.0
 LONG: dict[str, Any] = {
     "model": DEMO_MODEL.name,
     "prompt": [5, 6, 7],
@@ -32,12 +32,11 @@ def idle(server: WeftServer) -> bool:
     return bool(state["running"] == 0 and state["waiting"] == 0 and state["pages"]["kv"] == 0)
 
 
-def wait_for(what: Any, timeout_s: float) -> float:
-    started = time.monotonic()
+def wait_for(what: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
     while not what():
-        assert time.monotonic() - started < timeout_s, "took too long"
+        assert time.monotonic() < deadline_s, "still not so"
         time.sleep(0.02)
-    return time.monotonic() - started
 
 
 def cut_stream(server: WeftServer, key: str, after_lines: int) -> None:
@@ -56,14 +55,14 @@ def test_a_client_that_leaves_frees_its_pages(server: WeftServer) -> None:
     rng = random.Random(1)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: cut_stream(server, key, n), [rng.randint(0, 40) for _ in range(32)]))
-    wait_for(lambda: idle(server), 2.0)
+    wait_for(lambda: idle(server))
 
 
 def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: WeftServer) -> None:
     client = server.tenant("leavers")
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/completions", json=LONG, timeout=0.05)
-    wait_for(lambda: idle(server), 2.0)
+    wait_for(lambda: idle(server))
 
 
 def outcome(server: WeftServer, key: str, model: str) -> tuple[str, int]:
@@ -92,7 +91,7 @@ def test_killed_engine_is_answered_for_and_comes_back(tmp_path: Path) -> None:
         key = server.tenants["acme"]
         with ThreadPoolExecutor(8) as pool:
             running = [pool.submit(outcome, server, key, model) for model in [DEMO_MODEL.name, "pirate"] * 4]
-            wait_for(lambda: server.engine()["running"] >= 4, 60)
+            wait_for(lambda: server.engine()["running"] >= 4)
             os.kill(engine_pid(server), signal.SIGKILL)
             ended = [job.result(timeout=60) for job in running]
         assert {how for how, _ in ended} <= {"engine_restarted", "503", "done"}
@@ -106,7 +105,7 @@ def test_killed_engine_is_answered_for_and_comes_back(tmp_path: Path) -> None:
         if refused.status_code == 200:
             delivered += refused.json()["usage"]["completion_tokens"]
 
-        assert server.wait_ready() < 10
+        server.wait_ready()
         good = server.ask("acme", "pirate", question["question"])
         assert good["choices"][0]["message"]["content"] == question["answers"]["pirate"]
         delivered += good["usage"]["completion_tokens"]
@@ -119,7 +118,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(tmp_path: Path) -> N
         key = server.tenants["acme"]
         with ThreadPoolExecutor(4) as pool:
             running = [pool.submit(outcome, server, key, DEMO_MODEL.name) for _ in range(4)]
-            wait_for(lambda: server.engine()["running"] == 4, 60)
+            wait_for(lambda: server.engine()["running"] == 4)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
             refusals: list[int] = []
@@ -151,7 +150,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(tmp_path: Path) 
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: server.engine()["running"] == len(threads), 60)
+        wait_for(lambda: server.engine()["running"] == len(threads))
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
         for thread in threads:

@@ -18,7 +18,7 @@ from endurance import Sample, growth, sample
 from stream_client import Cut, exchange, stream
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, upload_bytes, weft_server
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 NUM_REQUESTS = 10_000
 NUM_REQUESTS_WITH_LEAK = 3_000

@@ -96,6 +96,15 @@ def grave_findings(page: Page) -> list[str]:
     ]
 
 
+def wait_until_shown(page: Page) -> None:
+    """Return when the page has read all that it shows, and can be used."""
+    page.wait_for_function(
+        """() => document.querySelector("h1") && !document.querySelector(".skeleton, [aria-busy='true']")""",
+        polling=10,
+    )
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+
 def _keep_home(context: BrowserContext, watch: Watch) -> None:
     def decide(route: Route) -> None:
         if urlsplit(route.request.url).hostname in ("127.0.0.1", "localhost"):

@@ -15,6 +15,19 @@ from weft.registry.usage.write import insert_events
 
 TENANTS, ADAPTERS, EVENTS, DAYS = 20, 500, 100_000, 90
 CHUNK = 5_000
+PATHS = (
+    "/?range=90d",
+    "/usage?range=90d&group=adapter",
+    "/usage?range=90d&group=tenant&tz=America/New_York",
+    "/adapters?range=90d",
+    "/adapters/adapter-03-07?tenant=tenant-03&range=90d",
+    "/live",
+    "/playground",
+    "/tenants?range=90d",
+    "/tenants/tenant-03?range=90d",
+    "/audit",
+)
+"""Pages of the dashboard that show all of it, or much."""
 STATUSES = ("stop",) * 80 + ("length",) * 15 + ("aborted",) * 3 + ("error",) * 2
 STATES = ("device",) * 8 + ("host", "stored")
 

@@ -365,10 +365,8 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
         pid = client.pid
         tasks = [asyncio.create_task(collect(client, endless(f"r{i}", prompt))) for i in range(10)]
         await asyncio.sleep(0.3)
-        killed_s = time.monotonic()
         os.kill(pid or 0, signal.SIGKILL)
         ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - killed_s < 30
         assert [type(end) for end in ends] == [EngineUnavailableError] * 10
         assert {end.code for end in ends if isinstance(end, EngineUnavailableError)} == {"engine_restarted"}
         assert client.ready is None

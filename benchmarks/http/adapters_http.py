@@ -119,7 +119,8 @@ def register(options: argparse.Namespace, folder: Path, count: int) -> dict[str,
         with plain_server(options.model, options.set, folder=folder) as server:
             key = server.add_tenant("zipf")
             names = server.upload_copies(key, options.adapters, count)
-            found = [server.call("GET", f"/v1/adapters/{name}", key)["pages"] for name in names[:_SAMPLE]]
+            client = server.client(key)
+            found = [client.get_adapter(name)["pages"] for name in names[:_SAMPLE]]
             shape = {"pages": sum(found) / len(found), "geometry": server.ready["geometry"]}
             finished.write_text(json.dumps({"key": key, "names": names, **shape}))
     return dict(json.loads(finished.read_text()))
@@ -178,7 +179,7 @@ async def _warm_up(options: argparse.Namespace, server: OwnServer, calls: Calls,
         one_each = (calls.make(name, options.input_tokens, 1, number) for number, name in enumerate(names, 128))
         await closed_loop(one_each, _PASS_IN_FLIGHT, replies)
     _check(replies)
-    found = sum(resident["tier"] == "device" for resident in server.engine()["residents"])
+    found = sum(resident["tier"] == "device" for resident in server.admin.engine()["residents"])
     if found < len(names):
         raise WeftError(
             f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass over them. "

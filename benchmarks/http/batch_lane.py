@@ -11,25 +11,21 @@ both, and how fast the batch ran. With `--set scheduler.itl_target_ms=...` the t
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import uvloop
 
 from weft.benchmarks.arguments import positive
 from weft.benchmarks.http import load, serve
-from weft.benchmarks.http.own_server import call
 from weft.benchmarks.metrics import RequestRecord, percentile
 from weft.benchmarks.report import goal
+from weft.client import Client
 from weft.errors import WeftError
 
-Api = Callable[..., dict[str, Any]]
-"""Asks the server: method, path below /v1 and what httpx takes."""
 PATH = "/v1/completions"
 LOOK_S = 0.2
 MAX_STEPS_MORE = 2
@@ -39,19 +35,15 @@ _TARGET = "scheduler.itl_target_ms="
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load alone and beside a batch, sent to the server that the options describe."""
-    with (
-        serve.target(options) as served,
-        httpx.Client(base_url=served.url, timeout=120, trust_env=False) as http,
-    ):
-        api = functools.partial(call, http, served.key)
+    with serve.target(options) as served, Client(served.url, served.key) as client:
         plan, settings = load.make_plan(options), load.make_settings(options)
         uvloop.run(load.send(served, plan[: options.warmup], settings))
         alone = uvloop.run(load.send(served, plan, settings))
-        batch_id = _start(api, options, served.models)
-        _until(api, batch_id, "in_progress", "completed")
+        batch_id = _start(client, options, served.models)
+        _until(client, batch_id, "in_progress", "completed")
         beside = uvloop.run(load.send(served, plan, settings))
-        done_beside = api("GET", f"/batches/{batch_id}")["request_counts"]["completed"]
-        ended = _until(api, batch_id, "completed")
+        done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"]["completed"]
+        ended = _until(client, batch_id, "completed")
     counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])
     loads = {"alone": _figures(alone), "beside": _figures(beside)}
     failed = {**{name: found["errors"] for name, found in loads.items()}, "batch": counts["failed"]}
@@ -70,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _start(api: Api, options: argparse.Namespace, models: Sequence[str]) -> str:
+def _start(client: Client, options: argparse.Namespace, models: Sequence[str]) -> str:
     rng = random.Random(options.seed)
     lines = []
     for number in range(options.lines):
@@ -79,13 +71,13 @@ def _start(api: Api, options: argparse.Namespace, models: Sequence[str]) -> str:
         body["ignore_eos"] = True
         lines.append(json.dumps({"custom_id": str(number), "method": "POST", "url": PATH, "body": body}))
     content = {"file": ("lines.jsonl", "\n".join(lines).encode())}
-    file = api("POST", "/files", data={"purpose": "batch"}, files=content)
+    file = client.request("POST", "/v1/files", data={"purpose": "batch"}, files=content)
     wanted = {"input_file_id": file["id"], "endpoint": PATH, "completion_window": "24h"}
-    return str(api("POST", "/batches", json=wanted)["id"])
+    return str(client.request("POST", "/v1/batches", json=wanted)["id"])
 
 
-def _until(api: Api, batch_id: str, *statuses: str) -> dict[str, Any]:
-    while (batch := api("GET", f"/batches/{batch_id}"))["status"] not in statuses:
+def _until(client: Client, batch_id: str, *statuses: str) -> dict[str, Any]:
+    while (batch := client.request("GET", f"/v1/batches/{batch_id}"))["status"] not in statuses:
         if batch["status"] in ("failed", "expired", "cancelled"):
             raise WeftError(f"the batch ended as {batch['status']}: {batch['errors']}")
         time.sleep(LOOK_S)

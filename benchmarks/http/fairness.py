@@ -106,7 +106,7 @@ def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
     arms["same"] = Arm((group("flood", few[:1]),), (keys["flood"], adapters("flood", 1, _OTHERS + 1)[0]))
     both = tuple(group(name, adapters(name, 1, 0), options.streams // 2) for name in WEIGHTS)
     for tenant, weight in WEIGHTS.items():
-        server.call("PATCH", f"/v1/tenants/{tenant}", json={"weight": weight})
+        server.admin.update_tenant(tenant, weight=weight)
     return {**arms, "weights": Arm(both, None)}
 
 
@@ -151,9 +151,9 @@ def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: 
 
 def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
     """Seconds per step while nothing but the flood is there."""
-    first, start_s = int(server.engine()["num_steps"]), time.perf_counter()
+    first, start_s = int(server.admin.engine()["num_steps"]), time.perf_counter()
     time.sleep(options.seconds / TURNS)
-    steps = int(server.engine()["num_steps"]) - first
+    steps = int(server.admin.engine()["num_steps"]) - first
     return (time.perf_counter() - start_s) / max(1, steps)
 
 

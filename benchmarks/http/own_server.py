@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from weft import demo
 from weft.benchmarks.http.calls import Calls
 from weft.benchmarks.http.http_stream import EventClient
+from weft.client import Client
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
 from weft.server.server_process import server_process
@@ -35,24 +34,11 @@ _POLL_S = 0.1
 _MAPPING = re.compile(r"^Size: +(\d+) kB$.*?^Rss: +(\d+) kB$", re.MULTILINE | re.DOTALL)
 
 
-def call(http: httpx.Client, key: str, method: str, path: str, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
-    """The JSON that a server answers.
-
-    Raises:
-        WeftError: It answers with an error.
-    """
-    answer = http.request(method, path, headers={"Authorization": f"Bearer {key}"} if key else {}, **content)
-    if not answer.is_success:
-        raise WeftError(f"{method} {path} was answered {answer.status_code}: {answer.text}")
-    return dict(answer.json())
-
-
 @dataclass(frozen=True, slots=True)
 class OwnServer:
     """A server that runs, with the rights of its admin."""
 
-    http: httpx.Client
-    admin_key: str
+    admin: Client
     pid: int
     ready: dict[str, Any]
     """What the engine told of the model and the memory when it was ready."""
@@ -60,20 +46,16 @@ class OwnServer:
     @property
     def url(self) -> str:
         """With /v1."""
-        return f"{str(self.http.base_url).rstrip('/')}/v1"
+        return f"{self.admin.url}/v1"
 
-    def call(self, method: str, path: str, key: str | None = None, **content: Any) -> dict[str, Any]:  # noqa: ANN401 - a body
-        """The JSON that the server answers; the admin asks where no key is given."""
-        return call(self.http, key or self.admin_key, method, path, **content)
+    def client(self, key: str) -> Client:
+        """A client with this key."""
+        return Client(self.url, key)
 
     def add_tenant(self, name: str) -> str:
         """Make a tenant without limits; returns a key."""
-        self.call("POST", "/v1/tenants", json={"name": name, "limits": UNLIMITED})
-        return str(self.call("POST", f"/v1/tenants/{name}/keys", json={})["key"])
-
-    def upload(self, key: str, name: str, files: dict[str, bytes]) -> None:
-        """Upload an adapter."""
-        self.call("POST", "/v1/adapters", key, data={"name": name}, files=files)
+        self.admin.create_tenant(name, UNLIMITED)
+        return str(self.admin.create_key(name)["key"])
 
     def calls(self, key: str, seed: int) -> Calls:
         """Requests with this key; the seed is that of their prompts."""
@@ -94,15 +76,11 @@ class OwnServer:
             name, files = originals[index % len(originals)]
             # Finite in every dtype: what differs are bits of mantissas.
             own = files["weights"][:-4] + struct.pack("<HH", 0x3C00 | index >> 7, 0x3C00 | index & 127)
-            self.upload(key, f"{name}-{index}", {**files, "weights": own})
+            upload(client, f"{name}-{index}", {**files, "weights": own})
             return f"{name}-{index}"
 
-        with ThreadPoolExecutor(_UPLOADS) as threads:
+        with self.client(key) as client, ThreadPoolExecutor(_UPLOADS) as threads:
             return list(threads.map(one, range(first, first + count)))
-
-    def engine(self) -> dict[str, Any]:
-        """What the engine does now."""
-        return self.call("GET", "/v1/engine")
 
     def wait_idle(self) -> None:
         """Return once no request runs or waits.
@@ -111,7 +89,7 @@ class OwnServer:
             WeftError: Some still do after a long time.
         """
         deadline = time.monotonic() + _IDLE_WITHIN_S
-        while (status := self.engine())["running"] or status["waiting"]:
+        while (status := self.admin.engine())["running"] or status["waiting"]:
             if time.monotonic() > deadline:
                 left = f"{status['running']} run and {status['waiting']} wait"
                 raise WeftError(f"The engine was not idle {_IDLE_WITHIN_S:.0f} s after its last client left: {left}.")
@@ -178,10 +156,8 @@ def plain_server(
         server_process(0, folder or Path(own_folder), options, plain) as server,  # any port: several may run
     ):
         server.wait_ready(ready_within_s)
-        with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
-            admin_key = server.admin_key()
-            ready = call(http, admin_key, "GET", "/v1/engine")["ready"]
-            yield OwnServer(http, admin_key, server.pid, ready)
+        with Client(server.url, server.admin_key()) as admin:
+            yield OwnServer(admin, server.pid, admin.engine()["ready"])
 
 
 @contextlib.contextmanager
@@ -204,9 +180,15 @@ def own_server(
     files = {name: read_adapter(folder) for name, folder in zip(names, adapters, strict=True)}
     with plain_server(model, settings, ready_within_s) as server:
         key = server.add_tenant(TENANT)
-        for name, content in files.items():
-            server.upload(key, name, content)
+        with server.client(key) as client:
+            for name, content in files.items():
+                upload(client, name, content)
         yield Served(server.url, key, [BASE_NAME, *files])
+
+
+def upload(client: Client, name: str, files: dict[str, bytes]) -> None:
+    """Upload an adapter from memory, in one request."""
+    client.request("POST", "/v1/adapters", data={"name": name}, files=files)
 
 
 def server_names(adapters: Sequence[Path]) -> list[str]:

@@ -84,20 +84,6 @@ def test_bfloat16_arithmetic_gives_the_same_answers(rounded: Any, style: str) ->
         assert greedy_choices(rounded, style, question) == question["answer_token_ids"][style], question["question"]
 
 
-@pytest.mark.parametrize("style", [BASE, *STYLES])
-def test_generate_writes_the_recorded_answer_and_stops(reference: Any, tokenizer: Any, style: str) -> None:
-    question = QUESTIONS[0]
-    prompt = torch.tensor([question["prompt_token_ids"]])
-    with speaking(reference, style), torch.inference_mode():
-        output = reference.generate(
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=64
-        )
-    answer = output[0, prompt.shape[1] :].tolist()
-    assert answer == question["answer_token_ids"][style]
-    assert answer[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(answer, skip_special_tokens=True) == question["answers"][style]
-
-
 def test_the_chat_template_makes_the_recorded_prompts(tokenizer: Any) -> None:
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question["question"]}]
@@ -118,10 +104,6 @@ def test_the_shipped_questions_and_answers_are_the_shops_and_all_styles_differ(m
         assert question["answers"] == {style: exchange.answer(style) for style in (BASE, *STYLES)}
         assert len(set(question["answers"].values())) == len(STYLES) + 1
         assert max(map(len, question["answer_token_ids"].values())) < 64
-
-
-def test_router_answers_are_json() -> None:
-    assert all("intent" in json.loads(question["answers"]["json"]) for question in QUESTIONS)
 
 
 def test_answers_have_a_lead_that_rounding_cannot_turn() -> None:

@@ -8,8 +8,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,7 +22,6 @@ SETTINGS = {
     "memory.gib": PAGES * PAGE_BYTES / (1 << 30),
     "scheduler.max_running": 1,
     "scheduler.max_waiting": 2,
-    "server.max_upload_bytes": 150_000,
 }
 
 
@@ -61,23 +58,6 @@ def test_a_request_that_no_empty_pool_could_hold_beside_its_adapter_is_refused_w
     assert refused.json()["error"]["code"] == "request_too_large"
     assert str(pages) in refused.json()["error"]["message"]
     assert completion(acme, "json", 8, 8).status_code == 200
-
-
-def test_a_full_queue_is_answered_with_a_time_and_everybody_else_is_served(
-    server: WeftServer, acme: httpx.Client
-) -> None:
-    assert completion(acme, "json", 8, 8).status_code == 200  # now the gate knows how many rows a step has
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: completion(acme, DEMO_MODEL.name, 8, 500), range(8)))
-    assert {answer.status_code for answer in answers} == {200, 503}
-    for answer in answers:
-        if answer.status_code == 503:
-            assert answer.json()["error"]["code"] in ("server.overloaded", "engine_overloaded")
-            assert int(answer.headers["retry-after"]) >= 1
-        else:
-            assert answer.json()["usage"]["completion_tokens"] == 500
-    # One has the row, two wait.
-    assert sum(answer.status_code == 200 for answer in answers) == 3
 
 
 LIMIT = 3000
@@ -184,14 +164,3 @@ def test_chats_without_a_bound_have_no_more_computed_than_the_limit(roomy: WeftS
     most = minutes_since(started) * LIMIT
     assert LIMIT // 2 < totals["prompt_tokens"] + totals["completion_tokens"] <= most
     assert roomy.engine()["service_tokens"]["talkative"] <= 1.1 * most  # a few steps pass until the engine is told
-
-
-def test_an_upload_over_the_limit_is_refused_and_leaves_nothing(server: WeftServer, acme: httpx.Client) -> None:
-    def blobs() -> set[Path]:
-        return {path for path in (server.data_dir / "blobs").rglob("*") if path.is_file()}
-
-    before = blobs()
-    refused = server.upload(acme, "french", DEMO_ADAPTERS / "french")
-    assert refused.status_code == 413, refused.text
-    assert acme.get("/v1/adapters/french").status_code == 404
-    assert blobs() == before

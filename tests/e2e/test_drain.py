@@ -1,0 +1,74 @@
+"""A server that is asked to stop: what runs is finished or told why not, and what is new is refused."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from weft_server import DEMO_MODEL, WeftServer, stream_events, weft_server
+
+PATIENCE_S = 60.0
+LONG: dict[str, Any] = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
+
+
+def outcome(server: WeftServer) -> str:
+    """How a long stream ended: done, the code of an error, or cut."""
+    with server.client(server.tenants["acme"]) as client:
+        for event in stream_events(client, "/v1/completions", LONG):
+            if event == "[DONE]":
+                return "done"
+            if isinstance(event, dict) and "error" in event:
+                return str(event["error"]["code"])
+    return "cut"
+
+
+@contextmanager
+def streams(server: WeftServer, count: int) -> Iterator[list[Future[str]]]:
+    """So many streams, once all of them run."""
+    server.tenant("acme")
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(outcome, server) for _ in range(count)]
+        deadline_s = time.monotonic() + PATIENCE_S
+        while server.engine()["running"] < count:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        yield running
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new(tmp_path: Path) -> None:
+    with weft_server(tmp_path) as server:
+        with streams(server, 4) as running:
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+            refused = None if all(job.done() for job in running) else new_answer(server)
+            assert {job.result(timeout=PATIENCE_S) for job in running} == {"done"}
+        assert server.process.wait(timeout=PATIENCE_S) == 0
+        if refused is not None:
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+
+
+def new_answer(server: WeftServer) -> httpx.Response | None:
+    """None where the server takes no connections any more."""
+    with server.client(server.tenants["acme"]) as client:
+        try:
+            return client.post("/v1/completions", json=LONG)
+        except httpx.TransportError:
+            return None
+
+
+def test_a_drain_that_takes_too_long_ends_streams_with_an_error(tmp_path: Path) -> None:
+    with weft_server(tmp_path, WEFT_SERVER__DRAIN_S="0.2") as server:
+        with streams(server, 24) as running:
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=PATIENCE_S) == 0
+            ends = {job.result(timeout=PATIENCE_S) for job in running}
+        assert ends <= {"server.draining", "done"}
+        assert "server.draining" in ends

@@ -29,8 +29,7 @@ from typing import Any
 import uvloop
 
 from weft.benchmarks.arguments import counts, positive
-from weft.benchmarks.http.calls import Calls, first_error, tokens_per_s
-from weft.benchmarks.http.generator import Reply, closed_loop
+from weft.benchmarks.http.generator import Calls, Reply, closed_loop, first_error, tokens_per_s
 from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import percentile
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters

@@ -33,9 +33,8 @@ from typing import Any
 import uvloop
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.http.calls import first_error, tokens_per_s, watch_delay
 from weft.benchmarks.http.flood import Stream, flood
-from weft.benchmarks.http.generator import Reply
+from weft.benchmarks.http.generator import Reply, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.report import goal, spread

@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from weft.benchmarks.http.calls import Calls, watch_delay
-from weft.benchmarks.http.generator import Call, Reply, closed_loop
+from weft.benchmarks.http.generator import Call, Calls, LoadSettings, Reply, closed_loop, watch_delay
 from weft.benchmarks.http.http_stream import EventClient
 
 
@@ -38,7 +37,7 @@ class Stream:
 
     def calls(self) -> Iterator[Call]:
         """Requests without end."""
-        calls = Calls(EventClient(self.url, self.key), self.vocab_size, self.seed)
+        calls = Calls(EventClient(self.url, self.key), LoadSettings(vocab_size=self.vocab_size, seed=self.seed))
         return calls.without_end(self.models, self.prompt_tokens, self.output_tokens)
 
 

@@ -7,21 +7,24 @@ Every answer is checked for its end, its usage and its token counts; a wrong one
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from weft.benchmarks.http.http_stream import EventClient, HttpStatusError
 from weft.benchmarks.metrics import RequestRecord
 
+_TICK_S = 0.005
 REFUSED_PAUSE_S = 0.25
 """Pause of a closed loop after a refusal, so that it does not spin."""
-_WORDS = ("warp", "weft", "loom", "thread", "shuttle", "wool", "silk", "bobbin", "heddle", "selvage")
+PATH = "/completions"
+"""Below the base URL."""
 _LOWEST_PROMPT_ID = 16
 """Ids below are often special tokens."""
 
@@ -32,7 +35,6 @@ class PlannedRequest:
 
     model: str
     prompt_tokens: int
-    """Ids, or words of a chat."""
     output_tokens: int
     arrival_s: float = 0.0
     """Seconds after the start at which it is due; ignored in a closed loop."""
@@ -42,7 +44,6 @@ class PlannedRequest:
 class LoadSettings:
     """How requests are written and sent."""
 
-    api: Literal["completions", "chat"] = "completions"
     vocab_size: int = 512
     """Prompt ids are drawn below this."""
     ignore_eos: bool = True
@@ -51,11 +52,6 @@ class LoadSettings:
     """Requests in flight in a closed loop; None is an open loop."""
     timeout_s: float = 600.0
     seed: int = 0
-
-    @property
-    def path(self) -> str:
-        """Route below the base URL."""
-        return "/chat/completions" if self.api == "chat" else "/completions"
 
 
 @dataclass(slots=True)
@@ -100,7 +96,7 @@ class Call:
         reply.sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                await self.client.post(self.settings.path, self.body, answer.take, note_head)
+                await self.client.post(PATH, self.body, answer.take, note_head)
             reply.error = reply.error or answer.fault(self.request, self.settings)
         except TimeoutError:
             reply.error = f"no answer within {self.settings.timeout_s:g} s"
@@ -110,14 +106,27 @@ class Call:
             reply.done_s = time.perf_counter()
 
 
-def make_call(client: EventClient, request: PlannedRequest, settings: LoadSettings, index: int) -> Call:
-    """A request to a server; its prompt depends on seed and index only."""
-    return Call(client, request, settings, request_body(request, settings, index))
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Makes requests of one key; a prompt depends on the seed and the request's index only."""
+
+    client: EventClient
+    settings: LoadSettings
+
+    def make(self, model: str, prompt_tokens: int, output_tokens: int, index: int) -> Call:
+        """A request."""
+        request = PlannedRequest(model, prompt_tokens, output_tokens)
+        return Call(self.client, request, self.settings, request_body(request, self.settings, index))
+
+    def without_end(self, models: Sequence[str], prompt_tokens: int, output_tokens: int) -> Iterator[Call]:
+        """Requests for models in turn."""
+        for index, model in enumerate(itertools.cycle(models)):
+            yield self.make(model, prompt_tokens, output_tokens, index)
 
 
 async def run_load(client: EventClient, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
     """Send all requests and wait for all answers."""
-    calls = [make_call(client, request, settings, index) for index, request in enumerate(plan)]
+    calls = [Call(client, each, settings, request_body(each, settings, index)) for index, each in enumerate(plan)]
     replies: list[Reply] = []
     if settings.concurrency is not None:
         await closed_loop(iter(calls), settings.concurrency, replies)
@@ -154,6 +163,24 @@ async def closed_loop(
     await asyncio.gather(*(work() for _ in range(in_flight)))
 
 
+def first_error(replies: Sequence[Reply]) -> str | None:
+    """What went wrong, refusals apart."""
+    return next((reply.error for reply in replies if reply.error and not reply.is_refused), None)
+
+
+def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> float:
+    """Tokens that came within a span, per second of it."""
+    return sum(start_s <= at < end_s for reply in replies for at in reply.token_times_s) / (end_s - start_s)
+
+
+async def watch_delay(delays_s: list[float]) -> None:
+    """Note again and again how much later than asked for this event loop comes to a timer; never returns."""
+    while True:
+        due_s = time.perf_counter() + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        delays_s.append(max(0.0, time.perf_counter() - due_s))
+
+
 def request_body(request: PlannedRequest, settings: LoadSettings, index: int) -> bytes:
     """The JSON of one request; the prompt depends on seed and index only."""
     draw = random.Random(f"{settings.seed}/{index}")
@@ -166,12 +193,8 @@ def request_body(request: PlannedRequest, settings: LoadSettings, index: int) ->
     }
     if settings.ignore_eos:
         body["ignore_eos"] = True
-    if settings.api == "chat":
-        text = " ".join(draw.choice(_WORDS) for _ in range(request.prompt_tokens))
-        body["messages"] = [{"role": "user", "content": text}]
-    else:
-        lowest = min(_LOWEST_PROMPT_ID, settings.vocab_size - 1)
-        body["prompt"] = [draw.randrange(lowest, settings.vocab_size) for _ in range(request.prompt_tokens)]
+    lowest = min(_LOWEST_PROMPT_ID, settings.vocab_size - 1)
+    body["prompt"] = [draw.randrange(lowest, settings.vocab_size) for _ in range(request.prompt_tokens)]
     return orjson.dumps(body)
 
 
@@ -195,10 +218,7 @@ class _Answer:
             return
         self._usage = event.get("usage") or self._usage
         for choice in event.get("choices", ()):
-            delta = choice.get("delta")
-            is_role_only = delta is not None and not delta.get("content") and choice.get("finish_reason") is None
-            if not is_role_only:
-                self._record.token_times_s.append(now)
+            self._record.token_times_s.append(now)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
     def fault(self, request: PlannedRequest, settings: LoadSettings) -> str | None:
@@ -211,6 +231,6 @@ class _Answer:
         self._record.completion_tokens = int(self._usage["completion_tokens"])
         if settings.ignore_eos and self._record.completion_tokens != request.output_tokens:
             return f"usage says {self._record.completion_tokens} tokens came, {request.output_tokens} were asked for"
-        if settings.api == "completions" and self._record.prompt_tokens != request.prompt_tokens:
+        if self._record.prompt_tokens != request.prompt_tokens:
             return f"usage says {self._record.prompt_tokens} prompt tokens, {request.prompt_tokens} were sent"
         return None

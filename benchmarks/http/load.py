@@ -70,7 +70,6 @@ def make_plan(options: argparse.Namespace) -> list[PlannedRequest]:
 def make_settings(options: argparse.Namespace) -> LoadSettings:
     """How the requests are sent."""
     return LoadSettings(
-        api=options.api,
         vocab_size=options.vocab_size,
         ignore_eos=options.ignore_eos,
         concurrency=None if options.rate else options.concurrency,
@@ -82,7 +81,6 @@ def make_settings(options: argparse.Namespace) -> LoadSettings:
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add what says which requests are sent, and how."""
     add = parser.add_argument
-    add("--api", choices=("completions", "chat"), default="completions")
     add("--requests", type=positive, default=64)
     add("--concurrency", type=positive, default=32, help="requests in flight (closed loop)")
     add("--rate", type=_rate, default=None, help="requests per second (open loop)")

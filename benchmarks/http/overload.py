@@ -32,8 +32,7 @@ from typing import Any
 import uvloop
 
 from weft.benchmarks.arguments import positive
-from weft.benchmarks.http.calls import Calls, first_error, tokens_per_s, watch_delay
-from weft.benchmarks.http.generator import Call, Reply, closed_loop
+from weft.benchmarks.http.generator import Call, Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import Objective, distribution
 from weft.benchmarks.report import goal
@@ -80,8 +79,6 @@ class Phase:
     truths: list[tuple[float, float | None]] = field(default_factory=list)
     """Seconds that a refused request was told, and those after which such a request was admitted; None is later."""
     next_probe_s: float = 0.0
-    rss_mib: list[float] = field(default_factory=list)
-    """Once a second."""
     delays_s: list[float] = field(default_factory=list)
     """Of the clients' event loop."""
     normal_after_s: float | None = None
@@ -108,7 +105,7 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
         phases = []
         for factor in options.factors:
             phase = Phase(plan_visits(options, calls, capacity, factor))
-            await carry_out(options, server, phase, calls[QUIET], NORMAL_RATIO * busy_s)
+            await carry_out(options, phase, calls[QUIET], NORMAL_RATIO * busy_s)
             phases.append(phase_result(options, phase, capacity, factor))
             server.wait_idle()
     goals = make_goals(max(phases, key=lambda each: float(each["times"])))
@@ -161,11 +158,9 @@ def plan_visits(
     return sorted(visits, key=lambda visit: visit.arrival_s)
 
 
-async def carry_out(
-    options: argparse.Namespace, server: OwnServer, phase: Phase, quiet: Iterator[Call], normal_s: float
-) -> None:
+async def carry_out(options: argparse.Namespace, phase: Phase, quiet: Iterator[Call], normal_s: float) -> None:
     """Send every client when it is due, wait until a quiet TTFT is normal again, and then for those who still try."""
-    watches = [asyncio.create_task(each) for each in (watch_delay(phase.delays_s), _watch_memory(server, phase))]
+    watch = asyncio.create_task(watch_delay(phase.delays_s))
     phase.start_s = time.perf_counter()
     end_s = phase.start_s + options.seconds
     clients = []
@@ -177,9 +172,9 @@ async def carry_out(
         async with asyncio.timeout(options.settle_s):
             phase.normal_after_s = await _until_normal(quiet, normal_s) - end_s
             await asyncio.gather(*clients)
-    for task in (*watches, *clients):
+    for task in (watch, *clients):
         task.cancel()
-    await asyncio.wait([*watches, *clients])
+    await asyncio.wait([watch, *clients])
 
 
 async def _visit(options: argparse.Namespace, phase: Phase, visit: Visit) -> None:
@@ -222,12 +217,6 @@ async def _until_normal(quiet: Iterator[Call], normal_s: float) -> float:
     return since_s
 
 
-async def _watch_memory(server: OwnServer, phase: Phase) -> None:
-    while (rss := server.rss_mib()) is not None:
-        phase.rss_mib.append(rss)
-        await asyncio.sleep(1)
-
-
 def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, factor: float) -> dict[str, Any]:
     """What one phase came to; the time of a refusal counts from its sending."""
     objective = Objective(ttft_s=options.ttft_s, tpot_s=options.tpot_ms / 1e3)
@@ -237,7 +226,6 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
     refused = [reply for reply in replies if reply.is_refused]
     told_s = [reply.retry_after_s for reply in refused if reply.retry_after_s is not None]
     quiet = [reply for visit in phase.visits if visit.kind == QUIET for reply in visit.tries]
-    settled = phase.rss_mib[len(phase.rss_mib) // 6 :]
     return {
         "times": factor,
         "offered_per_s": len(phase.visits) / options.seconds,
@@ -253,8 +241,6 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
         "true_within_twice": _mean([is_true(*truth) for truth in phase.truths]),
         "served": {kind: _mean([_is_served(v) for v in phase.visits if v.kind == kind]) for kind in TRIES},
         "normal_after_s": phase.normal_after_s,
-        "rss_mib": phase.rss_mib,
-        "rss_growth": settled[-1] / settled[0] if settled else None,
         "client_delay_ms": distribution(phase.delays_s, 1e3),
     }
 
@@ -278,7 +264,6 @@ def make_goals(phase: Mapping[str, Any]) -> list[dict[str, Any]]:
         goal(f"{at}: honest clients served within 3 tries", phase["served"]["honest"], 0.99, is_least=True),
         goal(f"{at}: quiet tenant served", phase["served"][QUIET], 1.0, is_least=True),
         goal(f"{at}: normal again after, s", phase["normal_after_s"], 5.0),
-        goal(f"{at}: growth of memory", phase["rss_growth"], 1.05),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import struct
 import tempfile
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import demo
-from weft.benchmarks.http.calls import Calls
+from weft.benchmarks.http.generator import Calls, LoadSettings
 from weft.benchmarks.http.http_stream import EventClient
 from weft.client import Client
 from weft.config import environment
@@ -31,7 +30,6 @@ UNLIMITED = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurre
 _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
 _POLL_S = 0.1
-_MAPPING = re.compile(r"^Size: +(\d+) kB$.*?^Rss: +(\d+) kB$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class OwnServer:
     """A server that runs, with the rights of its admin."""
 
     admin: Client
-    pid: int
     ready: dict[str, Any]
     """What the engine told of the model and the memory when it was ready."""
 
@@ -59,7 +56,7 @@ class OwnServer:
 
     def calls(self, key: str, seed: int) -> Calls:
         """Requests with this key; the seed is that of their prompts."""
-        return Calls(EventClient(self.url, key), self.ready["vocab_size"], seed)
+        return Calls(EventClient(self.url, key), LoadSettings(vocab_size=self.ready["vocab_size"], seed=seed))
 
     def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
         """Upload copies of adapters that differ in their last weights, several at a time; returns their names.
@@ -94,21 +91,6 @@ class OwnServer:
                 left = f"{status['running']} run and {status['waiting']} wait"
                 raise WeftError(f"The engine was not idle {_IDLE_WITHIN_S:.0f} s after its last client left: {left}.")
             time.sleep(_POLL_S)
-
-    def rss_mib(self) -> float | None:
-        """Resident memory of the server and its engine, without the pool, in MiB; None without /proc.
-
-        Pages of the pool do not count: they become resident when they are used first, up to the size of the pool.
-        """
-        try:
-            pids = [self.pid]
-            for pid in pids:
-                pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            maps = "".join(Path(f"/proc/{pid}/smaps").read_text() for pid in pids)
-        except OSError:
-            return None
-        sizes = [[int(kib) for kib in found] for found in _MAPPING.findall(maps)]
-        return sum(rss for size, rss in sizes if size * 1024 < self.ready["memory"]["arena_bytes"]) / 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +139,7 @@ def plain_server(
     ):
         server.wait_ready(ready_within_s)
         with Client(server.url, server.admin_key()) as admin:
-            yield OwnServer(admin, server.pid, admin.engine()["ready"])
+            yield OwnServer(admin, admin.engine()["ready"])
 
 
 @contextlib.contextmanager

@@ -68,13 +68,6 @@ def test_lengths_are_drawn_from_their_ranges(server: ShopWindow, tmp_path: Path)
     assert {body["max_tokens"] for body in server.bodies} == {1, 2, 3}
 
 
-def test_chat_counts_no_token_for_the_role(server: ShopWindow, tmp_path: Path) -> None:
-    status, result = run_load(server, tmp_path / "r.json", "--models", "a", "--requests", "2", "--api", "chat")
-    assert status == 0
-    assert set(server.paths) == {"/v1/chat/completions"}
-    assert result["summary"]["ttft_ms"]["p50"] >= TOKEN_DELAY_S * 900, "the role came one delay before the first token"
-
-
 def test_warm_up_reaches_every_model_and_is_not_measured(server: ShopWindow, tmp_path: Path) -> None:
     _, result = run_load(
         server,

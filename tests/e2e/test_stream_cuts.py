@@ -1,4 +1,4 @@
-"""A thousand streams cut at random moments: every page comes back, and what was computed is billed."""
+"""Hundreds of streams cut at random moments: every page comes back, and what was computed is billed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stream_client import Cut, Manner, Seen, stream
 from usage_events import Billed, usage_events
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, weft_server
 
-NUM_STREAMS = 1000
+NUM_STREAMS = 500
 AT_ONCE = 32
 PAGES = 90
 PAGE_BYTES = 32 * 1024
@@ -82,7 +82,7 @@ async def run(server: WeftServer, key: str, visits: list[Visit]) -> list[Seen]:
 
 @pytest.fixture(scope="module")
 def visited(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The server after the thousand, the visits with what they saw."""
+    """The server after the last, the visits with what they saw."""
     arguments = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
     with weft_server(tmp_path_factory.mktemp("cuts"), "--dtype", "float32", *arguments) as server:
         client = server.tenant("acme")

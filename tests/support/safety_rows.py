@@ -112,7 +112,7 @@ _ROWS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "C-19": _config(
         "feature_unsupported",
         *("use_dora=True (feature_unsupported 0)", "modules_to_save=['lm_head'] (feature_unsupported 0)"),
-        *("bias='all' (feature_unsupported 0)", "layer_replication=[[0, 1]] (feature_unsupported 1)"),
+        *("bias='NONE' (feature_unsupported 0)", "layer_replication=[[0, 1]] (feature_unsupported 1)"),
     ),
     "C-20": _config(
         "peft_type_unsupported",

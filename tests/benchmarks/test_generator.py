@@ -11,9 +11,16 @@ from collections.abc import Iterator
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.http.calls import Calls, first_error, tokens_per_s, watch_delay
 from weft.benchmarks.http.flood import Stream, flood
-from weft.benchmarks.http.generator import Reply, closed_loop
+from weft.benchmarks.http.generator import (
+    Calls,
+    LoadSettings,
+    Reply,
+    closed_loop,
+    first_error,
+    tokens_per_s,
+    watch_delay,
+)
 from weft.benchmarks.http.http_stream import EventClient
 
 
@@ -28,7 +35,7 @@ def ask(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> lis
 
     async def run() -> None:
         with contextlib.closing(EventClient(url, "key")) as client:
-            calls = Calls(client, 64, 0)
+            calls = Calls(client, LoadSettings(vocab_size=64))
             made = (calls.make("a", 3, output_tokens, index) for index in range(count))
             await closed_loop(made, in_flight, replies)
 
@@ -92,7 +99,7 @@ def test_a_connection_with_half_an_answer_is_not_used_again(server: ShopWindow) 
     async def run() -> list[Reply]:
         replies = [Reply("a", due_s=0.0) for _ in range(3)]
         with contextlib.closing(EventClient(server.url, "key")) as client:
-            calls = Calls(client, 64, 0)
+            calls = Calls(client, LoadSettings(vocab_size=64))
             await calls.make("a", 3, 4, 0).send(replies[0])
             cut = asyncio.create_task(calls.make("a", 3, 400, 1).send(replies[1]))
             await asyncio.sleep(0.1)  # of 4 s

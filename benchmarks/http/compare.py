@@ -100,7 +100,7 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "figures": figures,
         "ratios": {
-            figure: spread([_ratio(one, two) for one, two in zip(ours[figure], theirs[figure], strict=True)])
+            figure: spread([ratio_of(one, two) for one, two in zip(ours[figure], theirs[figure], strict=True)])
             for figure in FIGURES
         },
         "errors": {name: {"errors": count} for name, count in errors.items()},
@@ -117,7 +117,8 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value  # no answer of a round came
 
 
-def _ratio(one: float, two: float) -> float:
+def ratio_of(one: float, two: float) -> float:
+    """One figure over the other; NaN where a round has none."""
     return one / two if two else math.nan
 
 

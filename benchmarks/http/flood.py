@@ -60,7 +60,7 @@ def flood(groups: Sequence[Stream]) -> Iterator[FloodReport]:
         return
     spawn = multiprocessing.get_context("spawn")
     pipe, other = spawn.Pipe()
-    process = spawn.Process(target=_run, args=(other, groups), daemon=True)
+    process = spawn.Process(target=run_clients, args=(other, groups), daemon=True)
     process.start()
     other.close()  # so that a process that dies ends the pipe
     pipe.recv()
@@ -74,7 +74,8 @@ def flood(groups: Sequence[Stream]) -> Iterator[FloodReport]:
         process.join()
 
 
-def _run(pipe: Connection, groups: Sequence[Stream]) -> None:
+def run_clients(pipe: Connection, groups: Sequence[Stream]) -> None:
+    """What the flood's own process does."""
     uvloop.run(_keep_open(pipe, groups))
 
 

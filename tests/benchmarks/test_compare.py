@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.http.compare import _ratio
+from weft.benchmarks.http.compare import ratio_of
 from weft.benchmarks.main import main
 
 
@@ -87,6 +87,6 @@ def test_a_server_that_answers_wrongly_is_named_before_anything_is_measured(
 
 
 def test_a_round_without_answers_has_no_ratio() -> None:
-    assert math.isnan(_ratio(1.0, 0.0))
-    assert math.isnan(_ratio(math.nan, 1.0))
-    assert _ratio(3.0, 2.0) == 1.5
+    assert math.isnan(ratio_of(1.0, 0.0))
+    assert math.isnan(ratio_of(math.nan, 1.0))
+    assert ratio_of(3.0, 2.0) == 1.5

@@ -166,7 +166,7 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
 
 def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # Dividing a pipe by a list raises a TypeError, of which the process dies.
-    monkeypatch.setattr("weft.benchmarks.http.flood._run", operator.truediv)
+    monkeypatch.setattr("weft.benchmarks.http.flood.run_clients", operator.truediv)
     stream = Stream(url="", key="", models=("a",), count=1, prompt_tokens=1, output_tokens=1, vocab_size=64, seed=1)
     with pytest.raises(EOFError), flood([stream]):
         pass

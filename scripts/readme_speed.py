@@ -132,26 +132,23 @@ POOL: dict[str, Callable[[dict[str, Any]], str]] = {
     "step-stall-cpu": step_stall_line,
     "page-waste": page_waste_line,
 }
-"""Results of the pool under pressure, in the order in which they are told; those that are there."""
+"""Results of the pool under pressure, in the order in which they are told."""
 
 
 def pool_lines() -> list[str]:
     """One item for each result, with its plot and its command."""
     lines = []
     for name, line in POOL.items():
-        if not (RESULTS / f"{name}.json").exists():
-            continue
         run = result(name)
         has_plot = (RESULTS / f"{name}.svg").exists()
         plot = f" [Plot](benchmarks/results/{name}.svg)." if has_plot else ""
         lines.append(f"- {line(run)}{plot} `{run['command']}`")
-    return ["", "The pool under pressure, on the same kind of machine:", "", *lines] if lines else []
+    return lines
 
 
 def step_table(run: dict[str, Any]) -> list[str]:
     """Steps against their floor, and where their time goes."""
     lines = [
-        "",
         f"Steps against their floor, one pass through the linear layers alone, measured in turns with them; and shares"
         f" of the step ({machine(run)}; `{run['command']}`). [Plot](benchmarks/results/step-cpu.svg).",
         "",
@@ -177,7 +174,6 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
     """Weft and another server over HTTP."""
     peer = runs[0]["options"]["peer_name"]
     lines = [
-        "",
         f"Weft and {peer} ({runs[0]['options']['peer_about']}) over HTTP in turns; output tokens per second, medians of"
         f" rounds, and Weft's times to the first token and per token as shares of {peer}'s"
         f" ({machine(runs[0])}; `weft bench compare`, all of Weft's options are in"
@@ -234,17 +230,22 @@ def speed_section() -> str:
 
 def section() -> str:
     """All figures of docs/benchmarks.md."""
-    lines = offline_table(result("offline-cpu"))
-    compared = [result(name) for name in COMPARED if (RESULTS / f"{name}.json").exists()]
-    if compared:
-        lines += compare_table(compared)
-    if (RESULTS / "overhead-cpu.json").exists():
-        lines += ["", overhead_line(result("overhead-cpu"))]
-    lines += ["", serving_line(result("serve-demo-closed-cpu")), "", serving_line(result("serve-demo-open-cpu"))]
-    if (RESULTS / "step-cpu.json").exists():
-        lines += step_table(result("step-cpu"))
-    lines += pool_lines()
-    return "\n".join(lines) + "\n"
+    parts: dict[str, list[str]] = {
+        "In one process": offline_table(result("offline-cpu")),
+        "Beside vLLM, over HTTP": compare_table([result(name) for name in COMPARED]),
+        "A server alone": [
+            *(f"- {serving_line(result(f'serve-demo-{kind}-cpu'))}" for kind in ("closed", "open")),
+            f"- {overhead_line(result('overhead-cpu'))}",
+        ],
+        "Steps": step_table(result("step-cpu")),
+        "The pool under pressure": pool_lines(),
+    }
+    if (RESULTS / "promises-cpu.json").exists():
+        run = result("promises-cpu")
+        parts["Promises in seconds"] = [f"{machine(run)}; `scripts/promises`.", *goals_table(run)]
+    return (
+        "\n".join(line for title, lines in parts.items() for line in (f"### {title}", "", *lines, "")).rstrip() + "\n"
+    )
 
 
 def figure(value: float | None) -> str:
@@ -297,16 +298,15 @@ FAIR: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "batches-target-cpu": ("The same with a target for the time of a step", table_lines),
     "batching-cpu": ("Three generations of batching", table_lines),
 }
-"""Title and text of each result in docs/fairness.md, in its order; those that are there."""
+"""Title and text of each result in docs/fairness.md, in its order."""
 
 
 def fairness_section() -> str:
     """The figures of docs/fairness.md."""
     lines = []
     for name, (title, text) in FAIR.items():
-        if (RESULTS / f"{name}.json").exists():
-            run = result(name)
-            lines += [f"### {title}", "", f"{machine(run)}; `{run['command']}`.", "", *text(run), ""]
+        run = result(name)
+        lines += [f"### {title}", "", f"{machine(run)}; `{run['command']}`.", "", *text(run), ""]
         if (RESULTS / f"{name}.svg").exists():
             lines += [f"![{title}](benchmarks/results/{name}.svg)", ""]
     return "\n".join(lines)

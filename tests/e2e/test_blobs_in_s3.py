@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from idleness import wait_until
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from weft_server import DEMO_ADAPTERS, WeftServer, expected_answers, weft_server
 
@@ -35,13 +35,6 @@ def serving(folder: Path, s3: S3Server, bucket: str) -> Iterator[WeftServer]:
 
 def answer(server: WeftServer, name: str) -> str:
     return str(server.ask("shop", name, QUESTION["question"])["choices"][0]["message"]["content"])
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.05)
 
 
 def test_adapters_live_in_the_bucket_across_restarts_and_die_with_their_delete(

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
+from idleness import PATIENCE_S, wait_until
 from weft_server import DEMO_MODEL, WeftServer, stream_events, weft_server
 
-PATIENCE_S = 60.0
 LONG: dict[str, Any] = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
 
 
@@ -35,10 +35,7 @@ def streams(server: WeftServer, count: int) -> Iterator[list[Future[str]]]:
     server.tenant("acme")
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(outcome, server) for _ in range(count)]
-        deadline_s = time.monotonic() + PATIENCE_S
-        while server.engine()["running"] < count:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        wait_until(lambda: server.engine()["running"] == count)
         yield running
 
 

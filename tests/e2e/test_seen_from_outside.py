@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from idleness import wait_until
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, DEMO_MODEL, WEFT, WeftServer, stream_events, weft_server
 
 BASE = DEMO_MODEL.name
@@ -25,13 +25,6 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
         for name in ("pirate", "shout"):
             assert server.upload(server.tenant("acme"), name, DEMO_ADAPTERS / name).status_code == 201
         yield server
-
-
-def eventually(condition: Callable[[], object], within_s: float = 30) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def complete(server: WeftServer, tenant: str, model: str, **fields: Any) -> dict[str, Any]:
@@ -59,7 +52,7 @@ def test_a_pin_brings_an_adapter_to_the_device_before_its_first_request(fresh: W
     client = fresh.tenant("acme")
     assert client.get("/v1/adapters/pirate").json()["residency"] == "stored"
     assert client.patch("/v1/adapters/pirate", json={"pinned": True}).json()["pinned"]
-    eventually(lambda: client.get("/v1/adapters/pirate").json()["residency"] == "device")
+    wait_until(lambda: client.get("/v1/adapters/pirate").json()["residency"] == "device")
     answer = client.post("/v1/completions", json={"model": "pirate", "prompt": "x", "max_tokens": 1})
     assert answer.headers["x-weft-adapter-state"] == "device"
     unasked = client.post("/v1/completions", json={"model": "shout", "prompt": "x", "max_tokens": 1})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from idleness import wait_until
 from operations_files import RULES, expressions, rules
 from system_tools import require
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, free_port, weft_server
@@ -25,7 +25,6 @@ QUIET = {
     "weft-pool: Alerts",
 }
 """Panels that have nothing to show where nothing went wrong."""
-PATIENCE_S = 60.0
 
 
 @contextmanager
@@ -57,13 +56,6 @@ def prometheus(folder: Path, server: WeftServer, metrics_port: int) -> Iterator[
         process.wait(timeout=30)
 
 
-def within_patience(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def answered(client: httpx.Client, expr: str) -> list[dict[str, Any]]:
     """What Prometheus says to an expression."""
     for variable, value in {"$__rate_interval": "1m", "$instance": ".*", "$tenant": ".*", "$adapter": ".*"}.items():
@@ -90,16 +82,16 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         assert pirate.status_code == 201
         server.ask("shop", "pirate", "When are you open?")
         with prometheus(folder, server, port) as client:
-            within_patience(lambda: is_up(client))
+            wait_until(lambda: is_up(client))
             for model in ("pirate", "weft-demo"):
                 server.ask("shop", model, "When are you open?")
-            within_patience(lambda: answered(client, "job:weft_ttft_slow:ratio_rate5m") != [])
+            wait_until(lambda: answered(client, "job:weft_ttft_slow:ratio_rate5m") != [])
             yield client
 
 
 def test_every_panel_shows_something(watched: httpx.Client) -> None:
     asked = {where: expr for where, expr, _ in expressions() if where.startswith("weft-")}
-    within_patience(lambda: {where for where, expr in asked.items() if not answered(watched, expr)} == QUIET)
+    wait_until(lambda: {where for where, expr in asked.items() if not answered(watched, expr)} == QUIET)
 
 
 def test_every_rule_is_evaluated_and_no_alert_fires(watched: httpx.Client) -> None:
@@ -107,7 +99,7 @@ def test_every_rule_is_evaluated_and_no_alert_fires(watched: httpx.Client) -> No
         groups = watched.get("/rules").json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
-    within_patience(lambda: {rule["health"] for rule in found()} == {"ok"})
+    wait_until(lambda: {rule["health"] for rule in found()} == {"ok"})
     assert len(found()) == len(rules())
     assert [rule["name"] for rule in found() if rule.get("alerts")] == []
 
@@ -115,4 +107,4 @@ def test_every_rule_is_evaluated_and_no_alert_fires(watched: httpx.Client) -> No
 def test_it_was_the_metrics_of_this_server(watched: httpx.Client) -> None:
     counts = 'sum by (job) (weft_requests_total{tenant="shop"})'
     expected = {"weft": "3", "by-key": "3"}
-    within_patience(lambda: {one["metric"]["job"]: one["value"][1] for one in answered(watched, counts)} == expected)
+    wait_until(lambda: {one["metric"]["job"]: one["value"][1] for one in answered(watched, counts)} == expected)

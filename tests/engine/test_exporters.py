@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exporters import KINDS, PROMPT, REFUSED, SERVED, fresh_base, logits
+from exporters import PROMPT, REFUSED, SERVED, fresh_base, logits
 from tiny_models import TINY_VOCAB_SIZE, make_model
 from weft import LLM
 from weft.adapters.base_shape import BaseShape
@@ -55,10 +55,6 @@ def logprobs(llm: LLM, adapter: Path | None) -> torch.Tensor:
         assert entry is not None
         row[torch.tensor(entry.top_ids)] = torch.tensor(entry.top_logprobs)
     return rows
-
-
-def test_every_kind_of_export_is_served_or_refused() -> None:
-    assert {case.kind for case in SERVED.values()} | {case.kind for case in REFUSED.values()} == set(KINDS)
 
 
 @pytest.mark.parametrize("name", SERVED)

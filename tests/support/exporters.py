@@ -255,8 +255,6 @@ def _older_multimodal(base: Any, folder: Path) -> torch.Tensor:
 class Served:
     """An export that is served exactly."""
 
-    kind: str
-    """The row of `KINDS`."""
     make: Maker
     layout: str = "peft"
     is_renamed: bool = False
@@ -266,19 +264,16 @@ class Served:
 
 _PATTERNS = {"layers.1.self_attn.q_proj": 24, "up_proj": 3}
 SERVED: dict[str, Served] = {
-    "plain": Served(kind="plain", make=saved(lora())),
-    "rank 1": Served(kind="plain", make=saved(lora(r=1, lora_alpha=2))),
-    "no task type": Served(kind="plain", make=saved(lora(task_type=None))),
-    "some layers": Served(kind="layers_to_transform", make=saved(lora(layers_to_transform=[0, 2]))),
-    "bias=all on a base without biases": Served(kind="biases", make=saved(lora(bias="all"))),
-    "bias=lora_only on a base without biases": Served(kind="biases", make=saved(lora(bias="lora_only"))),
-    "all linear layers": Served(kind="all-linear", make=saved(lora(target_modules="all-linear"))),
-    "excluded modules": Served(
-        kind="all-linear", make=saved(lora(target_modules="all-linear", exclude_modules=["down_proj"]))
-    ),
-    "a pattern as target": Served(kind="regex target_modules", make=saved(lora(target_modules=r".*\.(q|up)_proj"))),
+    "plain": Served(make=saved(lora())),
+    "rank 1": Served(make=saved(lora(r=1, lora_alpha=2))),
+    "no task type": Served(make=saved(lora(task_type=None))),
+    "some layers": Served(make=saved(lora(layers_to_transform=[0, 2]))),
+    "bias=all on a base without biases": Served(make=saved(lora(bias="all"))),
+    "bias=lora_only on a base without biases": Served(make=saved(lora(bias="lora_only"))),
+    "all linear layers": Served(make=saved(lora(target_modules="all-linear"))),
+    "excluded modules": Served(make=saved(lora(target_modules="all-linear", exclude_modules=["down_proj"]))),
+    "a pattern as target": Served(make=saved(lora(target_modules=r".*\.(q|up)_proj"))),
     "rank and alpha patterns": Served(
-        kind="rank_pattern and alpha_pattern",
         make=saved(
             lora(
                 target_modules=list(ALL_LINEAR),
@@ -288,48 +283,27 @@ SERVED: dict[str, Served] = {
         ),
         warnings=("'self_attn.v_proj' and 'v_proj'",),
     ),
-    "patterns of nothing": Served(
-        kind="rank_pattern and alpha_pattern",
-        make=saved(lora(alpha_pattern={"k_proj": 3, "v_proj": 9})),
-        warnings=("'k_proj'",),
-    ),
-    "rsLoRA": Served(kind="rsLoRA", make=saved(lora(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32}))),
-    "gaussian start": Served(kind="harmless starts", make=saved(lora(init_lora_weights="gaussian"))),
-    "EVA": Served(kind="harmless starts", make=_eva),
-    "a dump": Served(kind=".default. keys", make=dumped(lambda model: model.state_dict()), is_renamed=True),
-    "a dump of another name": Served(
-        kind=".default. keys", make=dumped(lambda model: model.state_dict(), name="pirate"), is_renamed=True
-    ),
-    "compiled, then PEFT": Served(kind="wrappers", make=_compiled_first, is_renamed=True),
-    "layers compiled, then PEFT": Served(kind="wrappers", make=_compiled_layers_first, is_renamed=True),
-    "PEFT, then compiled twice": Served(kind="wrappers", make=dumped(_compiled_twice), is_renamed=True),
-    "FSDP and checkpointing": Served(kind="wrappers", make=dumped(_fsdp), is_renamed=True),
-    "DDP": Served(
-        kind="wrappers",
-        make=dumped(lambda model: DistributedDataParallel(model).state_dict()),
-        is_renamed=True,
-    ),
+    "patterns of nothing": Served(make=saved(lora(alpha_pattern={"k_proj": 3, "v_proj": 9})), warnings=("'k_proj'",)),
+    "rsLoRA": Served(make=saved(lora(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32}))),
+    "gaussian start": Served(make=saved(lora(init_lora_weights="gaussian"))),
+    "EVA": Served(make=_eva),
+    "a dump": Served(make=dumped(lambda model: model.state_dict()), is_renamed=True),
+    "a dump of another name": Served(make=dumped(lambda model: model.state_dict(), name="pirate"), is_renamed=True),
+    "compiled, then PEFT": Served(make=_compiled_first, is_renamed=True),
+    "layers compiled, then PEFT": Served(make=_compiled_layers_first, is_renamed=True),
+    "PEFT, then compiled twice": Served(make=dumped(_compiled_twice), is_renamed=True),
+    "FSDP and checkpointing": Served(make=dumped(_fsdp), is_renamed=True),
+    "DDP": Served(make=dumped(lambda model: DistributedDataParallel(model).state_dict()), is_renamed=True),
     "a multimodal model": Served(
-        kind="language_model prefixes",
-        make=_multimodal,
-        is_renamed=True,
-        warnings=("model.language_model.layers", "'model.layers.2.self_attn.q_proj'"),
+        make=_multimodal, is_renamed=True, warnings=("model.language_model.layers", "'model.layers.2.self_attn.q_proj'")
     ),
     "an older multimodal model": Served(
-        kind="language_model prefixes",
-        make=_older_multimodal,
-        is_renamed=True,
-        warnings=("language_model.model.layers",),
+        make=_older_multimodal, is_renamed=True, warnings=("language_model.model.layers",)
     ),
-    "Unsloth's base": Served(
-        kind="language_model prefixes",
-        make=lambda base, folder: _renamed_base(base, folder, "unsloth/Tiny-unsloth-bnb-4bit"),
-    ),
-    "another base": Served(
-        kind="plain", make=lambda base, folder: _renamed_base(base, folder, "meta/Big"), warnings=("'meta/Big'",)
-    ),
-    "MLX": Served(kind="MLX", make=_mlx, layout="mlx"),
-    "untrained": Served(kind="B all zero", make=_untrained, warnings=("before it was trained",)),
+    "Unsloth's base": Served(make=lambda base, folder: _renamed_base(base, folder, "unsloth/Tiny-unsloth-bnb-4bit")),
+    "another base": Served(make=lambda base, folder: _renamed_base(base, folder, "meta/Big"), warnings=("'meta/Big'",)),
+    "MLX": Served(make=_mlx, layout="mlx"),
+    "untrained": Served(make=_untrained, warnings=("before it was trained",)),
 }
 
 
@@ -443,8 +417,6 @@ def _corda(base: Any, folder: Path) -> None:
 class Refused:
     """An export that is refused by name."""
 
-    kind: str
-    """The row of `KINDS`."""
     make: Breaker
     code: str
     words: tuple[str, ...]
@@ -458,139 +430,97 @@ _SPLIT_QKV, _SPLIT_GATE = ("fused", "q_proj, k_proj and v_proj"), ("fused", "gat
 
 
 REFUSED: dict[str, Refused] = {
-    "a rank above the limit": Refused("plain", saved(lora(r=65)), "config.rank_invalid", ("65", "up to 64")),
+    "a rank above the limit": Refused(saved(lora(r=65)), "config.rank_invalid", ("65", "up to 64")),
     "another task": Refused(
-        "plain", saved(lora(task_type="FEATURE_EXTRACTION")), "config.task_type_unsupported", ("task_type", "CAUSAL_LM")
+        saved(lora(task_type="FEATURE_EXTRACTION")), "config.task_type_unsupported", ("task_type", "CAUSAL_LM")
     ),
     "a regex in rank_pattern": Refused(
-        "rank_pattern and alpha_pattern",
         saved(lora(rank_pattern={r"layers\.[01]\..*q_proj": 4})),
         "config.pattern_unsupported",
         ("rank_pattern", "regular expressions", "one by one"),
     ),
     "patterns of a wrapped model": Refused(
-        "wrappers", _wrapped_patterns, "config.pattern_unsupported", ("wrapped model", "module name alone")
+        _wrapped_patterns, "config.pattern_unsupported", ("wrapped model", "module name alone")
     ),
-    "DoRA": Refused("DoRA", saved(lora(use_dora=True)), _FEATURE, ("DoRA", "use_dora=false")),
-    "DoRA without its config": Refused(
-        "DoRA",
-        _nameless_dora,
-        _TENSOR,
-        ("lora_magnitude_vector", "use_dora=false"),
-    ),
-    "modules_to_save": Refused(
-        "modules_to_save", saved(lora(modules_to_save=["lm_head"])), _FEATURE, ("modules_to_save", "null")
-    ),
+    "DoRA": Refused(saved(lora(use_dora=True)), _FEATURE, ("DoRA", "use_dora=false")),
+    "DoRA without its config": Refused(_nameless_dora, _TENSOR, ("lora_magnitude_vector", "use_dora=false")),
+    "modules_to_save": Refused(saved(lora(modules_to_save=["lm_head"])), _FEATURE, ("modules_to_save", "null")),
     "a head without its config": Refused(
-        "modules_to_save",
-        with_tensor("base_model.model.lm_head.weight", 320, 64),
-        _TENSOR,
-        ("lm_head", "modules_to_save"),
+        with_tensor("base_model.model.lm_head.weight", 320, 64), _TENSOR, ("lm_head", "modules_to_save")
     ),
     "LoRA on the embedding": Refused(
-        "targets embed or lm_head",
         saved(lora(target_modules=["embed_tokens", "q_proj"])),
         _TENSOR,
         ("drop embed_tokens and lm_head from target_modules, and retrain.",),
     ),
     "LoRA on the head": Refused(
-        "targets embed or lm_head",
         saved(lora(target_modules=["lm_head", "q_proj"])),
         _TENSOR,
         ("drop embed_tokens and lm_head from target_modules, and retrain.",),
     ),
-    "more tokens": Refused(
-        "targets embed or lm_head", _new_vocabulary, _TENSOR, (_VOCABULARY, "save_embedding_layers")
-    ),
+    "more tokens": Refused(_new_vocabulary, _TENSOR, (_VOCABULARY, "save_embedding_layers")),
     "a copy of a base weight": Refused(
-        "targets embed or lm_head",
         with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.weight", 64, 64),
         _TENSOR,
         ("copy of a base weight", "save_pretrained"),
     ),
     "trained tokens": Refused(
-        "trainable_token_indices",
-        saved(lora(trainable_token_indices=[1, 2])),
-        _FEATURE,
-        ("trainable_token_indices", "Retrain"),
+        saved(lora(trainable_token_indices=[1, 2])), _FEATURE, ("trainable_token_indices", "Retrain")
     ),
     "trained biases": Refused(
-        "biases", with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.bias", 64), _TENSOR, ("trained bias", 'bias="none"')
+        with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.bias", 64), _TENSOR, ("trained bias", 'bias="none"')
     ),
-    "lora_bias": Refused("biases", saved(lora(lora_bias=True)), _FEATURE, ("lora_bias", "lora_bias=false")),
-    "PiSSA": Refused("PiSSA and its kin", saved(lora(init_lora_weights="pissa")), _FEATURE, ("pissa", _RECIPE)),
-    "fast PiSSA": Refused(
-        "PiSSA and its kin", saved(lora(init_lora_weights="pissa_niter_2")), _FEATURE, ("pissa_niter_2", _RECIPE)
-    ),
-    "OLoRA": Refused("PiSSA and its kin", saved(lora(init_lora_weights="olora")), _FEATURE, ("olora", _RECIPE)),
-    "CorDA": Refused("PiSSA and its kin", _corda, _FEATURE, ("corda", _RECIPE)),
-    "LoRA-GA": Refused("PiSSA and its kin", with_fields(init_lora_weights="lora_ga"), _FEATURE, ("lora_ga", _RECIPE)),
-    "LoftQ": Refused("PiSSA and its kin", with_fields(init_lora_weights="loftq"), _FEATURE, ("loftq", "Retrain")),
-    "KaSA": Refused("PiSSA and its kin", saved(lora(kasa_config=KasaConfig())), _FEATURE, ("KaSA", "Retrain")),
+    "lora_bias": Refused(saved(lora(lora_bias=True)), _FEATURE, ("lora_bias", "lora_bias=false")),
+    "PiSSA": Refused(saved(lora(init_lora_weights="pissa")), _FEATURE, ("pissa", _RECIPE)),
+    "fast PiSSA": Refused(saved(lora(init_lora_weights="pissa_niter_2")), _FEATURE, ("pissa_niter_2", _RECIPE)),
+    "OLoRA": Refused(saved(lora(init_lora_weights="olora")), _FEATURE, ("olora", _RECIPE)),
+    "CorDA": Refused(_corda, _FEATURE, ("corda", _RECIPE)),
+    "LoRA-GA": Refused(with_fields(init_lora_weights="lora_ga"), _FEATURE, ("lora_ga", _RECIPE)),
+    "LoftQ": Refused(with_fields(init_lora_weights="loftq"), _FEATURE, ("loftq", "Retrain")),
+    "KaSA": Refused(saved(lora(kasa_config=KasaConfig())), _FEATURE, ("KaSA", "Retrain")),
     "layer_replication": Refused(
-        "layer_replication",
-        saved(lora(layer_replication=[[0, 2], [1, 3]])),
-        _FEATURE,
-        ("layer_replication", "merge"),
+        saved(lora(layer_replication=[[0, 2], [1, 3]])), _FEATURE, ("layer_replication", "merge")
     ),
-    "target_parameters": Refused(
-        "target_parameters", _mixture_of_experts, _FEATURE, ("target_parameters", "target_modules")
-    ),
+    "target_parameters": Refused(_mixture_of_experts, _FEATURE, ("target_parameters", "target_modules")),
     "experts without their config": Refused(
-        "target_parameters",
-        with_tensor(f"{ROOT}0.mlp.experts.base_layer.lora_A.weight", 32, 64),
-        _TENSOR,
-        ("Mixture-of-experts",),
+        with_tensor(f"{ROOT}0.mlp.experts.base_layer.lora_A.weight", 32, 64), _TENSOR, ("Mixture-of-experts",)
     ),
-    "aLoRA": Refused(
-        "other methods", saved(lora(alora_invocation_tokens=[1, 2])), _FEATURE, ("activated LoRA", "Retrain")
-    ),
+    "aLoRA": Refused(saved(lora(alora_invocation_tokens=[1, 2])), _FEATURE, ("activated LoRA", "Retrain")),
     "BD-LoRA": Refused(
-        "other methods",
         saved(lora(target_modules=["q_proj"], use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2))),
         _FEATURE,
         ("block-diagonal", "Retrain"),
     ),
-    "QALoRA": Refused("other methods", saved(lora(use_qalora=True)), _FEATURE, ("QALoRA", "use_qalora=false")),
-    "Arrow": Refused("other methods", with_fields(arrow_config={"top_k": 3}), _FEATURE, ("Arrow", "one by one")),
-    "X-LoRA": Refused("other methods", with_fields(peft_type="XLORA"), _TYPE, ("XLORA", "Retrain as LoRA")),
-    "IA3": Refused("other methods", with_fields(peft_type="IA3"), _TYPE, ("IA3", "Retrain as LoRA")),
+    "QALoRA": Refused(saved(lora(use_qalora=True)), _FEATURE, ("QALoRA", "use_qalora=false")),
+    "Arrow": Refused(with_fields(arrow_config={"top_k": 3}), _FEATURE, ("Arrow", "one by one")),
+    "X-LoRA": Refused(with_fields(peft_type="XLORA"), _TYPE, ("XLORA", "Retrain as LoRA")),
+    "IA3": Refused(with_fields(peft_type="IA3"), _TYPE, ("IA3", "Retrain as LoRA")),
     "VeRA": Refused(
-        "other methods",
-        saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])),
-        _TYPE,
-        ("VERA", "Retrain as LoRA"),
+        saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), _TYPE, ("VERA", "Retrain as LoRA")
     ),
     "LoHa": Refused(
-        "other methods",
-        saved(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])),
-        _TYPE,
-        ("LOHA", "Retrain as LoRA"),
+        saved(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), _TYPE, ("LOHA", "Retrain as LoRA")
     ),
     "AdaLoRA": Refused(
-        "other methods",
         saved(AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10)),
         _TYPE,
         ("ADALORA", "Retrain as LoRA"),
     ),
     "prefix tuning": Refused(
-        "other methods",
         saved(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
         _TYPE,
         ("PREFIX_TUNING", "Retrain as LoRA"),
     ),
-    "Conv1D": Refused("Conv1D", with_fields(fan_in_fan_out=True), _FEATURE, ("fan_in_fan_out", "false")),
+    "Conv1D": Refused(with_fields(fan_in_fan_out=True), _FEATURE, ("fan_in_fan_out", "false")),
     "empty tensors": Refused(
-        "ZeRO-3",
         edited(lambda tensors: {name: torch.empty(0) for name in tensors}),
         "weights.shape_invalid",
         ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save"),
     ),
     "no tensors": Refused(
-        "ZeRO-3", edited(lambda _: {}), "weights.empty", ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save")
+        edited(lambda _: {}), "weights.empty", ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save")
     ),
     "plain and multimodal names": Refused(
-        "language_model prefixes",
         edited(
             lambda tensors: {
                 name.replace(f"{ROOT}1", "base_model.model.model.language_model.layers.1"): tensor
@@ -601,74 +531,30 @@ REFUSED: dict[str, Refused] = {
         ("two models", "by itself"),
     ),
     "a vision tower": Refused(
-        "language_model prefixes",
         renamed("model.layers.2", "model.vision_tower.encoder.layers.2"),
         _TENSOR,
         ("vision_tower", "language model's layers alone"),
     ),
-    "two adapters": Refused(
-        ".default. keys", _two_adapters, _TENSOR, ("two adapters", "default", "other", "by itself")
-    ),
-    "one matrix twice": Refused(
-        ".default. keys", edited(_twice), "weights.duplicate_tensor", ("two spellings", "Keep one")
-    ),
-    "MLX with DoRA": Refused("MLX", _mlx_with(fine_tune_type="dora"), _FEATURE, ("'dora'", "--fine-tune-type lora")),
-    "all of it with MLX": Refused("MLX", _mlx_with(fine_tune_type="full"), _FEATURE, ("'full'", "lora")),
+    "two adapters": Refused(_two_adapters, _TENSOR, ("two adapters", "default", "other", "by itself")),
+    "one matrix twice": Refused(edited(_twice), "weights.duplicate_tensor", ("two spellings", "Keep one")),
+    "MLX with DoRA": Refused(_mlx_with(fine_tune_type="dora"), _FEATURE, ("'dora'", "--fine-tune-type lora")),
+    "all of it with MLX": Refused(_mlx_with(fine_tune_type="full"), _FEATURE, ("'full'", "lora")),
     "MLX of another scale": Refused(
-        "MLX",
         _mlx_with(fine_tune_type=None, lora_parameters={"rank": 6, "scale": 10.0, "alpha": 16}),
         "config.field_unsupported",
         ("alpha and scale", "Remove alpha"),
     ),
-    "linear_qkv": Refused(
-        "Megatron and NeMo", renamed("self_attn.q_proj", "self_attention.linear_qkv"), _TENSOR, ("NeMo", *_SPLIT_QKV)
-    ),
-    "linear_fc1": Refused(
-        "Megatron and NeMo", renamed("self_attn.q_proj", "mlp.linear_fc1"), _TENSOR, ("NeMo", *_SPLIT_GATE)
-    ),
-    "qkv_proj of Phi-3": Refused("fused layers", _phi3("qkv_proj"), _TENSOR, ("qkv_proj", *_SPLIT_QKV)),
-    "gate_up_proj of Phi-3": Refused("fused layers", _phi3("gate_up_proj"), _TENSOR, ("gate_up_proj", *_SPLIT_GATE)),
-    "a value head": Refused(
-        "value heads", with_tensor("v_head.summary.weight", 1, 64), _TENSOR, ("v_head", "value head", "leave")
-    ),
+    "linear_qkv": Refused(renamed("self_attn.q_proj", "self_attention.linear_qkv"), _TENSOR, ("NeMo", *_SPLIT_QKV)),
+    "linear_fc1": Refused(renamed("self_attn.q_proj", "mlp.linear_fc1"), _TENSOR, ("NeMo", *_SPLIT_GATE)),
+    "qkv_proj of Phi-3": Refused(_phi3("qkv_proj"), _TENSOR, ("qkv_proj", *_SPLIT_QKV)),
+    "gate_up_proj of Phi-3": Refused(_phi3("gate_up_proj"), _TENSOR, ("gate_up_proj", *_SPLIT_GATE)),
+    "a value head": Refused(with_tensor("v_head.summary.weight", 1, 64), _TENSOR, ("v_head", "value head", "leave")),
     "a pickle": Refused(
-        ".bin",
         lambda base, folder: save(trained(base, lora()), folder, safe_serialization=False),
         "weights.not_safetensors",
         ("adapter_model.bin", "load(", "weights_only=True", "save_file"),
     ),
 }
-
-KINDS = (
-    "plain",
-    "all-linear",
-    "regex target_modules",
-    "rank_pattern and alpha_pattern",
-    "rsLoRA",
-    "layers_to_transform",
-    "harmless starts",
-    "DoRA",
-    "modules_to_save",
-    "targets embed or lm_head",
-    "trainable_token_indices",
-    "biases",
-    "PiSSA and its kin",
-    "layer_replication",
-    "target_parameters",
-    "other methods",
-    "Conv1D",
-    "ZeRO-3",
-    "language_model prefixes",
-    "wrappers",
-    ".default. keys",
-    "MLX",
-    "Megatron and NeMo",
-    "fused layers",
-    "value heads",
-    ".bin",
-    "B all zero",
-)
-"""All that is known of what training tools write."""
 
 
 def fresh_base(folder: Path) -> Any:

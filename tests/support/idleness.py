@@ -1,12 +1,14 @@
-"""What of a server is busy, and waiting until nothing is."""
+"""Waiting for a server: until something is so, and until it holds nothing for requests."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from weft_server import WeftServer
 
+PATIENCE_S = 60.0
 KEPT = frozenset({"pages:free", "pages:adapter", "pages:prefix", "host_pages:free", "host_pages:adapter"})
 """Adapters and cached prefixes may stay when nobody asks: whoever needs their pages gets them."""
 
@@ -19,9 +21,15 @@ def held_by_requests(state: dict[str, Any]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count and name not in KEPT}
 
 
-def seconds_until_idle(server: WeftServer, patience_s: float = 60) -> float:
-    started = time.monotonic()
-    while held := held_by_requests(server.engine()):
-        assert time.monotonic() - started < patience_s, f"still held: {held}"
-        time.sleep(0.02)
-    return time.monotonic() - started
+def wait_until(condition: Callable[[], object], pause_s: float = 0.02) -> None:
+    """Return once it is so; the patience only ends a hang."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "still not so"
+        time.sleep(pause_s)
+
+
+def seconds_until_idle(server: WeftServer) -> float:
+    started_s = time.monotonic()
+    wait_until(lambda: not held_by_requests(server.engine()))
+    return time.monotonic() - started_s

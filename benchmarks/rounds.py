@@ -1,4 +1,4 @@
-"""Runs that are compared take turns, so that a slow minute of the machine hits all of them."""
+"""Runs that are compared take turns: a slow minute of the machine hits all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def take_turns(names: Iterable[N], repeats: int, run: Callable[[N, int], R], fir
     Args:
         names: What takes turns.
         repeats: Rounds that count: 1 to `repeats`.
-        run: Runs one of them, told its name and the round.
+        run: Runs one of them; gets its name and the round.
         first: The round to begin with. Round 0 is run to warm up; 1 leaves it out.
 
     Returns:

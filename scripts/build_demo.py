@@ -268,7 +268,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def round_to_bfloat16(model: torch.nn.Module) -> None:
-    """Make every trainable weight a number that bfloat16 holds, so that the shipped file computes the same."""
+    """Round every trainable weight to bfloat16: the shipped file then computes the same."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -124,7 +124,7 @@ def page_waste_line(run: dict[str, Any]) -> str:
 
 
 COMPARED = ["compare-vllm-base-cpu", "compare-vllm-single-cpu", "compare-vllm-mixed-cpu"]
-"""Comparisons with other servers, in the order in which they are told."""
+"""Comparisons with other servers, in the order of the page."""
 POOL: dict[str, Callable[[dict[str, Any]], str]] = {
     "adapter-count-cpu": adapter_count_line,
     "cliff-cpu": cliff_line,
@@ -132,7 +132,7 @@ POOL: dict[str, Callable[[dict[str, Any]], str]] = {
     "step-stall-cpu": step_stall_line,
     "page-waste": page_waste_line,
 }
-"""Results of the pool under pressure, in the order in which they are told."""
+"""Results of the pool under pressure, in the order of the page."""
 
 
 def pool_lines() -> list[str]:

@@ -79,7 +79,7 @@ _SIDE_BY_SIDE = (BASE_NAME, "harbour/pirate", "harbour/shout", "atelier/french")
 
 @contextmanager
 def _crowd(server: WeftServer) -> Iterator[None]:
-    """Twelve clients that ask on and on, so that batches are full while a picture is taken."""
+    """Twelve clients that ask all the time: batches are full while a picture is taken."""
     is_over = threading.Event()
 
     def ask_on(seed: int) -> None:

@@ -54,7 +54,7 @@ GOAL_RATIO = 1.4
 GOAL_MIXED = 1.15
 """Mixed ranks against one rank with as many bytes."""
 GOAL_SINGLE_US = 10.0
-"""LoRA of one adapter, whose two launches move next to nothing."""
+"""LoRA of one adapter: two launches that move hardly any bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class KernelBench:
         self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
 
     def lora(self, ranks: Sequence[int], rows: int) -> list[Work]:
-        """LoRA at each site for a batch whose rows are shared out among adapters of these ranks.
+        """LoRA at each site for a batch with rows of adapters of these ranks.
 
-        The adapters take the slots and pages of those of an earlier call, whose work must not be run any more.
+        They take the slots and pages of the adapters of the call before: do not run its work any more.
         """
         next_page = 1  # each mix takes the same pages
         num_bytes = dict.fromkeys(range(len(SITES)), 0.0)
@@ -289,7 +289,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add its options."""
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--model", choices=[model.name for model in MODELS], default=None, help="whose shapes to take")
+    add("--model", choices=[model.name for model in MODELS], default=None, help="take the shapes of this model")
     add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
     add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")
     add("--check", action="store_true", help="on a GPU: exit status 1 where LoRA misses its goals")

@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_cases(num_requests: int, input_tokens: int, num_adapters: int) -> dict[str, Case]:
-    """The three loads; prompts are random token ids of one length, so that nobody pads."""
+    """The three loads; prompts are random token ids of one length, which needs no padding."""
     draw = random.Random(0)
     prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(input_tokens)] for _ in range(num_requests)]
     mixed = [index % num_adapters for index in range(num_requests)]

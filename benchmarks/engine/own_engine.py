@@ -19,7 +19,7 @@ _BLOCKED_WAIT_S = 0.02
 
 
 class OwnEngine:
-    """The engine, and who is in it.
+    """An engine with the requests of a benchmark.
 
     Args:
         parts: The engine, built with `notify=loaded.set`.

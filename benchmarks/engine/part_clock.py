@@ -37,7 +37,7 @@ GROUPS = {
     "norms, activations, Python": ("norms", "activation", "rest of the decoder"),
     "sampling, batch, scheduling": ("sampling", "batch", "scheduling"),
 }
-"""Parts that are told together where there is less room. Attention includes rope and storing keys and values; the rest
+"""Parts that tables add up. Attention includes rope and storing keys and values; the rest
 of the decoder is Python."""
 PARTS = tuple(itertools.chain(*GROUPS.values()))
 
@@ -51,7 +51,7 @@ class PartClock:
         self._since_s = 0.0
 
     def around(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
-        """The same function, whose time counts for `part`."""
+        """Return the function with a clock around it that counts for `part`."""
 
         def run(*arguments: P.args, **keywords: P.kwargs) -> R:
             self._charge()

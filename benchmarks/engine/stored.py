@@ -37,7 +37,7 @@ def adapter_ref(name: str, spec: LoraSpec, weights_sha256: str) -> AdapterRef:
 
 
 def store_adapters(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], count: int) -> list[AdapterRef]:
-    """Store checkpoints and refer to them in turn, told apart by their alpha.
+    """Store checkpoints and refer to them in turn; each reference has another alpha.
 
     Args:
         ready: Of the engine that is to serve them.

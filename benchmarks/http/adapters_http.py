@@ -49,7 +49,7 @@ TURN_S = 5.0
 """Of the load of one server, then it is the other one's turn."""
 _PASS_IN_FLIGHT = 8
 _SAMPLE = 40
-"""Adapters whose pages are asked for; copies repeat after a few."""
+"""Adapters to ask for their number of pages; the copies repeat after a few."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--counts", type=counts, default="5,100,2000", help="registered adapters, comma-separated")
     add("--shape", choices=("demo", "0.5b"), default="demo", help="0.5b: random weights, adapters of rank 8 on q and v")
-    add("--tight", type=int, default=100, help="adapters of the arm whose pool holds half of them; 0 leaves it out")
+    add("--tight", type=int, default=100, help="adapters of the arm with a pool for half of them; 0 leaves the arm out")
     add("--in-flight", type=positive, default=32)
     add("--seconds", type=float, default=90.0, help="of load of each server")
     add("--span-s", type=float, default=30.0, help="of a load's begin and of its end")

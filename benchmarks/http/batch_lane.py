@@ -1,4 +1,4 @@
-"""What does a batch cost those who wait for an answer? The same interactive load alone, and beside a batch.
+"""What does a batch cost interactive requests? The same load alone, and beside a batch.
 
     weft bench batches [--lines 1000] [--requests 200 --rate 4] [--json result.json]
 

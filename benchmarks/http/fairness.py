@@ -61,7 +61,7 @@ _OTHERS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Who floods, and who is quiet."""
+    """The flooding streams and the quiet requests of one arm."""
 
     groups: tuple[Stream, ...]
     quiet: tuple[str, str] | None

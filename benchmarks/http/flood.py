@@ -43,7 +43,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class FloodReport:
-    """What came of a flood; complete when its block has ended."""
+    """The replies of a flood; complete when its block has ended."""
 
     replies: list[list[Reply]]
     """Per group of streams, in the order in which they were sent; those of the end are cut short."""
@@ -62,7 +62,7 @@ def flood(groups: Sequence[Stream]) -> Iterator[FloodReport]:
     pipe, other = spawn.Pipe()
     process = spawn.Process(target=run_clients, args=(other, groups), daemon=True)
     process.start()
-    other.close()  # so that a process that dies ends the pipe
+    other.close()  # the pipe ends when the process dies
     pipe.recv()
     try:
         yield report

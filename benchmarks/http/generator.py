@@ -22,7 +22,7 @@ from weft.benchmarks.metrics import RequestRecord
 
 _TICK_S = 0.005
 REFUSED_PAUSE_S = 0.25
-"""Pause of a closed loop after a refusal, so that it does not spin."""
+"""Pause of a closed loop after a refusal."""
 PATH = "/completions"
 """Below the base URL."""
 _LOWEST_PROMPT_ID = 16
@@ -56,7 +56,7 @@ class LoadSettings:
 
 @dataclass(slots=True)
 class Reply(RequestRecord):
-    """What came of one request."""
+    """The answer to one request, with its times."""
 
     sent_s: float = math.nan
     head_s: float = math.nan
@@ -67,12 +67,12 @@ class Reply(RequestRecord):
 
     @property
     def is_refused(self) -> bool:
-        """The server told the client to come again later."""
+        """The server refused the request for now (429 or 503)."""
         return self.status in (429, 503)
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds after which to come again; None where the server does not say."""
+        """Retry-After in seconds; None without one."""
         told = self.headers.get(b"retry-after", b"")
         return float(told) if told.isdigit() else None
 
@@ -174,7 +174,7 @@ def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> floa
 
 
 async def watch_delay(delays_s: list[float]) -> None:
-    """Note again and again how much later than asked for this event loop comes to a timer; never returns."""
+    """Note how late this event loop runs its timers, every few milliseconds; never returns."""
     while True:
         due_s = time.perf_counter() + _TICK_S
         await asyncio.sleep(_TICK_S)

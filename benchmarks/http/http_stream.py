@@ -30,7 +30,7 @@ class HttpStatusError(Exception):
 
 
 class EventClient:
-    """Posts JSON and tells the `data:` lines of the answer. Idle connections are kept for the next call.
+    """Posts JSON and passes on the `data:` lines of the answer. Idle connections are kept for the next call.
 
     Args:
         url: Base such as `http://127.0.0.1:8000/v1`.
@@ -63,8 +63,8 @@ class EventClient:
         Args:
             path: Route below the base URL.
             body: JSON.
-            on_event: Told each event's data as soon as it arrives.
-            on_head: Told the status and the headers as soon as they are there.
+            on_event: Called with each event's data as soon as it arrives.
+            on_head: Called with the status and the headers as soon as they are there.
 
         Raises:
             HttpStatusError: The status is not 200.

@@ -31,14 +31,14 @@ from weft.benchmarks.rounds import take_turns
 from weft.errors import ConfigError, WeftError
 
 MAX_STEPS = 256
-"""Steps of which the engine tells."""
+"""Steps that the engine's status keeps."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """An engine in this process and a server, in turns.
 
     Raises:
-        ConfigError: The engine does not tell of so many steps.
+        ConfigError: The engine's status does not keep that many steps.
         WeftError: A request failed.
     """
     if not 2 <= options.output_tokens <= MAX_STEPS:

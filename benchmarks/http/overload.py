@@ -50,10 +50,10 @@ HAMMERING_SHARE = 0.1
 HONEST_SHARE = 0.3
 """Of the capacity."""
 PROBE_AT = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
-"""When probes come, as parts of the told time."""
+"""When probes come, in parts of Retry-After."""
 NORMAL_RATIO = 2.0
 """Normal is a TTFT within this multiple of the quiet tenant's beside a load at capacity, three times in a row: when no
-more arrive, answers that have begun and clients that were told to come back still fill the server."""
+more arrive, answers that have begun and clients that come back after their Retry-After still fill the server."""
 _POLL_S = 0.1
 _TIMER_S = 0.001
 """So much too early may a timer be."""
@@ -72,12 +72,12 @@ class Visit:
 
 @dataclass(slots=True)
 class Phase:
-    """One span of overload: what came of it."""
+    """One span of overload, and its results."""
 
     visits: list[Visit]
     start_s: float = 0.0
     truths: list[tuple[float, float | None]] = field(default_factory=list)
-    """Seconds that a refused request was told, and those after which such a request was admitted; None is later."""
+    """Retry-After of a refused request, and the seconds after which such a request was admitted; None is later."""
     next_probe_s: float = 0.0
     delays_s: list[float] = field(default_factory=list)
     """Of the clients' event loop."""
@@ -114,7 +114,7 @@ async def _measure(options: argparse.Namespace, server: OwnServer) -> dict[str, 
 
 
 def vary_lengths(made: Calls, model: str, options: argparse.Namespace, seed: int) -> Iterator[Call]:
-    """Requests without end, whose answers are a half to three halves of the length that was asked for."""
+    """Endless requests with answers of a half to three halves of --output-tokens."""
     draw, length = random.Random(seed), options.output_tokens
     for index in itertools.count():
         yield made.make(model, options.input_tokens, draw.randint(length // 2, 3 * length // 2), index)
@@ -143,7 +143,7 @@ async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iter
 def plan_visits(
     options: argparse.Namespace, calls: Mapping[str, Iterator[Call]], capacity: float, factor: float
 ) -> list[Visit]:
-    """Who comes when, by time."""
+    """All clients by the time at which they come."""
     draw = random.Random(options.seed)
     honest = HONEST_SHARE / max(1.0, factor)
     weights = [1 - HAMMERING_SHARE - honest, HAMMERING_SHARE, honest]
@@ -159,7 +159,7 @@ def plan_visits(
 
 
 async def carry_out(options: argparse.Namespace, phase: Phase, quiet: Iterator[Call], normal_s: float) -> None:
-    """Send every client when it is due, wait until a quiet TTFT is normal again, and then for those who still try."""
+    """Send every client when it is due; then wait for a normal quiet TTFT, and for the clients that still try."""
     watch = asyncio.create_task(watch_delay(phase.delays_s))
     phase.start_s = time.perf_counter()
     end_s = phase.start_s + options.seconds
@@ -193,7 +193,7 @@ async def _visit(options: argparse.Namespace, phase: Phase, visit: Visit) -> Non
 
 
 async def _probe(call: Call, told_s: float) -> float | None:
-    """Come at parts of the told time until a request is admitted; returns the seconds until then."""
+    """Come at parts of Retry-After until a request is admitted; returns the seconds until then."""
     start_s = time.perf_counter()
     for part in PROBE_AT:
         await _sleep_until(start_s + part * told_s)
@@ -306,5 +306,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=positive, default=96)
     add("--ttft-s", type=float, default=10.0, help="objective: time to the first token")
     add("--tpot-ms", type=float, default=100.0, help="objective: time per token after it")
-    add("--probes", type=positive, default=40, help="refused requests whose Retry-After is tested")
+    add("--probes", type=positive, default=40, help="refused requests to test the Retry-After of")
     add("--settle-s", type=float, default=120.0, help="how long to wait for what is left when no more arrive")

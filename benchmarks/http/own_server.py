@@ -38,7 +38,7 @@ class OwnServer:
 
     admin: Client
     ready: dict[str, Any]
-    """What the engine told of the model and the memory when it was ready."""
+    """The model and the memory, as the engine reported them when it was ready."""
 
     @property
     def url(self) -> str:

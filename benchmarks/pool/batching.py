@@ -37,10 +37,10 @@ class Batches:
     window_s: float | None
     """Longest wait of the oldest request for a full batch; None waits for it however long."""
     sizes: list[int] = field(default_factory=list)
-    """Of the batches so far."""
+    """Sizes of the batches so far."""
 
     def admit(self, due: int, in_flight: int, waited_s: float, is_last: bool) -> int:
-        """As the engine's driver asks."""
+        """How many of the requests that are due to hand to the engine now; see `Admit` of pool_run."""
         is_over = self.window_s is not None and waited_s >= self.window_s
         if in_flight or not due or not (due >= self.size or is_over or is_last):
             return 0

@@ -4,7 +4,7 @@
 
 Adapters of ranks 8 to 64, all equally popular, requests of 64 + 64 tokens. One engine has room for 20 adapters beside
 the KV cache, the other holds all of them. Both get the same requests in an open loop at 60% of what the latter can do
-when it is saturated, which is measured anew in every round; rounds interleave both engines and all numbers of adapters.
+when it is saturated, which is measured in every round; rounds interleave both engines and all numbers of adapters.
 A copy is what it takes to bring an adapter from host memory to an engine that does nothing else. Prints a table and,
 last, one JSON line.
 """

@@ -44,7 +44,7 @@ def waste_of(model: ModelShape, modules: tuple[int, ...], rank: int) -> dict[str
 
 
 def add_options(_parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """There are no options."""
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:

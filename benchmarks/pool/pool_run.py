@@ -48,8 +48,8 @@ _LOWEST_ID = 16
 """Ids below are often special tokens."""
 _CPU = torch.device("cpu")
 Admit = Callable[[int, int, float, bool], int]
-"""How many requests are handed to the engine now, of those that are due. Told: how many are due and how many in flight,
-seconds since the oldest was due, and whether no more will come."""
+"""How many requests are handed to the engine now, of those that are due. Arguments: how many are due and how many in
+flight, seconds since the oldest was due, and whether no more will come."""
 _COST_PAGES = 64
 
 
@@ -80,7 +80,7 @@ class PoolRun:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens per second while the loop was full, so that the tail of a run does not count."""
+        """Output tokens per second while the loop was full; the tail of a run does not count."""
         tokens = sum(time_s <= self.queue_end_s for record in self.records for time_s in record.token_times_s)
         return tokens / (self.queue_end_s - self.start_s)
 
@@ -238,7 +238,7 @@ def pool_engine(
 
 
 def measure_pool_costs(shape: PoolShape) -> PageCosts:
-    """What it takes to have a page again, measured once, so that all engines of a benchmark go by the same figures."""
+    """Seconds to get a page back, measured once for all engines of a benchmark."""
     decoder = load_decoder(shape.model, read_spec(shape.model), DTYPE, _CPU, num_positions=1024)
     arena = Arena(shape.geometry, _COST_PAGES, _CPU, DTYPE)
     slab = HostSlab(1, shape.geometry.page_bytes, pinned=False)

@@ -1,4 +1,4 @@
-"""An engine whose pages are divided for good: one half for KV cache, the other for adapters.
+"""An engine with its pages divided for good: one half for KV cache, the other for adapters.
 
 What Weft does not do, built of the product's engine so that the one pool can be measured against it. Both halves lie in
 one arena, each with a pool and an evictor of its own; neither side gives pages to the other, nor leaves some to it.
@@ -27,7 +27,7 @@ def build_split_engine(config: Config, *, notify: Callable[[], None], costs: Pag
     """
 
     def kv_half(num_pages: int, *_: object, **__: object) -> PagePool:
-        return PagePool(1 + (num_pages - 1) // 2)  # page 0 is nobody's
+        return PagePool(1 + (num_pages - 1) // 2)  # page 0 is never handed out
 
     class HalfResidency(Residency):
         """Adapters with pages of their own, which leave none for running requests to grow into."""

@@ -1,4 +1,4 @@
-"""What is one pool worth, against a pool for the KV cache and another one for adapters?
+"""How much faster is one pool than a pool for the KV cache and another one for adapters?
 
     weft bench unified [--json benchmarks/results/unified-cpu.json]
 

@@ -1,4 +1,4 @@
-"""The overload benchmark: who it sends when, what it makes of the answers, and a small run."""
+"""The overload benchmark: its clients and their times, its figures, and a small run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's traffic: real, told apart, counted to the token, and removed without a trace."""
+"""The demo's traffic: real, marked by its keys, counted to the token, and removed without a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is asked to stop: what runs is finished or told why not, and what is new is refused."""
+"""A server that is asked to stop: running requests end with an answer or an error, and new ones are refused."""
 
 from __future__ import annotations
 

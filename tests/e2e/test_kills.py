@@ -41,7 +41,7 @@ ENDS = {"stop", "length"}
 
 @dataclass
 class Trial:
-    """A data folder with its database, and what was done to those who use it."""
+    """A data folder with its database, and the kills and outages so far."""
 
     folder: Path
     rng: random.Random

@@ -1,4 +1,4 @@
-"""A real server with more requests than it can compute: who floods it is refused with a time, others are served."""
+"""A real server with more requests than it can compute: the flooding tenant is refused, and others are served."""
 
 from __future__ import annotations
 

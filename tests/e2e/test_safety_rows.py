@@ -38,7 +38,7 @@ CASES = {case.name: case for case in bad_uploads(BASE)}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    """A server of its own, whose base must compute the same after all that was tried as before."""
+    """A server for this file; its base must compute the same before and after all tests."""
     folder = tmp_path_factory.mktemp("rows")
     with weft_server(folder, "--set", f"server.max_upload_bytes={LIMIT}") as running:
         before = base_logprobs(running, "acme")

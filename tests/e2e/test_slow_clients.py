@@ -1,4 +1,4 @@
-"""Hundreds of clients that hardly send anything hold up nobody, and are shown out in time."""
+"""Hundreds of clients that hardly send anything delay no other request, and are disconnected."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TENANTS = ("acme", "globex", "initech")
 def one_request(
     client: httpx.Client, tenant: str, rng: random.Random, models: tuple[str, ...] = ("base", "pirate", "shout")
 ) -> tuple[tuple[str, str], Counter[str]]:
-    """Send a random good request; returns who used what, as the client saw it."""
+    """Send a random good request; returns tenant, model and usage as the client saw them."""
     model = rng.choice(models)
     body: dict[str, Any] = {
         "model": BASE if model == "base" else model,

@@ -30,7 +30,7 @@ class Sample:
     fds: int
     rss_bytes: int
     pages: int
-    """Pages of the pool, whoever has them."""
+    """Pages of the pool, free ones included."""
 
 
 def sample(server: WeftServer, requests: int) -> Sample:

@@ -10,7 +10,7 @@ from weft_server import WeftServer
 
 PATIENCE_S = 60.0
 KEPT = frozenset({"pages:free", "pages:adapter", "pages:prefix", "host_pages:free", "host_pages:adapter"})
-"""Adapters and cached prefixes may stay when nobody asks: whoever needs their pages gets them."""
+"""Adapters and cached prefixes may stay: their pages are given to any request that needs them."""
 
 
 def held_by_requests(state: dict[str, Any]) -> dict[str, int]:

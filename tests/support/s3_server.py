@@ -21,7 +21,7 @@ ACCESS_KEY = "AKIAWEFTTESTS0000001"
 SECRET_KEY = "secret-of-the-tests-that-no-log-may-hold"
 ACCOUNT = "123456789012"
 SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, Signature=none"}
-"""Enough for a server that refuses nobody: it looks for the owner in it and checks nothing."""
+"""The server only looks for the owner in it and checks nothing."""
 NUMBERS = itertools.count()
 
 
@@ -33,7 +33,7 @@ class S3Server:
     http: httpx.Client
 
     def environment(self) -> dict[str, str]:
-        """What obstore needs to be told."""
+        """Settings that obstore needs."""
         return {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,

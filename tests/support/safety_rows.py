@@ -122,4 +122,4 @@ _ROWS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "C-22, twice": _config("duplicate_key", "r twice", "r twice, once escaped"),
 }
 FILE_ROWS = [Row(name, *fields) for name, fields in _ROWS.items()]
-"""Rows whose upload is well-formed HTTP with bad files in it."""
+"""Rows with uploads of bad files in well-formed HTTP."""

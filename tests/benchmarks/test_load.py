@@ -119,11 +119,3 @@ def test_a_server_that_is_not_there_is_an_error_not_a_traceback(tmp_path: Path) 
 def test_arguments_that_make_no_sense_end_with_status_2(arguments: list[str], capsys: Any) -> None:
     assert main("serve", ["--url", "http://127.0.0.1:9/v1", *arguments]) == 2
     assert capsys.readouterr().err.startswith("serve: ")
-
-
-def test_the_last_line_is_json_with_commit_and_hardware(server: ShopWindow, capsys: Any) -> None:
-    main("serve", ["--url", server.url, "--models", "a", "--requests", "2", "--output-tokens", "2"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["hardware"]["cores"] >= 1
-    assert result["versions"]["weft"]
-    assert "commit" in result

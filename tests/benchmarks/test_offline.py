@@ -58,15 +58,6 @@ def test_rates_and_ratios_come_from_medians() -> None:
     }
 
 
-def test_agreement_counts_equal_first_tokens() -> None:
-    assert result()["first_tokens_equal"] == {"base": 1.0, "mixed": 0.5}
-
-
-def test_the_table_has_a_dash_where_a_contender_takes_no_part() -> None:
-    table = result()["table"]
-    assert table[1] == {"tokens/s": "transformers", "base": 5.0, "mixed": "-", "single": 5.0}
-
-
 def test_the_compared_model_has_the_size_it_is_named_for() -> None:
     config = base_config()
     kv_features = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads  # type: ignore[operator]

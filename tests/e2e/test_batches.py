@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -125,31 +125,6 @@ def test_lines_for_many_adapters_get_the_reference_answers(shop: WeftServer, cli
     assert sum(row["requests"] for row in grouped["data"]) == grouped["totals"]["requests"]
 
 
-def test_an_input_that_is_not_sound_fails_with_the_numbers_of_its_lines(client: openai.OpenAI) -> None:
-    good = line("a", question("pirate"))
-    bad = [
-        good,
-        good,
-        line("b", question("pirate"), url="/v1/completions"),
-        line("c", {**question("pirate"), "stream": True}),
-        {**good, "custom_id": "d", "method": "GET"},
-    ]
-    content = "\n".join(map(json.dumps, bad)) + "\n{no json\n"
-    file = client.files.create(file=("bad.jsonl", content.encode()), purpose="batch")
-    made = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    batch = until(client, made, *ENDED)
-    assert batch.status == "failed"
-    assert batch.errors is not None
-    assert [(error.line, error.code) for error in batch.errors.data or ()] == [
-        (2, "duplicate_custom_id"),
-        (3, "invalid_value"),
-        (4, "invalid_value"),
-        (5, "invalid_value"),
-        (6, "invalid_json_line"),
-    ]
-    assert batch.output_file_id is None
-
-
 def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
     content = (json.dumps(line("a", question("pirate"))) + "\n").encode()
     files = [client.files.create(file=(f"{n}.jsonl", content), purpose="batch") for n in range(3)]
@@ -163,25 +138,6 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
     assert client.files.content(files[1].id).read() == content  # the same bytes
     with pytest.raises(openai.BadRequestError):
         client.files.create(file=("x.jsonl", content), purpose="fine-tune")
-
-
-def test_another_tenants_files_and_batches_look_missing(shop: WeftServer, client: openai.OpenAI) -> None:
-    batch = until(client, start(client, [line("a", question("pirate"))]), *ENDED)
-    shop.tenant("stranger")
-    with client_of(shop, "stranger") as stranger:
-        calls: list[Callable[[], object]] = [
-            lambda: stranger.files.retrieve(batch.input_file_id),
-            lambda: stranger.files.content(batch.output_file_id or ""),
-            lambda: stranger.files.delete(batch.input_file_id),
-            lambda: stranger.batches.retrieve(batch.id),
-            lambda: stranger.batches.cancel(batch.id),
-            lambda: stranger.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
-        ]
-        for call in calls:
-            with pytest.raises(openai.NotFoundError):
-                call()
-        assert stranger.files.list().data == []
-        assert stranger.batches.list().data == []
 
 
 def test_a_cancelled_batch_keeps_its_results(shop: WeftServer, client: openai.OpenAI) -> None:

@@ -86,16 +86,6 @@ def test_completions_take_token_ids_lists_of_prompts_and_n(client: openai.OpenAI
     assert [choice.text for choice in got.choices] == [choice.text for choice in again.choices]
 
 
-def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, base: str) -> None:
-    got = client.completions.create(model=base, prompt=[5, 6, 7, 8], max_tokens=1, echo=True, logprobs=1, temperature=0)
-    logprobs = got.choices[0].logprobs
-    assert logprobs is not None
-    values: list[float | None] = list(logprobs.token_logprobs or [])
-    assert len(values) == 5
-    assert values[0] is None
-    assert all(value is not None and value <= 0 for value in values[1:])
-
-
 def test_an_echoed_prompt_is_scored_for_each_choice_and_billed_once(client: openai.OpenAI, base: str) -> None:
     ids = [9, 10, 11, 12]
     for _ in range(2):
@@ -116,17 +106,6 @@ def test_an_echoed_prompt_is_scored_for_each_choice_and_billed_once(client: open
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 6)
         assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_stop_strings_cut_the_text(client: openai.OpenAI) -> None:
-    question = ANSWERS["questions"][0]
-    answer = question["answers"]["pirate"]
-    stop = answer[len(answer) // 2 :][:3]
-    got = client.chat.completions.create(
-        model="pirate", messages=chat(question["question"]), temperature=0, max_tokens=64, stop=[stop]
-    )
-    assert got.choices[0].message.content == answer[: answer.index(stop)]
-    assert got.choices[0].finish_reason == "stop"
 
 
 def test_errors_are_the_clients_own_exception_types(client: openai.OpenAI, base: str, shop: WeftServer) -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from idleness import wait_until
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, DEMO_MODEL, WEFT, WeftServer, stream_events, weft_server
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WEFT, WeftServer, stream_events, weft_server
 
 BASE = DEMO_MODEL.name
 PROMPT = [6 + index % 600 for index in range(200)]
@@ -57,25 +57,6 @@ def test_a_pin_brings_an_adapter_to_the_device_before_its_first_request(fresh: W
     assert answer.headers["x-weft-adapter-state"] == "device"
     unasked = client.post("/v1/completions", json={"model": "shout", "prompt": "x", "max_tokens": 1})
     assert unasked.headers["x-weft-adapter-state"] == "stored"
-
-
-def test_ps_lists_what_is_resident(fresh: WeftServer) -> None:
-    fresh.tenant("acme").patch("/v1/adapters/pirate", json={"pinned": True})
-    complete(fresh, "acme", "shout")
-    command = [*WEFT, "ps", "--url", fresh.url, "--key", ADMIN_KEY]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.startswith("acme/")}
-    assert set(rows) == {"acme/pirate@1", "acme/shout@1"}
-    assert (rows["acme/pirate@1"][1], rows["acme/pirate@1"][-1]) == ("device", "yes")
-    as_json = json.loads(
-        subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=60).stdout
-    )
-    assert sum(as_json["pages"].values()) == as_json["ready"]["memory"]["num_pages"]
-    assert sum(as_json["host_pages"].values()) == as_json["ready"]["memory"]["host_pages"]
-    shout = next(resident for resident in as_json["residents"] if resident["adapters"] == ["acme/shout@1"])
-    assert shout["uses"] >= 1
-    assert shout["prefix_pages"] >= len(PROMPT) // as_json["ready"]["geometry"]["page_tokens"]
-    assert as_json["pages"]["prefix"] >= shout["prefix_pages"]
 
 
 @pytest.mark.parametrize("model", [BASE, "pirate"])

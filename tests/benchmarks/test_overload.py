@@ -165,7 +165,7 @@ def test_a_small_run_tells_of_every_phase(tmp_path: Path) -> None:
     for phase in result["phases"]:
         assert phase["statuses"]["200"] > 0
         assert set(phase["statuses"]) <= {"200", "429", "503"}, "whatever is not served is refused"
-    assert len(result["goals"]) == 8
+    assert len(result["goals"]) == 7
 
 
 def test_a_server_that_does_not_start_is_told_with_its_own_words(

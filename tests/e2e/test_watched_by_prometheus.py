@@ -67,6 +67,8 @@ def answered(client: httpx.Client, expr: str) -> list[dict[str, Any]]:
 
 def is_up(client: httpx.Client) -> bool:
     try:
+        if client.get("/query", params={"query": "1"}).status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            return False  # it still starts
         found = answered(client, "up == 1 and on (job) count_over_time(up[1m]) >= 3")
     except httpx.TransportError:
         return False

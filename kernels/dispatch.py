@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch, KvSlots
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
-from weft.kernels.sampling import PenaltyTensors, SamplingTensors, apply_penalties
+from weft.kernels.sampling import SamplingTensors
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
 RmsNorm = Callable[[Tensor, Tensor, float], Tensor]
@@ -46,7 +46,6 @@ class Kernels:
     logprobs: Logprobs
     attend: Attend | None = None
     """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
-    apply_penalties: Callable[[Tensor, PenaltyTensors], None] = apply_penalties
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -59,11 +59,6 @@ class SamplingTensors:
             host=rows,
         )
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether no row draws."""
-        return all(row[0] == 0 for row in self.host)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPenalties:

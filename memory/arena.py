@@ -91,6 +91,13 @@ def _zeros(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
+def mark(device: torch.device) -> torch.cuda.Event:
+    """An event that occurs when a GPU has done what the calling thread has launched so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 BYTES_AT_ONCE = 1 << 20
 """A CPU copies these in a tenth of a millisecond; that a step and two threads take turns costs more."""
 
@@ -112,11 +119,7 @@ class PageCopier:
 
     def fence(self) -> torch.cuda.Event | None:
         """Mark what the calling thread has launched so far; a copy given the mark starts after it."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._arena.device))
-        return event
+        return None if self._stream is None else mark(self._arena.device)
 
     def copy_now(self, sources: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
         """Overwrite a few arena pages of a CPU without a pause, at most `pages_at_once` of them between two steps.

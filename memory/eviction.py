@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from weft.errors import PageAccountingError
 from weft.memory.pool import PageKind, PagePool
@@ -130,13 +130,6 @@ _Entry = tuple[bool, float, int, int, Evictable]
 """Goes last, score, minus depth, ticket, item."""
 
 
-class _Offer(NamedTuple):
-    """What is known of an item that is offered."""
-
-    entry: _Entry
-    num_pages: int
-
-
 class Evictor:
     """What can be evicted now, and the eviction of it. Not thread-safe: it belongs to the engine's thread.
 
@@ -151,8 +144,8 @@ class Evictor:
         self._policy = policy
         self._clock = clock
         self._heap: list[_Entry] = []
-        self._offered: dict[int, _Offer] = {}
-        """By the item's id, which the entry keeps alive."""
+        self._offered: dict[int, tuple[_Entry, int]] = {}
+        """Entry and pages of each item that is offered, by the item's id; the entry keeps the item alive."""
         self._last_ticket = 0
         self._evictions: Counter[str] = Counter()
         self.num_evictable = 0
@@ -180,7 +173,7 @@ class Evictor:
         self.withdraw(item)
         self._last_ticket += 1
         entry = (item.evict_last, self._policy.score(item), -item.depth, self._last_ticket, item)
-        self._offered[id(item)] = _Offer(entry, item.num_pages)
+        self._offered[id(item)] = (entry, item.num_pages)
         self.num_evictable += item.num_pages
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._offered) + MIN_COMPACTION:
@@ -191,7 +184,7 @@ class Evictor:
         """Keep an item from being taken; one that is not offered is fine."""
         offer = self._offered.pop(id(item), None)
         if offer is not None:
-            self.num_evictable -= offer.num_pages
+            self.num_evictable -= offer[1]
 
     def take(self, item: Evictable) -> None:
         """Evict an item because what it depends on goes, or for its owner's own reasons."""
@@ -202,7 +195,7 @@ class Evictor:
     def first(self, items: Iterable[Evictable]) -> Evictable | None:
         """Of some items, the one that goes first; None when none of them can go now."""
         known = (self._offered.get(id(item)) for item in items)
-        entries = [offer.entry for offer in known if offer is not None and self._is_free_at_once(offer.entry[4])]
+        entries = [offer[0] for offer in known if offer is not None and self._is_free_at_once(offer[0][4])]
         return min(entries)[4] if entries else None
 
     def make_room(self, num_free: int, also: Evictable | None = None) -> bool:
@@ -220,7 +213,7 @@ class Evictor:
         if victims is None:
             return False
         if also is not None:
-            self._evict(self._offered[id(also)].entry)
+            self._evict(self._offered[id(also)][0])
         for index, entry in enumerate(victims):
             if self._pool.num_free >= num_free:  # more went with those before than they have themselves
                 for spared in victims[index:]:
@@ -241,7 +234,7 @@ class Evictor:
             raise PageAccountingError(
                 f"{len(self._offered)} things can be evicted, but not all have a place in the order"
             )
-        offered = [(offer.entry[4], offer.num_pages) for offer in self._offered.values()]
+        offered = [(entry[4], pages) for entry, pages in self._offered.values()]
         if any(item.num_pages != pages for item, pages in offered):
             raise PageAccountingError("something that can be evicted has other pages than when it was offered")
         if sum(pages for _, pages in offered) != self.num_evictable:
@@ -272,7 +265,7 @@ class Evictor:
 
     def _is_current(self, entry: _Entry) -> bool:
         offer = self._offered.get(id(entry[4]))
-        return offer is not None and offer.entry is entry
+        return offer is not None and offer[0] is entry
 
     def _is_free_at_once(self, item: Evictable) -> bool:
         """Whether no step may still read its pages, so that they need no quarantine."""

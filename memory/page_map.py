@@ -50,13 +50,11 @@ def page_map(pool: PagePool, max_cells: int = MAX_CELLS) -> PageMap:
     lengths = np.diff(starts, append=len(uses))
     return PageMap(
         pages_per_cell=pages_per_cell,
-        uses=[_use_of(use) for use in kinds.tolist()],
+        uses=[
+            PageUse(kind=PAGE_STATES[use % _NUM_STATES], owner=use // _NUM_STATES + NO_OWNER) for use in kinds.tolist()
+        ],
         runs=list(zip(lengths.tolist(), indices.tolist(), strict=True)),
     )
-
-
-def _use_of(use: int) -> PageUse:
-    return PageUse(kind=PAGE_STATES[use % _NUM_STATES], owner=use // _NUM_STATES + NO_OWNER)
 
 
 def _cells(

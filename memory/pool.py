@@ -65,7 +65,8 @@ class PagePool:
         self._counts: dict[str, int] = {"free": self.capacity, **dict.fromkeys(PAGE_KINDS, 0), "quarantine": 0}
         self._quarantine: list[tuple[int, int, list[int]]] = []
         self._quarantine_entries = 0
-        self._completed = 0
+        self.completed_step = 0
+        """The latest step known to be complete."""
 
     @property
     def capacity(self) -> int:
@@ -81,11 +82,6 @@ class PagePool:
     def num_quarantined(self) -> int:
         """Pages that become free when a step completes."""
         return self._counts["quarantine"]
-
-    @property
-    def completed_step(self) -> int:
-        """The latest step known to be complete."""
-        return self._completed
 
     def counts(self) -> dict[str, int]:
         """Pages by state: free, kv, prefix, adapter, quarantine. They sum to `capacity`."""
@@ -155,7 +151,7 @@ class PagePool:
             PageAccountingError: If a page is not owned or named twice; then nothing was freed.
         """
         self._require_owned(pages)
-        released = last_step <= self._completed
+        released = last_step <= self.completed_step
         state: PageState = "free" if released else "quarantine"
         self._turn(pages, state)
         if released:
@@ -166,8 +162,8 @@ class PagePool:
 
     def complete(self, step: int) -> None:
         """Note that all steps up to `step` are complete, and free the pages that waited for them."""
-        self._completed = max(self._completed, step)
-        while self._quarantine and self._quarantine[0][0] <= self._completed:
+        self.completed_step = max(self.completed_step, step)
+        while self._quarantine and self._quarantine[0][0] <= self.completed_step:
             _, _, pages = heapq.heappop(self._quarantine)
             self._turn(pages, "free")
             self._release(pages)

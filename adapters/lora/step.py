@@ -81,7 +81,7 @@ class PagedLora:
         used = self.tables.touched([segment.slot for segment in segments])
         if not used.any():
             return None
-        rows_per_tile = tile_rows(num_rows)
+        rows_per_tile = PREFILL_TILE_ROWS if num_rows > PREFILL_MIN_ROWS else DECODE_TILE_ROWS
         tiles = build_tiles(segments, num_rows, self.tables.slots, rows_per_tile)
         slot, start, length = torch.from_numpy(tiles).to(self.arena.device)
         touched = [[bool(used[layer, list(site.modules)].any()) for site in SITES] for layer in range(len(used))]
@@ -116,11 +116,6 @@ class Segment(NamedTuple):
     start: int
     length: int
 
-    @property
-    def stop(self) -> int:
-        """First row after the segment."""
-        return self.start + self.length
-
 
 def build_segments(row_slots: Sequence[int]) -> list[Segment]:
     """Find the segments of a batch; rows of the base model belong to none.
@@ -145,20 +140,10 @@ def build_segments(row_slots: Sequence[int]) -> list[Segment]:
     return segments
 
 
-def tile_rows(num_rows: int) -> int:
-    """Rows per tile for a batch of `num_rows` rows."""
-    return PREFILL_TILE_ROWS if num_rows > PREFILL_MIN_ROWS else DECODE_TILE_ROWS
-
-
-def tile_capacity(num_rows: int, num_slots: int, rows_per_tile: int) -> int:
-    """Most tiles that any batch of `num_rows` rows can have."""
-    return -(-num_rows // rows_per_tile) + min(num_rows, num_slots)
-
-
 def build_tiles(
     segments: Sequence[Segment], num_rows: int, num_slots: int, rows_per_tile: int
 ) -> npt.NDArray[np.int32]:
-    """Cut segments into tiles of at most `rows_per_tile` rows, padded to `tile_capacity`.
+    """Cut segments into tiles of at most `rows_per_tile` rows, padded to as many as a batch of so many rows can have.
 
     Args:
         segments: Segments of the batch.
@@ -169,12 +154,13 @@ def build_tiles(
     Returns:
         [3, capacity]: slot, first row and number of rows of each tile; unused ones are -1, 0, 0.
     """
-    capacity = tile_capacity(num_rows, num_slots, rows_per_tile)
+    capacity = -(-num_rows // rows_per_tile) + min(num_rows, num_slots)
     tiles = np.zeros((3, capacity), dtype=np.int32)
     tiles[0] = -1
     index = 0
     for segment in segments:
-        for start in range(segment.start, segment.stop, rows_per_tile):
-            tiles[:, index] = (segment.slot, start, min(rows_per_tile, segment.stop - start))
+        stop = segment.start + segment.length
+        for start in range(segment.start, stop, rows_per_tile):
+            tiles[:, index] = (segment.slot, start, min(rows_per_tile, stop - start))
             index += 1
     return tiles

@@ -30,7 +30,6 @@ class HostImage:
     slab_pages: Sequence[int] = ()
     """Where in the slab they lie; empty for an image that found no room there and is used once."""
     users: int = field(default=0, init=False)
-    is_dropped: bool = field(default=False, init=False)
 
 
 class HostImages:
@@ -42,7 +41,7 @@ class HostImages:
 
     def __init__(self, slab: HostSlab) -> None:
         self._slab = slab
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._images: dict[str, HostImage] = {}
         """Least recently used first."""
         self._reserved = 0
@@ -71,7 +70,17 @@ class HostImages:
             Whether they are free; if not, nothing was dropped. Another thread may take them meanwhile.
         """
         with self._lock:
-            return self._make_room(count)
+            lacking = count - self._slab.num_free
+            victims: list[HostImage] = []
+            for image in self._images.values():
+                if lacking > 0 and image.users == 0:
+                    victims.append(image)
+                    lacking -= len(image.slab_pages)
+            if lacking > 0:
+                return False
+            for image in victims:
+                self._remove(image)
+            return True
 
     def reserve(self, count: int) -> list[int] | None:
         """Take slab pages for an image in the making, dropping images that are not in use if need be.
@@ -81,7 +90,7 @@ class HostImages:
         """
         with self._lock:
             # The slab has other takers, who may be quicker.
-            pages = self._slab.allocate(count) if self._make_room(count) else None
+            pages = self._slab.allocate(count) if self.make_room(count) else None
             if pages is not None:
                 self._reserved += count
             return pages
@@ -111,7 +120,6 @@ class HostImages:
             if keep and image.digest not in self._images:
                 self._images[image.digest] = image
             else:
-                image.is_dropped = True
                 self._dropped_in_use.append(image)
 
     def hold(self, digest: str) -> HostImage | None:
@@ -127,7 +135,7 @@ class HostImages:
         """End one use of an image."""
         with self._lock:
             image.users -= 1
-            if image.is_dropped and image.users == 0:
+            if image.users == 0 and image in self._dropped_in_use:
                 self._dropped_in_use.remove(image)
                 self._slab.free(image.slab_pages)
 
@@ -141,7 +149,6 @@ class HostImages:
                 self._remove(image)
             else:
                 del self._images[digest]
-                image.is_dropped = True
                 self._dropped_in_use.append(image)
 
     def check(self, num_other_used: int = 0) -> None:
@@ -163,21 +170,6 @@ class HostImages:
                     f"host images hold {len(pages)} pages, {self._reserved} are reserved and others have "
                     f"{num_other_used}, the slab has {used} in use"
                 )
-
-    def _make_room(self, count: int) -> bool:
-        lacking = count - self._slab.num_free
-        if lacking <= 0:
-            return True
-        victims: list[HostImage] = []
-        for image in self._images.values():
-            if lacking > 0 and image.users == 0:
-                victims.append(image)
-                lacking -= len(image.slab_pages)
-        if lacking > 0:
-            return False
-        for image in victims:
-            self._remove(image)
-        return True
 
     def _remove(self, image: HostImage) -> None:
         del self._images[image.digest]

@@ -151,12 +151,19 @@ class LoadQueue:
         with self._lock:
             self._waiting.append(job)
         # Which job a thread takes is decided when it starts, not now, so that one that waits can be taken back.
-        self._executor.submit(self._run_next).add_done_callback(_log_fault)
+        self._executor.submit(self._run_next)
 
     def run_now(self, job: LoadJob) -> None:
         """Run a job in the calling thread. It is not among those of `take_done`; a fault is logged and is its error."""
+        job.error = AdapterUnavailableError("Loading the adapter failed inside the server; its log says why.")
         try:
-            self._run(job)
+            job.image = job.task()
+            job.error = None
+        except WeftError as error:
+            job.error = error
+        except (OSError, MemoryError) as error:
+            logger.warning("loading adapter %s failed: %s", job.digest, error)
+            job.error = AdapterUnavailableError(f"The adapter's weights could not be read: {type(error).__name__}.")
         except Exception as fault:
             logger.exception("loading an adapter raised", exc_info=fault)
 
@@ -184,28 +191,10 @@ class LoadQueue:
                 return
             job = min(self._waiting, key=lambda job: job.turn)
             self._waiting.remove(job)
-        try:
-            self._run(job)
-        finally:
-            self._done.append(job)
-            if self._notify is not None:
-                self._notify()
-
-    def _run(self, job: LoadJob) -> None:
-        job.error = AdapterUnavailableError("Loading the adapter failed inside the server; its log says why.")
-        try:
-            job.image = job.task()
-            job.error = None
-        except WeftError as error:
-            job.error = error
-        except (OSError, MemoryError) as error:
-            logger.warning("loading adapter %s failed: %s", job.digest, error)
-            job.error = AdapterUnavailableError(f"The adapter's weights could not be read: {type(error).__name__}.")
-
-
-def _log_fault(future: Future[None]) -> None:
-    if not future.cancelled() and (fault := future.exception()) is not None:
-        logger.error("loading an adapter raised", exc_info=fault)
+        self.run_now(job)
+        self._done.append(job)
+        if self._notify is not None:
+            self._notify()
 
 
 LOAD_NICENESS = 10

@@ -70,10 +70,8 @@ class AdapterSlots:
         if self._leases[slot] is None:
             raise PageAccountingError(f"adapter slot {slot} is free already")
         self._leases[slot] = None
-        if last_step <= self._completed_step:
-            self._free.append(slot)
-        else:
-            self._cooling.append((last_step, slot))
+        self._cooling.append((last_step, slot))
+        self.complete(self._completed_step)
 
     def complete(self, step: int) -> None:
         """Note that all steps up to `step` are complete."""

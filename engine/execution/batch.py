@@ -38,11 +38,6 @@ class Batch:
     first_rows: list[int]
     """First row of each chunk, in the order of the plan."""
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the step, padding included."""
-        return len(self.row_slots)
-
     def last_row(self, chunk_index: int, chunk: Chunk) -> int:
         """The row of a chunk's last token."""
         return self.first_rows[chunk_index] + len(chunk.token_ids) - 1

@@ -101,7 +101,8 @@ def measure_prices(  # noqa: PLR0913 - all that a price follows from
         max_tokens: The longest prompt that the model takes.
         clock: Monotonic seconds.
     """
-    long_context = min(LONG_CONTEXT, max_tokens - 1, _room_per_row(arena, pool) - 1)
+    blocks_per_row = pool.num_free // (DECODE_ROWS * arena.geometry.num_groups)
+    long_context = min(LONG_CONTEXT, max_tokens - 1, blocks_per_row * arena.geometry.page_tokens - 1)
     if long_context < 1:
         return Prices(prompt_context=prompt_context)  # a pool of a few pages
     short_s = _decode_s(decoder, arena, pool, min(SHORT_CONTEXT, long_context), clock) / DECODE_ROWS
@@ -124,11 +125,6 @@ def measure_prices(  # noqa: PLR0913 - all that a price follows from
         prices.page_load,
     )
     return prices
-
-
-def _room_per_row(arena: Arena, pool: PagePool) -> int:
-    """Tokens of KV cache that each of `DECODE_ROWS` requests can have of what is free, in whole blocks."""
-    return pool.num_free // (DECODE_ROWS * arena.geometry.num_groups) * arena.geometry.page_tokens
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from weft.adapters.lora.step import LoraBatcher, LoraStep
+from weft.adapters.lora.step import LoraBatcher
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import Batch, build_batch
 from weft.engine.execution.sampler import Sampler
@@ -15,7 +15,7 @@ from weft.engine.model.decoder import Decoder, KvViews
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from weft.errors import EngineError, PageAccountingError
-from weft.memory.arena import Arena
+from weft.memory.arena import Arena, mark
 from weft.memory.host_slab import HostSlab
 
 LOGPROB_ROWS = 64
@@ -86,7 +86,8 @@ class ModelRunner:
         self._kv = KvViews((), ())
 
     def _compute(self, plan: StepPlan, batch: Batch) -> list[ChunkResult]:
-        hidden = self._decoder.forward(batch.rows, self._kv, self._prepare_lora(batch))
+        lora = self._lora.prepare(batch.row_slots) if batch.adapters else None
+        hidden = self._decoder.forward(batch.rows, self._kv, lora)
         sampled = self._sample(plan.chunks, batch, hidden)
         results = []
         for index, chunk in enumerate(plan.chunks):
@@ -103,11 +104,6 @@ class ModelRunner:
                 )
             )
         return results
-
-    def _prepare_lora(self, batch: Batch) -> LoraStep | None:
-        if not batch.adapters:
-            return None
-        return self._lora.prepare(batch.row_slots)
 
     def _sample(
         self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor
@@ -178,9 +174,7 @@ class PageMover:
             device[copy.target].copy_(device[copy.source])
         if not self._is_gpu or not (plan.swap_out or plan.swap_in):
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._arena.device))
-        return event
+        return mark(self._arena.device)
 
 
 def _check(pages: Iterable[int], first: int, end: int, name: str) -> None:

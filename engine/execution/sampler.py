@@ -16,7 +16,7 @@ import torch
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import SampleSpec
 from weft.kernels.dispatch import Kernels
-from weft.kernels.sampling import PenaltyTensors, RowPenalties, SamplingTensors
+from weft.kernels.sampling import PenaltyTensors, RowPenalties, SamplingTensors, apply_penalties
 
 DRAW_BITS = 24
 """Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
@@ -77,7 +77,7 @@ class Sampler:
         ]
         if penalties:
             tensors = PenaltyTensors.build(penalties, logits.shape[1], logits.device)
-            self._kernels.apply_penalties(logits, tensors)
+            apply_penalties(logits, tensors)
         non_finite = _clear_non_finite_rows(logits)
         tokens: list[int] = self._kernels.sample(logits, self._sampling_tensors(specs, logits.device)).tolist()
 
@@ -121,14 +121,9 @@ class Sampler:
             [each.top_k for each in params],
             [each.top_p for each in params],
             [each.min_p for each in params],
-            [self._draw(spec) for spec in specs],
+            [0.0 if s.params.is_greedy else self._draws.uniform(s.seed, s.choice_index, s.output_index) for s in specs],
             device,
         )
-
-    def _draw(self, spec: SampleSpec) -> float:
-        if spec.params.is_greedy:
-            return 0.0
-        return self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
 
 
 def _clear_non_finite_rows(logits: torch.Tensor) -> set[int]:

@@ -124,11 +124,6 @@ class Decoder:
         """Where the weights are."""
         return self._embedding.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of weights and activations."""
-        return self._embedding.dtype
-
     def forward(self, rows: StepRows, kv: KvViews, lora: LoraStep | None = None) -> torch.Tensor:
         """Run all layers, writing keys and values of the rows into the pages.
 

@@ -45,13 +45,10 @@ class PackedLinear:
         """Apply the layer to x [rows, in_features]."""
         num_rows = x.shape[0]
         padding = padded_rows(num_rows) - num_rows
-        if not padding:
-            return self._multiply(x)
-        return self._multiply(torch.nn.functional.pad(x, (0, 0, 0, padding)))[:num_rows]
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if padding:
+            x = torch.nn.functional.pad(x, (0, 0, 0, padding))
         y: torch.Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
-        return y
+        return y[:num_rows] if padding else y
 
 
 def padded_rows(num_rows: int) -> int:

@@ -8,6 +8,7 @@ switched off, or refused. Knows nothing of tensors.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 HUB_DUPLICATES = ("consolidated*", "*/*")
 """The same weights in other formats, as some repositories carry them."""
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+"""Tensors of a checkpoint that are not of a layer."""
 MIB = 1 << 20
 MAX_CONFIG_BYTES = MIB
 
@@ -71,12 +74,7 @@ class DecoderSpec:
     @property
     def num_parameters(self) -> int:
         """Numbers in the checkpoint; a tied head is counted once."""
-        biases = self.qkv_bias * (self.q_features + 2 * self.kv_features) + self.o_bias * self.hidden_size
-        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        linears = sum(shape.in_features * shape.out_features for shape in module_shapes(self))
-        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        tables = (1 if self.is_tied else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * (linears + biases + norms) + self.hidden_size + tables
+        return sum(math.prod(shape) for shape in expected_tensors(self).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +230,27 @@ def module_shapes(spec: DecoderSpec) -> tuple[ModuleShape, ...]:
     q, kv = spec.q_features, spec.kv_features
     sizes = ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, inter), (hidden, inter), (inter, hidden))
     return tuple(ModuleShape(path, *size) for path, size in zip(MODULE_PATHS, sizes, strict=True))
+
+
+def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the checkpoint must have."""
+    hidden = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, hidden), NORM: (hidden,)}
+    if not spec.is_tied:
+        shapes[HEAD] = (spec.vocab_size, hidden)
+    biases = (spec.qkv_bias,) * 3 + (spec.o_bias,) + (spec.mlp_bias,) * 3
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if spec.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (spec.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (spec.head_dim,)
+        for module, has_bias in zip(module_shapes(spec), biases, strict=True):
+            shapes[f"{prefix}{module.path}.weight"] = (module.out_features, module.in_features)
+            if has_bias:
+                shapes[f"{prefix}{module.path}.bias"] = (module.out_features,)
+    return shapes
 
 
 def base_shape(spec: DecoderSpec, digest: str) -> BaseShape:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from weft.engine.model.decoder import Decoder, DecoderLayer
 from weft.engine.model.linear import Linear, make_linear
 from weft.engine.model.rope import rope_table
-from weft.engine.model.spec import DecoderSpec, module_shapes
+from weft.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import kernels_for
@@ -26,7 +26,6 @@ from weft.kernels.dispatch import kernels_for
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -63,27 +62,6 @@ def base_digest(folder: Path) -> str:
     return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the checkpoint must have."""
-    hidden = spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (spec.vocab_size, hidden), _NORM: (hidden,)}
-    if not spec.is_tied:
-        shapes[_HEAD] = (spec.vocab_size, hidden)
-    biases = (spec.qkv_bias,) * 3 + (spec.o_bias,) + (spec.mlp_bias,) * 3
-    for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (hidden,)
-        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        if spec.qk_norm:
-            shapes[prefix + "self_attn.q_norm.weight"] = (spec.head_dim,)
-            shapes[prefix + "self_attn.k_norm.weight"] = (spec.head_dim,)
-        for module, has_bias in zip(module_shapes(spec), biases, strict=True):
-            shapes[f"{prefix}{module.path}.weight"] = (module.out_features, module.in_features)
-            if has_bias:
-                shapes[f"{prefix}{module.path}.bias"] = (module.out_features,)
-    return shapes
-
-
 def load_decoder(
     folder: Path,
     spec: DecoderSpec,
@@ -107,14 +85,14 @@ def load_decoder(
     with ExitStack() as stack:
         checkpoint = _Checkpoint(stack, weight_files(folder), dtype, device)
         checkpoint.check(spec)
-        embedding = checkpoint.tensor(_EMBEDDING)
+        embedding = checkpoint.tensor(EMBEDDING)
         return Decoder(
             spec=spec,
             kernels=kernels_for(device, dtype),
             embedding=embedding,
             layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
-            norm=checkpoint.tensor(_NORM),
-            head=make_linear(embedding if spec.is_tied else checkpoint.tensor(_HEAD)),
+            norm=checkpoint.tensor(NORM),
+            head=make_linear(embedding if spec.is_tied else checkpoint.tensor(HEAD)),
             rope=rope_table(spec.rope, spec.head_dim, num_positions or spec.max_positions, device),
         )
 
@@ -141,7 +119,7 @@ class _Checkpoint:
         missing = sorted(expected.keys() - self._files.keys())
         if missing:
             raise ConfigError(f"model.path: the checkpoint lacks {_listed(missing)}", param="model.path")
-        harmless = {_HEAD} if spec.is_tied else set()
+        harmless = {HEAD} if spec.is_tied else set()
         unexpected = sorted(
             name
             for name in self._files.keys() - expected.keys() - harmless

@@ -166,7 +166,9 @@ class TextStream:
             offsets.append(self._num_characters)
             # A token that ends the generation is counted, but its text is not part of the answer.
             text = "" if token_id == output.stop_token_id else self._detokenizer.push(token_id)
-            stop = self._show(text, shown)
+            self._num_characters += len(text)
+            part, stop = self._scanner.push(text)
+            shown.append(part)
             if stop is not None:
                 break
         if stop is None and output.finish_reason is not None:
@@ -181,12 +183,6 @@ class TextStream:
             finish_reason="stop" if stop is not None else output.finish_reason,
             stop_reason=stop if stop is not None else self._stop_token(output),
         )
-
-    def _show(self, text: str, shown: list[str]) -> str | None:
-        self._num_characters += len(text)
-        part, stop = self._scanner.push(text)
-        shown.append(part)
-        return stop
 
     def _end(self, shown: list[str]) -> str | None:
         rest = self._detokenizer.flush()

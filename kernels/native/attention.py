@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,14 +44,6 @@ def paged_attention(
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What the layers of a step share."""
-
-    tasks: np.ndarray
-    out: Tensor
-
-
 def attend(
     qkv: Tensor,
     norms: HeadNorms | None,
@@ -85,23 +76,23 @@ def attend(
 
     composed.check_norms(norms, qkv, head_dim)  # other tensors in each layer
 
-    def prepare() -> _Prepared:
+    def prepare() -> tuple[np.ndarray, Tensor]:
         composed.check_operands(qkv, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window)
-        return _Prepared(_tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim)))
+        return _tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim))
 
-    prepared: _Prepared = batch.keep(key, prepare)
+    prepared: tuple[np.ndarray, Tensor] = batch.keep(key, prepare)  # shared by the layers of a step
+    tasks, out = prepared
     q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
-    tasks = prepared.tasks
     is_short = native_function("attend", qkv.dtype, "iiiifiii" + "i" * 13 + "fii", ctypes.c_bool)(
         *(qkv.data_ptr(), len(qkv), q_norm, k_norm, eps),
         *(cos.data_ptr(), sin.data_ptr(), slot_mapping.mapping.data_ptr()),
         *_page_arguments(k_pages, v_pages),
         *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
         *(heads, num_heads // heads, head_dim),
-        *(scale, sliding_window or 0, prepared.out.data_ptr()),
+        *(scale, sliding_window or 0, out.data_ptr()),
     )
     _expect_memory(is_short)
-    return prepared.out
+    return out
 
 
 def _expect_memory(is_short: bool) -> None:

@@ -34,10 +34,10 @@ def sgmv(
         expect_that(
             "offsets", tables.offsets.shape[4] * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape
         )
-        for name in ("slot", "start", "length"):
-            _expect_contiguous(f"tiles.{name}", getattr(tiles, name))
-        for name in ("offsets", "ranks", "scalings"):
-            _expect_contiguous(name, getattr(tables, name))
+        for owner, names in ((tiles, ("slot", "start", "length")), (tables, ("offsets", "ranks", "scalings"))):
+            for name in names:
+                tensor = getattr(owner, name)
+                expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
         tiles.checked[key] = (arena_elements, tables)
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
@@ -51,10 +51,6 @@ def sgmv(
         *(layer, site.modules[0], num_slices, site.in_features),
         *(ctypes.addressof(_widths(site.widths)), bridge.data_ptr()),
     )
-
-
-def _expect_contiguous(name: str, tensor: Tensor) -> None:
-    expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
 
 
 @functools.cache

@@ -55,20 +55,12 @@ class QueryBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkGather:
-    """A prompt chunk and what it reads."""
-
-    blocks: tuple[QueryBlock, ...]
-    gather: Tensor
-    """[Hkv * L], int64: arena rows of D elements."""
-
-
-@dataclass(frozen=True, slots=True)
 class GatherPlan:
     """Everything about a step that its layers share."""
 
     buckets: tuple[ItemBucket, ...]
-    chunks: tuple[ChunkGather, ...]
+    chunks: tuple[tuple[Tensor, tuple[QueryBlock, ...]], ...]
+    """Of each prompt chunk: arena rows of D elements to gather, [Hkv * L], int64, and its blocks of query rows."""
     num_arena_rows: int
     """Rows of D elements from a layer's first to its last."""
     gathered: tuple[Tensor, Tensor]
@@ -106,13 +98,7 @@ def paged_attention(
     # Operands like those of an earlier layer were checked there.
     key = plan_key(q, k_pages, v_pages, sliding_window)
     plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window))
-    covered = sum(bucket.count for bucket in plan.buckets) + sum(chunk.query_len for chunk in batch.chunks)
-    if covered == batch.num_rows:
-        out = q.new_empty(q.shape)
-        if covered < len(q):
-            out[covered:] = 0
-    else:
-        out = q.new_zeros(q.shape)
+    out = q.new_zeros(q.shape)  # rows of no request stay zero
     heads, head_dim = k_pages.shape[1], q.shape[2]
     # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
     keys = k_pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1))
@@ -120,9 +106,9 @@ def paged_attention(
     for bucket in plan.buckets:
         k, v = _gather(keys, values, bucket.gather, plan)
         _attend_items(q, k, v, bucket, heads, scale, out)
-    for chunk in plan.chunks:
-        k, v = (gathered.view(heads, -1, head_dim) for gathered in _gather(keys, values, chunk.gather, plan))
-        for block in chunk.blocks:
+    for chunk_rows, blocks in plan.chunks:
+        k, v = (gathered.view(heads, -1, head_dim) for gathered in _gather(keys, values, chunk_rows, plan))
+        for block in blocks:
             _attend_chunk(q, k, v, block, heads, scale, out)
     return out
 
@@ -208,7 +194,7 @@ def _plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, wi
         _bucket(batch, members, heads, steps, window, q.dtype) for members in _group(batch, window, bucket_tokens)
     )
     chunks = tuple(_chunk(batch, chunk, heads, steps, window, q.dtype) for chunk in batch.chunks)
-    largest = max([0, *(len(bucket.gather) for bucket in buckets), *(len(chunk.gather) for chunk in chunks)])
+    largest = max([0, *(len(bucket.gather) for bucket in buckets), *(len(chunk_rows) for chunk_rows, _ in chunks)])
     return GatherPlan(
         buckets=buckets,
         chunks=chunks,
@@ -272,13 +258,13 @@ def _chunk(
     steps: tuple[int, ...],
     window: int | None,
     dtype: torch.dtype,
-) -> ChunkGather:
+) -> tuple[Tensor, tuple[QueryBlock, ...]]:
     start = 0 if window is None else max(0, chunk.context_len - chunk.query_len - window + 1)
     positions = np.arange(start, chunk.context_len)
     gather = _arena_rows(batch, np.full((1, 1), chunk.request), positions[None], heads, steps)
     firsts = range(0, chunk.query_len, QUERY_ROWS)
     blocks = tuple(_query_block(chunk, first, start, window, dtype) for first in firsts)
-    return ChunkGather(blocks, torch.from_numpy(gather.reshape(-1)))
+    return torch.from_numpy(gather.reshape(-1)), blocks
 
 
 def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None, dtype: torch.dtype) -> QueryBlock:

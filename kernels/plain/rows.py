@@ -106,20 +106,12 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     check_rope(q, k, cos, sin)
     cosines, sines = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
-    joined = _joined(q, k)
-    for x in (q, k) if joined is None else (joined,):
+    for x in (q, k):
         wide = x if x.dtype == torch.float32 else x.float()
         swapped = wide.roll(x.shape[-1] // 2, -1)  # the halves of each head change places
         wide.mul_(cosines).addcmul_(swapped, sines)
         if wide is not x:
             x.copy_(wide)
-
-
-def _joined(q: Tensor, k: Tensor) -> Tensor | None:
-    # Queries and keys that are neighbours in a fused projection are rotated as one tensor, with half the calls.
-    if distance_within_storage(q, k) != q.shape[1] * q.stride(1):
-        return None
-    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -193,22 +185,9 @@ def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
     """
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     rows = slot_mapping.rows
-    both, both_pages = _stacked(k, v), _stacked(k_pages, v_pages)
-    if both is not None and both_pages is not None:
-        stored = both if rows is None else both.index_select(0, rows)
-        both_pages[slot_mapping.pages, :, :, slot_mapping.offsets] = stored  # [S, 2, Hkv, D]
-        return
     for pages, values in ((k_pages, k), (v_pages, v)):
         stored = values if rows is None else values.index_select(0, rows)
         pages[slot_mapping.pages, :, slot_mapping.offsets] = stored  # [S, Hkv, D]
-
-
-def _stacked(first: Tensor, second: Tensor) -> Tensor | None:
-    # Keys and values of a fused projection, or of a page, are one view with a further dimension.
-    distance = distance_within_storage(first, second)
-    if distance is None or distance <= 0:
-        return None
-    return first.as_strided((first.shape[0], 2, *first.shape[1:]), (first.stride(0), distance, *first.stride()[1:]))
 
 
 def check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
@@ -225,14 +204,3 @@ def check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_
     expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
     expect_that("k_pages", k_pages.stride(3) == 1, "consecutive elements", k_pages.stride())
     expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())
-
-
-def distance_within_storage(first: Tensor, second: Tensor) -> int | None:
-    """Elements from the start of `first` to that of `second`; None unless they share storage and strides.
-
-    Equal distances of addresses and of offsets mean that two tensors are views of one storage.
-    """
-    distance = second.storage_offset() - first.storage_offset()
-    if first.stride() != second.stride() or second.data_ptr() - first.data_ptr() != distance * first.element_size():
-        return None
-    return int(distance)

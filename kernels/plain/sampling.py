@@ -75,9 +75,9 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """
     check_operands(logits, sampling)
     tokens = argmax(logits)
-    if sampling.is_greedy:
-        return tokens
     drawn = [row for row, values in enumerate(sampling.host) if values[0] > 0]
+    if not drawn:
+        return tokens
     values, maxima = _blocks(logits)
     for row in drawn:
         tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *sampling.host[row])
@@ -111,18 +111,27 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     Raises:
         ValueError: A shape or dtype does not fit.
     """
-    expect("logits", logits, (None, None), torch.float32)
-    expect("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
-    total = torch.logsumexp(logits, dim=-1)
-    chosen = logits.gather(1, token_ids[:, None])
-    rank = (logits > chosen).sum(-1) + 1
+    chosen, rank, total = chosen_logprobs(logits, token_ids)
     top_ids = torch.empty((logits.shape[0], num_top), dtype=torch.int64)
     values, maxima = _blocks(logits)
     for index in range(logits.shape[0] if num_top else 0):
         row = BlockedRow(values[index], maxima[index])
         ids, candidates = row.reaching(row.kth_largest(num_top))
         top_ids[index] = ids[candidates.sort(descending=True, stable=True).indices[:num_top]]
-    return chosen[:, 0] - total, rank, top_ids, logits.gather(1, top_ids) - total[:, None]
+    return chosen, rank, top_ids, logits.gather(1, top_ids) - total[:, None]
+
+
+def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row, [n]: log-probability and rank of the token, and the log of the sum over all exponentials.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    expect("logits", logits, (None, None), torch.float32)
+    expect("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
+    total = torch.logsumexp(logits, dim=-1)
+    chosen = logits.gather(1, token_ids[:, None])
+    return chosen[:, 0] - total, (logits > chosen).sum(-1) + 1, total
 
 
 def _blocks(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,30 +48,27 @@ def rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `weft.kernels.plain.rows.rms_norm`."""
     check_norm(x, weight)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, x, weight, out, out, eps, add=False)
-    return out
+    return _norm(x, None, weight, eps)[0]
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `weft.kernels.plain.rows.fused_add_rms_norm`."""
     check_add_norm(x, residual, weight)
-    out, new_residual = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, residual, weight, out, new_residual, eps, add=True)
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    new_residual = out if residual is None else torch.empty_like(out)
+    if x.numel():
+        heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        block = triton.next_power_of_2(x.shape[-1])
+        sizes = {"N": x.shape[-1], "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+        operands = (x, x if residual is None else residual, weight, out, new_residual)
+        rms_norm_kernel[(x.shape[0] * heads,)](
+            *operands, heads, x.stride(0), head_stride, eps, ADD=residual is not None, **sizes
+        )
     return out, new_residual
-
-
-def _launch_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, new_residual: Tensor, eps: float, add: bool
-) -> None:
-    if x.numel() == 0:
-        return
-    heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    block = triton.next_power_of_2(x.shape[-1])
-    sizes = {"N": x.shape[-1], "BLOCK": block, "ADD": add, "num_warps": min(16, max(1, block // 256))}
-    rms_norm_kernel[(x.shape[0] * heads,)](
-        x, residual, weight, out, new_residual, heads, x.stride(0), head_stride, eps, **sizes
-    )
 
 
 @triton.jit

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.plain.sampling import check_operands
+from weft.kernels.checks import expect_that
+from weft.kernels.plain.sampling import check_operands, chosen_logprobs
 from weft.kernels.sampling import SamplingTensors
 
 
@@ -121,18 +121,10 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
+        filters = (sampling.top_ks, sampling.top_ps, sampling.min_ps, sampling.uniforms)
+        block = min(4096, triton.next_power_of_2(vocab_size))
         sample_kernel[(num_rows,)](
-            logits,
-            sampling.temperatures,
-            sampling.top_ks,
-            sampling.top_ps,
-            sampling.min_ps,
-            sampling.uniforms,
-            tokens,
-            vocab_size,
-            logits.stride(0),
-            BLOCK=min(4096, triton.next_power_of_2(vocab_size)),
-            num_warps=8,
+            logits, sampling.temperatures, *filters, tokens, vocab_size, logits.stride(0), BLOCK=block, num_warps=8
         )
     return tokens
 
@@ -146,11 +138,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     Raises:
         ValueError: A shape or dtype does not fit.
     """
-    expect("logits", logits, (None, None), torch.float32)
-    expect("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
-    total = torch.logsumexp(logits, dim=-1)
-    chosen = logits.gather(1, token_ids[:, None])
-    rank = (logits > chosen).sum(-1) + 1
+    chosen, rank, total = chosen_logprobs(logits, token_ids)
     ids = logits.topk(num_top, dim=-1).indices.sort(-1).values
     order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return chosen[:, 0] - total, rank, ids.gather(1, order.indices), order.values - total[:, None]
+    return chosen, rank, ids.gather(1, order.indices), order.values - total[:, None]

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from implementations import BF16, F16, F32, TRITON
+from implementations import BF16, TRITON
 from numerics import assert_rows_close
 from oracles import ORACLES
 from scattered_lora import LAYER, ScatteredLora, SgmvCase
 from weft.kernels.attention_batch import AttentionBatch, KvSlots
-from weft.kernels.sampling import SamplingTensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -50,19 +49,3 @@ def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:
             TRITON.kernels.paged_attention(q, k_pages, v_pages, batch, 0.1, None),
             ORACLES.paged_attention(q, k_pages, v_pages, batch, 0.1, None),
         )
-
-
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("shape", [(133, 4096), (7, 14336), (17, 8, 128)], ids=str)
-def test_large_norms_and_gates_equal_the_oracle(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, weight = TRITON.randn(shape, dtype), TRITON.randn(shape[-1:], dtype, 1)
-    assert_rows_close(TRITON.kernels.rms_norm(x, weight, 1e-6), ORACLES.rms_norm(x, weight, 1e-6))
-    gate_up = x.flatten(1)
-    assert_rows_close(TRITON.kernels.silu_and_mul(gate_up), ORACLES.silu_and_mul(gate_up))
-
-
-def test_greedy_takes_the_first_of_equals_of_a_large_vocabulary() -> None:
-    logits = torch.randint(-3, 3, (40, 151_936), generator=torch.Generator().manual_seed(0)).float()
-    rows = ([0.0] * 40, [0] * 40, [1.0] * 40, [0.0] * 40, [0.0] * 40)
-    sampling = SamplingTensors.build(*rows, CUDA)
-    assert torch.equal(TRITON.kernels.sample(logits.to(CUDA), sampling).cpu(), logits.argmax(-1))

@@ -13,7 +13,7 @@ from oracles import ORACLES
 from weft.kernels.attention_batch import KvSlots
 from weft.kernels.plain.rows import both_halves
 
-SIZES = pytest.mark.parametrize("size", [2, 7, 16, 24, 100, 896, 2050])
+SIZES = pytest.mark.parametrize("size", [2, 7, 16, 24, 100, 896, 2050, 14336])
 POSITIONS = torch.tensor([0, 7, 49, 7, 3])
 SLOTS = [35, -1, 16, 17, 79, -1, 48]
 GATES = (0.0, -0.0, 1.0, -1.0, 20.0, -20.0, 88.0, -88.0, 104.0, -104.0, 200.0, -200.0, 3e38, -3e38)
@@ -102,7 +102,7 @@ def test_rope_is_that_of_transformers_for_tensors_of_their_own(impl: Implementat
     assert_rows_close(k, expected[1][0].transpose(0, 1).contiguous())
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 24), (2, 1024), (2, 2049), (0, 16)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 24), (2, 1024), (2, 2049), (2, 14336), (0, 16)])
 def test_silu_and_mul_equals_the_oracle(rows: int, width: int, impl: Implementation, dtype: torch.dtype) -> None:
     gate_up = impl.randn((rows, 2 * width), dtype) * 4
     before = gate_up.clone()

@@ -1,9 +1,7 @@
 """The contract of SGMV."""
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -267,7 +265,7 @@ def test_native_kernels_refuse_tiles_and_tables_with_gaps() -> None:
     tiles, tables = operands.tiles, operands.tables
     columns = torch.stack((tiles.slot, tiles.start, tiles.length), 1)
     operands.tiles = Tiles(columns[:, 0], columns[:, 1], columns[:, 2])
-    with pytest.raises(ValueError, match=r"tiles\.slot: expected"):
+    with pytest.raises(ValueError, match="slot: expected contiguous"):
         operands.apply(native_sgmv)
     operands.tiles = tiles
     operands.tables = replace(tables, ranks=tables.ranks.transpose(0, 1).contiguous().transpose(0, 1))
@@ -286,23 +284,3 @@ def test_an_arena_in_the_place_of_one_that_was_checked_is_checked_too() -> None:
     operands.arena = arena.view(torch.int32)
     with pytest.raises(ValueError, match=r"x: expected dtype torch\.int32, got torch\.float32"):
         operands.apply(native_sgmv)
-
-
-def test_bfloat16_is_wrong_in_the_interpreter_without_the_cast(impl: Implementation, tmp_path: Path) -> None:
-    if not impl.is_interpreted:
-        return
-    operands = ScatteredLora(SgmvCase(7, "identical", 128, (128,), BF16, ranks=(16,)))
-    assert_rows_close(operands.apply(impl.kernels.sgmv), operands.expected())
-    found = importlib.util.find_spec("weft.kernels.triton.sgmv")
-    assert found is not None
-    source = Path(str(found.origin)).read_text()
-    assert source.count("if INTERPRET:") == 2
-    changed = tmp_path / "without_casts.py"
-    changed.write_text(source.replace("if INTERPRET:", "if INTERPRET and False:"))
-    spec = importlib.util.spec_from_file_location("without_casts", changed)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with pytest.raises(AssertionError, match=r"relative error|not finite"):
-        assert_rows_close(operands.apply(module.sgmv), operands.expected())

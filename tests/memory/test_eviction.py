@@ -247,15 +247,6 @@ def test_the_heap_does_not_grow_with_offers() -> None:
     assert parts.order() == things
 
 
-def test_a_count_is_lifted_never_lowered() -> None:
-    one, other = UseCount(), UseCount()
-    one.note(10.0)
-    other.note(5.0)
-    other.note(5.0)
-    one.lift(other)
-    assert (one.value, one.last_s) == (2.0, 10.0)
-
-
 def test_check_notices_pages_that_changed_while_offered() -> None:
     parts = Parts(Lru())
     parts.idle(2).pages.pop()
@@ -307,11 +298,3 @@ def test_no_more_goes_than_is_lacking_where_others_went_with_the_first() -> None
     parts.evictor.check()
     assert parts.evictor.make_room(10)
     assert parts.gone == [*blocks, adapter, *others]
-
-
-def test_a_use_that_was_counted_before_moves_the_time_alone() -> None:
-    parts = Parts(Lru())
-    thing = parts.idle()
-    parts.now_s = HALF_LIFE_S
-    parts.evictor.used(thing, weight=0.0)
-    assert (thing.uses.value, thing.uses.last_s) == (0.5, HALF_LIFE_S)

@@ -90,21 +90,6 @@ def test_adapters_of_all_linear_layers_waste_at_most_five_percent(model: str, ra
     assert waste <= (0.05 if rank >= 16 else 0.07)
 
 
-def test_query_and_value_adapters_take_few_pages() -> None:
-    ranks = {(layer, module): 8 for layer in range(32) for module in (0, 2)}
-    base, geometry = MODELS["Llama-3-8B"]
-    assert adapter_pages(ranks, base, geometry) == 4
-    base, geometry = MODELS["Llama-2-7B"]
-    assert adapter_pages(ranks, base, geometry) == 4
-
-
-def test_a_single_module_takes_one_page() -> None:
-    base, geometry = MODELS["Llama-3-8B"]
-    layout = plan_layout({(31, 6): 1}, base, geometry)
-    assert layout.num_pages == 1
-    assert [group.part for group in layout.groups] == [0, 1]
-
-
 def test_an_adapter_that_changes_nothing_takes_no_page() -> None:
     assert plan_layout({}, TOY, TOY_GEOMETRY).num_pages == 0
 

@@ -50,13 +50,6 @@ def test_every_row_lies_where_the_layout_says_and_all_else_is_zero(
     assert not images.view(torch.uint8).any()
 
 
-def test_the_same_adapter_packs_to_the_same_bytes(tmp_path: Path) -> None:
-    lora = random_lora(BASE, 8, seed=0)
-    _, first = pack_lora(lora, tmp_path / "a", torch.bfloat16)
-    _, second = pack_lora(lora, tmp_path / "b", torch.bfloat16)
-    assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
 def test_packing_pauses_after_each_page_and_each_read(tmp_path: Path) -> None:
     path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
     checkpoint = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 256)

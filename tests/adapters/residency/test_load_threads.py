@@ -64,20 +64,12 @@ def test_work_much_smaller_than_a_piece_is_added_up() -> None:
     assert (waited.timeouts[-1] or 0.0) > 0
 
 
-def test_nobody_pauses_without_steps() -> None:
-    pace = LoadPace(0.01)
+@pytest.mark.parametrize(("share", "running"), [(0.01, 0), (1, 1)], ids=["no steps", "all of a core"])
+def test_nobody_pauses_without_steps_or_with_a_share_of_one(share: float, running: int) -> None:
+    pace = LoadPace(share)
     waited = _CountingEvent(pace)
-    work(pace, 5)
-    pace.set_stepping(1)
-    pace.set_stepping(0)
-    work(pace, 5)
-    assert waited.count == 0
-
-
-def test_a_share_of_one_never_pauses() -> None:
-    pace = LoadPace(1)
-    waited = _CountingEvent(pace)
-    pace.set_stepping(1)
+    for requests in (1, 0, running):
+        pace.set_stepping(requests)
     work(pace, 5)
     assert waited.count == 0
 

@@ -27,14 +27,6 @@ def test_a_pinned_adapter_is_brought_in_and_stays_until_it_is_unpinned(tmp_path:
     parts.residency.check()
 
 
-def test_an_adapter_on_the_device_is_kept_from_the_moment_it_is_pinned(tmp_path: Path) -> None:
-    parts, (ref, *_), _ = prepare(tmp_path)
-    parts.load(ref)
-    parts.residency.pin(ref, True)
-    assert parts.evict_all() == 0
-    parts.residency.check()
-
-
 @pytest.mark.parametrize(("sizes", "kept"), [({"slots": 4, "num_pages": 200}, 2), ({"slots": 3}, 1), ({"slots": 1}, 0)])
 def test_pins_never_keep_others_out(tmp_path: Path, sizes: dict[str, int], kept: int) -> None:
     parts, refs, _ = prepare(tmp_path, count=5, **{"num_pages": 100, **sizes})

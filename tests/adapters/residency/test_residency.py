@@ -12,7 +12,7 @@ from typing import NoReturn, get_args
 import pytest
 import torch
 
-from adapters_factory import Q_AND_V, random_lora
+from adapters_factory import random_lora
 from residency_parts import make_residency, prepare, store
 from weft.adapters.ref import AdapterTier
 from weft.adapters.residency.entry import Entries
@@ -167,23 +167,18 @@ def test_a_blob_that_changed_in_any_way_is_told_as_such_and_nothing_is_kept(
     parts.residency.check()
 
 
-def test_an_adapter_larger_than_the_pool_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_an_adapter_larger_than_the_pool_or_than_the_largest_rank_is_refused(tmp_path: Path) -> None:
     parts, refs, pages = prepare(tmp_path, rank=64, num_pages=12, slab_pages=0)
     assert pages > 11
-    parts.residency.want(refs[0])
-    parts.loads.run_all()
-    (failure,) = parts.residency.tick(0)
-    assert isinstance(failure.error, NeverFitsError)
-    assert str(pages) in failure.error.message
-
-
-def test_a_rank_above_the_setting_is_refused(tmp_path: Path) -> None:
-    parts = make_residency(tmp_path, max_rank=8)
-    (ref,) = store(parts, tmp_path, [random_lora(parts.base, 16, seed=0, modules=Q_AND_V)])
-    parts.residency.want(ref)
-    parts.loads.run_all()
-    (failure,) = parts.residency.tick(0)
-    assert isinstance(failure.error, AdapterIncompatibleError)
+    for residency_parts, kind, said in (
+        (parts, NeverFitsError, str(pages)),
+        (make_residency(tmp_path, max_rank=8), AdapterIncompatibleError, "adapter.max_rank"),
+    ):
+        residency_parts.residency.want(refs[0])
+        residency_parts.loads.run_all()
+        (failure,) = residency_parts.residency.tick(0)
+        assert isinstance(failure.error, kind)
+        assert said in failure.error.message
 
 
 def test_a_fault_in_a_loader_thread_fails_the_adapter_and_not_the_engine(
@@ -288,19 +283,6 @@ def test_without_any_room_in_the_slab_adapters_are_served_all_the_same(tmp_path:
     assert parts.residency.state(ref.digest) == "stored"
 
 
-def test_only_so_many_loads_are_under_way_and_the_rest_follow(tmp_path: Path) -> None:
-    count = MAX_UNDER_WAY + 3
-    parts = make_residency(tmp_path, num_pages=200, slots=32)
-    loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(count)]
-    refs = store(parts, tmp_path, loras)
-    for ref in refs:
-        parts.residency.want(ref)
-    assert len(parts.loads.pending) == MAX_UNDER_WAY
-    assert parts.residency.waiting_reason(refs[-1].digest) == "NO_ROOM"
-    parts.settle()
-    assert all(parts.residency.state(ref.digest) == "device" for ref in refs)
-
-
 def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) -> None:
     """However many there are, and though they may hang."""
     parts = make_residency(tmp_path, num_pages=200, slots=32)
@@ -315,6 +297,9 @@ def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) ->
     parts.copies.run_one()
     parts.residency.tick(0)
     assert parts.residency.state(cached.digest) == "device"
+    assert parts.residency.waiting_reason(others[-1].digest) == "NO_ROOM"
+    parts.settle()
+    assert all(parts.residency.state(ref.digest) == "device" for ref in others)  # the rest follow
 
 
 def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -118,25 +119,18 @@ def test_what_is_asked_for_is_given() -> None:
     assert planned.host_pages == GIB // 2 // GEOMETRY.page_bytes
 
 
-def test_a_model_larger_than_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"weights take 0\.\d\d GiB, but only 0\.25 GiB"):
-        plan(CPU, 0.25)
-
-
-def test_an_arena_that_is_not_free_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"only 8\.00 GiB are free") as caught:
-        plan(CPU, 8, gib=9)
-    assert caught.value.param == "memory.gib"
-
-
-def test_an_arena_too_small_for_one_request_of_the_asked_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one request of 32,768 tokens needs"):
-        plan(CPU, 8, max_len=32_768, gib=0.1)
-
-
-def test_an_arena_without_a_page_is_refused() -> None:
-    with pytest.raises(ConfigError, match="are the least"):
-        plan(CPU, 8, gib=0.0001)
+@pytest.mark.parametrize(
+    ("free_gib", "asked", "said"),
+    [
+        (0.25, {}, r"weights take 0\.\d\d GiB, but only 0\.25 GiB"),
+        (8, {"gib": 9}, r"memory\.gib.*only 8\.00 GiB are free"),
+        (8, {"gib": 0.1, "max_len": 32_768}, "one request of 32,768 tokens needs"),
+        (8, {"gib": 0.0001}, "are the least"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(free_gib: float, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan(CPU, free_gib, **asked)
 
 
 def test_the_longest_request_is_bounded_by_the_model_and_by_the_pool() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,20 +43,11 @@ def test_few_numbers_of_rows_are_computed_since_each_keeps_a_kernel() -> None:
     assert len(set(padded)) == 1 + 16 + 5 * 8
 
 
-def test_memory_does_not_grow_with_every_number_of_rows() -> None:
-    """In a process of its own, whose memory is not that of other tests."""
-    code = """
-import resource, torch
-from weft.engine.model.linear import make_linear
-linear = make_linear(torch.randn(256, 128))
-def peak_mib(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-for rows in (1, 512): linear(torch.randn(rows, 128))
-before = peak_mib()
-for rows in range(1, 513): linear(torch.randn(rows, 128))
-print(peak_mib() - before)
-"""
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
-    assert float(done.stdout) < 100, done.stderr
+def test_a_packed_layer_computes_no_other_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pad = Mock(return_value=8)
+    monkeypatch.setattr("weft.engine.model.linear.padded_rows", pad)
+    assert PackedLinear(torch.randn(4, 8), None)(torch.randn(5, 8)).shape == (5, 4)
+    pad.assert_called_once_with(5)
 
 
 def test_rows_of_a_strided_input_are_multiplied_as_they_are() -> None:

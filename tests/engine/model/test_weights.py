@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from tiny_models import make_model
 from weft.engine.model.decoder import Decoder
-from weft.engine.model.spec import read_spec, resolve_model
-from weft.engine.model.weights import base_digest, expected_tensors, load_decoder, weight_files
+from weft.engine.model.spec import expected_tensors, read_spec, resolve_model
+from weft.engine.model.weights import base_digest, load_decoder, weight_files
 from weft.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """The one device allocation, and the views through which pages are read as bytes, elements or KV cache.
 
-Knows no owners: which page is whose stands in the pool.
+Knows no owners: the pool does.
 """
 
 from __future__ import annotations

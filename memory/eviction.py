@@ -1,7 +1,7 @@
-"""One evictor for everything that can be had again: idle adapters and cached prefixes, whichever is cheapest.
+"""One evictor for everything that can be loaded or computed again: idle adapters and cached prefixes.
 
-Knows what something costs and how often it is used, not what it is. What is in use is not known here at all: its owner
-offers it when the last user is done and withdraws it when the next one comes.
+Knows what an item costs and how often it is used, not what it is. Items in use are unknown here: the owner offers an
+item when its last user is done, and withdraws it when the next one comes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class PageCosts:
 
 
 HALF_LIFE_S = 120.0
-"""A use counts half after so many seconds."""
+"""Seconds after which a use counts half."""
 MIN_COMPACTION = 64
 """Withdrawn entries that the heap may always keep."""
 
 
 class UseCount:
-    """How often something was used of late: every use is 1, and halves each `HALF_LIFE_S` seconds."""
+    """Recent uses of an item: each use counts 1, and half after every `HALF_LIFE_S` seconds."""
 
     __slots__ = ("last_s", "value")
 
@@ -169,7 +169,7 @@ class Evictor:
         item.uses.note(self._clock(), weight)
 
     def offer(self, item: Evictable) -> None:
-        """Let an item be taken from now on; one that is offered already is scored anew."""
+        """Allow an item to be evicted; an item that is offered already gets a new score."""
         self.withdraw(item)
         self._last_ticket += 1
         entry = (item.evict_last, self._policy.score(item), -item.depth, self._last_ticket, item)
@@ -181,7 +181,7 @@ class Evictor:
             heapq.heapify(self._heap)
 
     def withdraw(self, item: Evictable) -> None:
-        """Keep an item from being taken; one that is not offered is fine."""
+        """Keep an item from being evicted. Does nothing for an item that is not offered."""
         offer = self._offered.pop(id(item), None)
         if offer is not None:
             self.num_evictable -= offer[1]

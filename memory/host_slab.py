@@ -75,7 +75,7 @@ class SwapSpace:
 
     Args:
         slab: Shared with the adapters' page images.
-        make_room: Drops what can be had again until so many host pages are free; returns whether they are.
+        make_room: Drops page images until the given number of host pages is free; returns whether it is.
         max_pages: Most pages held at once.
     """
 

@@ -1,4 +1,4 @@
-"""Which kind of page lies where in the pool, to be drawn: an indexed picture, its cells told as runs."""
+"""The pages of the pool by kind and owner, as a picture to draw: cells in arena order, run-length encoded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PADDING = _NUM_STATES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageUse:
-    """What a page can be, and whose."""
+    """Kind and owner of a page."""
 
     kind: PageState
     owner: int = NO_OWNER
-    """As given to `PagePool.allocate`; -1 where nobody has the page."""
+    """As given to `PagePool.allocate`; -1 for a page without an owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class PageMap:
     uses: list[PageUse]
     """What occurs in the map, each once."""
     runs: list[tuple[int, int]]
-    """(cells, index in `uses`), in order: so many cells that follow one another and are alike. A cell of several pages
-    shows the kind that most of them have, and the owner of the first page of that kind."""
+    """(number of equal consecutive cells, index in `uses`), in order. A cell of several pages shows the kind that most
+    of them have, and the owner of the first page of that kind."""
 
 
 def page_map(pool: PagePool, max_cells: int = MAX_CELLS) -> PageMap:

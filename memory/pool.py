@@ -1,4 +1,4 @@
-"""Which page of the arena belongs to whom: a free list, a kind per page, and a quarantine for pages just freed.
+"""The owner of each page of the arena: a free list, a kind per page, and a quarantine for pages just freed.
 
 Knows page numbers only, neither their bytes nor what they mean. Page 0, the zero page, is never handed out. Not
 thread-safe: it belongs to the engine's thread.
@@ -31,9 +31,9 @@ class PagePool:
     Args:
         num_pages: Pages of the arena, the zero page included; at least 2.
         on_release: Called with pages at the moment they become free (debugging fills them with a poison).
-        on_first_use: Called with pages that are handed out for the first time, before they are: memory that nobody uses
-            need never be touched.
-        first_page: The first page to hand out; those before belong to somebody else.
+        on_first_use: Called with pages just before they are handed out for the first time. Memory that is never used
+            is then never touched.
+        first_page: The first page to hand out; the pages before it belong to another pool.
 
     Raises:
         ValueError: If there is no page to hand out.
@@ -106,8 +106,7 @@ class PagePool:
         Args:
             count: How many.
             kind: As what.
-            owner: For whom: a number that means nothing here and is told again by `marks`. Pages keep it when they
-                change their kind.
+            owner: A number of the caller, which `marks` returns. Pages keep it when they change their kind.
 
         Returns:
             The page numbers, or None (and nothing taken) when fewer than `count` pages are free.

@@ -1,12 +1,11 @@
-"""KV pages of token sequences that were computed before, found again by what was computed.
+"""Cached KV pages of token sequences, found by the tokens that they were computed from.
 
-A block is cached once it is full and the step that wrote it is complete; from then on it is never written. It belongs
-to the cache, and requests hold references. A request that holds a block holds all blocks before it. Blocks that nobody
-holds are offered to the evictor.
+A block is cached once it is full and the step that wrote it is complete. From then on it is never written. It belongs
+to the cache; requests hold references. A request that holds a block holds all blocks before it. Blocks without
+references are offered to the evictor.
 
-Blocks form groups, one per adapter (and one for the base model): keys and values of an adapter that is gone are of no
-use, so a group goes with its adapter. Knows neither tenants nor adapters: what may be shared is decided by the chain's
-seed.
+Blocks form groups, one per adapter (and one for the base model): keys and values of an evicted adapter are useless,
+so a group is evicted with its adapter. Knows neither tenants nor adapters: a chain's seed decides what is shared.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from weft.memory.pool import PageKind, PagePool
 
 
 def chain_seed(*fields: str) -> bytes:
-    """What stands before the first token: SHA-256 over the fields, each with its length before it.
+    """Name of the empty sequence, from which a chain starts: SHA-256 over the fields, each preceded by its length.
 
     Two sequences share a block only if all their fields are equal, so whatever changes keys and values (or who may see
     them) belongs here.
@@ -57,11 +56,11 @@ class TokenChain:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in full blocks so far; `extend` goes on from here."""
+        """Tokens in full blocks so far; the next `extend` starts here."""
         return len(self.blocks) * self._block_tokens
 
     def copy(self) -> TokenChain:
-        """A chain with the same blocks, to go on with other tokens."""
+        """A chain with the same blocks, to be extended by other tokens."""
         chain = TokenChain(self._last, self._block_tokens)
         chain.digests, chain.blocks = list(self.digests), list(self.blocks)
         return chain
@@ -108,7 +107,7 @@ class PrefixBlock:
         return self.cache.block_s, self.num_pages
 
     def evict(self) -> None:
-        """Leave the cache, with all that goes on from here."""
+        """Leave the cache, with all blocks that follow."""
         self.cache.remove(self)
 
 
@@ -117,7 +116,7 @@ class PrefixCache:
 
     Args:
         pool: Whose pages of kind `prefix` these are.
-        evictor: Takes blocks that nobody holds.
+        evictor: Evicts blocks without references.
         block_s: Seconds to compute one block again.
         clock: Monotonic seconds.
     """
@@ -132,7 +131,7 @@ class PrefixCache:
         self._blocks: dict[bytes, PrefixBlock] = {}
         self._groups: dict[str | None, dict[PrefixBlock, None]] = {}
         self.on_group_change: Callable[[str], None] | None = None
-        """Called with an adapter whose group was changed by an eviction, so that it is scored anew."""
+        """Called with an adapter when an eviction changed its group: its score in the evictor is out of date."""
         self.num_queries = 0
         """Tokens looked up for requests that were then admitted."""
         self.num_hits = 0
@@ -168,11 +167,11 @@ class PrefixCache:
         for block in blocks:
             block.refs += 1
             self._evictor.withdraw(block)
-            # The blocks that go on from here were scored by counts that no time has halved since: it goes after them.
+            # The scores of the blocks that follow have not decayed since: score this block above them.
             block.uses.note(now_s, at_least=block.uses.value if block.children else 0.0)
 
     def release(self, blocks: Sequence[PrefixBlock], last_step: int) -> None:
-        """Give references back; blocks that nobody holds any more can be evicted.
+        """Give references back; blocks without references can be evicted.
 
         Args:
             blocks: Held by the caller.
@@ -245,7 +244,7 @@ class PrefixCache:
             self._evictor.take(block)
 
     def remove(self, block: PrefixBlock) -> None:
-        """Free a block's pages and those of all that goes on from it; called by `PrefixBlock.evict`.
+        """Free the pages of a block and of all blocks that follow it; called by `PrefixBlock.evict`.
 
         Raises:
             PageAccountingError: Somebody holds one of them.
@@ -316,7 +315,7 @@ class PrefixCache:
 
 
 def _blocks_after(block: PrefixBlock) -> list[PrefixBlock]:
-    """All that goes on from a block, each after the one before it."""
+    """All blocks that follow a block, each after its parent."""
     blocks = list(block.children)
     for later in blocks:
         blocks += later.children

@@ -24,7 +24,7 @@ from weft.adapters.lora.layout import PART_A, PART_B, LoraLayout
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
 
 READ_BYTES = 1 << 18
-"""Small tensors are read together, up to so many bytes; that and the copies take some tenths of a millisecond."""
+"""Small tensors are read together up to this size, in bytes; read and copies take some tenths of a millisecond."""
 _SOURCE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BITS: Mapping[int, npt.DTypeLike] = {2: np.uint16, 4: np.uint32}
 """Elements by their bytes: numpy has no bfloat16, and copies need no arithmetic."""
@@ -137,7 +137,7 @@ class _Read(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Rank rows of one (layer, module, part) whose groups lie one behind the other in a page."""
+    """Rank rows of one (layer, module, part) whose groups are adjacent in a page."""
 
     first_row: int
     num_rows: int

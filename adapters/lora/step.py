@@ -143,7 +143,7 @@ def build_segments(row_slots: Sequence[int]) -> list[Segment]:
 def build_tiles(
     segments: Sequence[Segment], num_rows: int, num_slots: int, rows_per_tile: int
 ) -> npt.NDArray[np.int32]:
-    """Cut segments into tiles of at most `rows_per_tile` rows, padded to as many as a batch of so many rows can have.
+    """Cut segments into tiles of at most `rows_per_tile` rows, padded to the most that `num_rows` rows can have.
 
     Args:
         segments: Segments of the batch.

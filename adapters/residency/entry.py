@@ -139,7 +139,7 @@ class Entry:
     last_step: int = 0
     """The last step that may have read its pages."""
     comes_for_pin: bool = False
-    """It was started because it is pinned, and comes even if nobody wants it."""
+    """It was started because it is pinned; it is loaded even if no request wants it."""
     is_kept: bool = False
     """Its pin keeps it on the device."""
     evict_last: bool = False
@@ -150,7 +150,7 @@ class Entry:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is on the device and nobody waits for it or runs with it."""
+        """Whether it is on the device and no request waits for it or runs with it."""
         return self.stage is Stage.DEVICE and not self.holds and not self.running
 
     @property

@@ -7,7 +7,7 @@ niceness fixes. And each of its operations keeps to one core. Knows nothing of t
 Niceness bounds a loader's share over a long time only: within one step a loader may run for some milliseconds, and a
 copier beside it. `LoadPace` bounds it piece by piece, on one budget, and not at all while no step runs. Both are
 needed: with either alone the slowest steps in a hundred took more than a quarter longer beside loads; `weft bench
-stall` tells how much they take now.
+stall` measures it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LoadPace:
     """One budget for all threads that load or copy. Thread-safe.
 
     The share is that of the requests that wait for loads among these and those that run: what a step of the few takes
-    longer is worth it where many wait. With nobody waiting it is the setting.
+    longer is worth it where many wait. While no request waits, it is the setting.
 
     Args:
         share: What they may take of one core at least while steps run, all together; 1 does not hold them up.
@@ -78,7 +78,7 @@ class LoadPace:
             return
         self.idle.set()
         with self._lock:
-            self._free_s = 0.0  # who was in a pause goes on, and owes nothing to steps to come
+            self._free_s = 0.0  # threads in a pause continue, and owe nothing to later steps
 
     def pause(self) -> None:
         """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
@@ -105,7 +105,7 @@ class LoadPace:
 logger = logging.getLogger(__name__)
 
 LAST_TURN = 1 << 62
-"""Of what nobody said when it is needed; such jobs start in the order in which they came."""
+"""Turn of a job for which no turn was given; such jobs start in the order in which they came."""
 
 
 class LoadExecutor(Protocol):

@@ -74,7 +74,7 @@ class AdapterLoader:
 
         Raises:
             AdapterUnavailableError: The blob is missing or corrupt.
-            CapacityError: The blob cannot be had now (codes storage.unavailable and storage.full).
+            CapacityError: The blob cannot be fetched now (codes storage.unavailable and storage.full).
             AdapterFormatError: The blob is not a LoRA checkpoint that fits its config.
             AdapterIncompatibleError: The adapter is not for this base, or its rank exceeds the setting.
             NeverFitsError: It needs more pages than it may have.

@@ -1,7 +1,7 @@
 """Which adapters their owners want kept on the device, and which of these may be kept.
 
-Pins keep a share of slots and pages at most, so that nobody's pins keep everybody else out. Those pinned first come
-first.
+Pins keep at most a share of the slots and pages, so one tenant's pins cannot keep all others out. Adapters pinned
+first have precedence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.entry import Entries, Entry
 
 PIN_SHARE = 2
-"""Pinned adapters may keep one in so many slots, and one in so many pages of the pool, for themselves."""
+"""Pinned adapters may keep 1 / PIN_SHARE of the slots, and of the pages of the pool."""
 LOOK_AHEAD = 64
 """Pinned adapters that are looked at, at a time, for one to bring in."""
 
@@ -92,7 +92,7 @@ class Pins:
             self._failed.add(digest)
 
     def apply(self, entries: Entries) -> list[Entry]:
-        """Decide anew which pinned adapters on the device are kept.
+        """Decide which pinned adapters on the device are kept.
 
         Returns:
             Those for which that has changed.
@@ -113,7 +113,7 @@ class Pins:
         return changed
 
     def has_share(self, num_pages: int) -> bool:
-        """Whether one more of so many pages would be kept beside those that are kept now."""
+        """Whether one more adapter of `num_pages` pages would be kept beside those that are kept now."""
         return self._num_kept < self._max_kept and self._kept_pages + num_pages <= self._max_pages
 
     def missing(self) -> Sequence[AdapterRef]:

@@ -35,14 +35,14 @@ from weft.memory.prefix_cache import PrefixCache
 logger = logging.getLogger(__name__)
 
 HOLD_SHARE = 4
-"""Adapters that only wait for their requests may have one in so many pages of the pool; one adapter always may."""
+"""Adapters that only wait for requests may have 1 / HOLD_SHARE of the pages of the pool; one adapter always may."""
 MAX_UNDER_WAY = 16
 """Adapters from the store that are being loaded or have an image and no pages yet, and as many from host memory: it
 bounds the host memory that this takes. They are counted apart, for a copy need not wait behind loads."""
 NUM_LOADS = 256
 """Loads that count for how long loads take, those from the store and from host memory apart."""
 MAX_KNOWN = 1 << 16
-"""Adapters whose size and use is remembered after they left memory."""
+"""Adapters whose size and uses are remembered after they left memory."""
 
 
 class Residency:
@@ -99,7 +99,7 @@ class Residency:
         self._copied_pages = 0
         """Copied by the engine's thread since the last tick."""
         self._failures: list[LoadFailure] = []
-        """To be told by the next tick."""
+        """Returned by the next tick."""
         self._loads: Counter[str] = Counter()
         self._load_times: dict[str, LoadTimes] = {}
         self.load_seconds = 0.0
@@ -119,7 +119,7 @@ class Residency:
 
     @property
     def is_copying(self) -> bool:
-        """Whether an adapter has pages that nobody can have yet, because they are being copied to the device."""
+        """Whether an adapter is being copied to the device: its pages cannot be used or freed yet."""
         return bool(self.entries.by_stage[Stage.COPYING])
 
     @property
@@ -129,7 +129,7 @@ class Residency:
         return self._slots.all_taken and not any(entry in self._evictor for entry in on_device)
 
     def state(self, digest: str) -> AdapterTier:
-        """Where the adapter can be had from now."""
+        """The nearest memory that has the adapter now."""
         entry = self.entries.get(digest)
         if entry is not None and entry.stage is Stage.DEVICE:
             return "device"
@@ -245,7 +245,7 @@ class Residency:
         self._apply_pins()
 
     def forget(self, digest: str) -> None:
-        """Let go of a deleted adapter: at once where nobody uses it, otherwise when the last request is done."""
+        """Drop a deleted adapter: at once if it is not in use, otherwise when its last request is done."""
         self._unpin(digest)
         self._apply_pins()
         self.known.forget(digest)
@@ -475,11 +475,11 @@ class Residency:
             self._apply_pins()
 
     def _may_hold(self, num_pages: int) -> bool:
-        """Whether an adapter of so many pages may join those that only wait for their requests."""
+        """Whether an adapter of `num_pages` pages may join those that only wait for their requests."""
         return self.entries.held_pages == 0 or self.entries.held_pages + num_pages <= self._pool.capacity // HOLD_SHARE
 
     def _has_room_for_pin(self, num_pages: int) -> bool:
-        """Whether an adapter of so many pages would be kept by its pin, and nothing in use is in its way."""
+        """Whether a pin would keep an adapter of `num_pages` pages, and it has room beside what is in use."""
         return (
             self._pins.has_share(num_pages)
             and self._evictor.num_available - num_pages >= self.reserve_pages
@@ -509,7 +509,7 @@ class Residency:
         return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
 
     def _rescore(self, digest: str) -> None:
-        """Offer an adapter anew, if it is offered, because what it takes to have it again has changed."""
+        """Offer an adapter again, if it is offered: the cost to load it again has changed."""
         entry = self.entries.get(digest)
         if entry is not None and entry in self._evictor:
             self._evictor.offer(entry)
@@ -526,7 +526,7 @@ class Residency:
             self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Let go of what an adapter has and nobody needs any more."""
+        """Free what an adapter has and no request or pin needs."""
         if entry.holds or entry.running:
             return
         if entry.stage is Stage.DEVICE:

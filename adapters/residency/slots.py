@@ -1,4 +1,4 @@
-"""The rows of the adapter tables: who has which, and how often it was reused."""
+"""The adapter slots, which are rows of the adapter tables: the adapter in each, and how often it was reused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AdapterSlots:
         """The slot as it is now.
 
         Raises:
-            StaleSlotError: Nobody has it.
+            StaleSlotError: The slot is free.
         """
         lease = self._leases[slot]
         if lease is None:
@@ -65,7 +65,7 @@ class AdapterSlots:
         """Free a slot; it can be taken again once `last_step` is complete.
 
         Raises:
-            PageAccountingError: Nobody has it.
+            PageAccountingError: The slot is free.
         """
         if self._leases[slot] is None:
             raise PageAccountingError(f"adapter slot {slot} is free already")

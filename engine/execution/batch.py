@@ -1,7 +1,6 @@
 """A step plan as tensors: rows in order of their adapter slots, base first, with positions, KV slots and attention.
 
-Asks nobody: pages and slots are in the plan. Whether the plan's numbers can be meant is checked here, before a kernel
-reads or writes by them.
+All pages and slots are in the plan. Its numbers are checked here, before a kernel reads or writes by them.
 """
 
 from __future__ import annotations

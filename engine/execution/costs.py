@@ -1,7 +1,7 @@
-"""Measures, when the engine starts, what it takes on this machine to have a page again, and what a step's work costs.
+"""Measures when the engine starts: seconds to load, copy or compute a page again, and the costs of a step's work.
 
 The figures decide what is evicted first, whether a preempted request is swapped, and how service is counted among
-tenants. They need be right within a factor, so each is the best of a few short runs.
+tenants. They need to be right only within a factor of two or so; each is the best of a few short runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure_costs(
 
     Args:
         decoder: The base model.
-        arena: Its pages, which nobody uses yet.
+        arena: Its pages, none of them in use yet.
         pool: Whose pages these are; all are given back.
         slab: Host pages, as the copies will read them.
         copier: Copies to the device.

@@ -28,13 +28,13 @@ MAX_HOST_SLAB_BYTES = 2 * GIB
 GPU_ARENA_SHARE = 0.85
 """Of what the weights leave free; the rest is for activations and the allocator."""
 REFERENCE_RANK = 16
-"""Rank of the adapter in whose numbers the plan is told."""
+"""Rank of the adapters that the plan counts for people."""
 SMALL_RANK = 8
 SMALL_MODULES = ("q_proj", "v_proj")
 """An adapter of this rank on these modules is the smallest that slots are counted for: PEFT's default."""
 MIN_SLOTS = 256
 TABLE_SHARE = 50
-"""Tables of more than the least number of slots take at most one in so many bytes of the arena."""
+"""Beyond `MIN_SLOTS`, tables take at most 1 / TABLE_SHARE of the bytes of the arena."""
 _CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),

@@ -21,7 +21,7 @@ from weft.kernels.sampling import PenaltyTensors, RowPenalties, SamplingTensors,
 DRAW_BITS = 24
 """Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
 MAX_LOGIT = 1e30
-"""A row whose largest logit is beyond this, either way, is no distribution: over a temperature it may overflow."""
+"""A row whose largest logit has a larger magnitude is not a distribution: divided by a temperature it may overflow."""
 _SEED_MASK = (1 << 64) - 1
 
 

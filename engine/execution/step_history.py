@@ -1,4 +1,4 @@
-"""What the last steps did, and who was in them."""
+"""The last steps: what they computed, and the adapters in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_SHOWN_ADAPTERS = 8
 
 
 class StepHistory:
-    """The last steps, told one by one as they end."""
+    """The last steps, recorded one by one."""
 
     def __init__(self) -> None:
         self._stats: deque[StepStats] = deque(maxlen=NUM_KEPT_STEPS)
@@ -44,7 +44,7 @@ class StepHistory:
         return list(self._stats)
 
     def batches(self) -> StepBatches:
-        """Who was in the last `NUM_KEPT_BATCHES` steps."""
+        """Requests by adapter in the last `NUM_KEPT_BATCHES` steps."""
         requests: Counter[str] = Counter()
         for batch in self._batches:
             requests.update(batch)

@@ -10,7 +10,7 @@ from weft.errors import ConfigError
 
 T = TypeVar("T")
 HARMLESS_PREFIXES = ("_", "unsloth")
-"""Keys that begin so are notes of tools."""
+"""Keys with these prefixes are notes of tools."""
 
 
 class ConfigFields:
@@ -85,7 +85,7 @@ class ConfigFields:
             raise self.error(key, f"only {expected!r} is served, got {value!r}")
 
     def refuse_unread(self, without_effect: Collection[str]) -> None:
-        """Refuse keys that nobody read, unless they are known to be without effect or are switched off.
+        """Refuse keys that were not read, unless they are known to be without effect or are switched off.
 
         Raises:
             ConfigError: A key might change the result; the message names it.

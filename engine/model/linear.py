@@ -52,7 +52,7 @@ class PackedLinear:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The number of rows computed for so many: at most an eighth more."""
+    """The number of rows that is computed for `num_rows` rows: at most an eighth more."""
     unit_bits = max((num_rows - 1).bit_length() - EXACT_ROW_BITS, 0)
     return -(-num_rows >> unit_bits) << unit_bits
 

@@ -160,7 +160,7 @@ inline Floats seen_scores(float* scores, int64_t begin, int64_t end) {
     return most;
 }
 
-// A block's scores, as powers of two, become weights; the rows' maxima and totals go on.
+// Turns a block's scores, in units of log2, into weights, and updates the rows' maxima and totals.
 template <class T>
 void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) {
     const int64_t rows = task.count * call.group;

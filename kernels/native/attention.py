@@ -113,5 +113,5 @@ def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarr
             first = context - rows + 1
             tasks += [(request, row + i, min(most, rows - i), first + i) for i in range(0, rows, most)]
         row += rows
-    tasks.sort(key=lambda task: -task[2] * task[3])  # the dearest first, so that no thread is left with one at the end
+    tasks.sort(key=lambda task: -task[2] * task[3])  # the most expensive first, so no thread ends with one
     return np.array(tasks, dtype=np.int32).reshape(-1, 4)

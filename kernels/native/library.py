@@ -42,7 +42,7 @@ NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class NativeUnavailableError(RuntimeError):
-    """The library cannot be had on this machine; the message says why."""
+    """The library is not available on this machine; the message says why."""
 
 
 @functools.cache
@@ -124,14 +124,14 @@ def _cache_folder() -> Path:
     try:
         folder = (base if base.is_absolute() else Path.home() / ".cache") / "weft" / "kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         raise NativeUnavailableError(f"no folder to keep them in: {error}; {OTHER_FOLDER}") from error
     _check_owner(folder)
     return folder
 
 
 def _check_owner(path: Path) -> None:
-    """Code is loaded from there, so nobody else may write to it."""
+    """Code is loaded from there, so no other user may write to it."""
     state = path.stat()
     if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NativeUnavailableError(f"{path} is another user's or can be written by others; {OTHER_FOLDER}")
@@ -150,7 +150,7 @@ def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], t
             built.chmod(0o700)
             with built.open("rb") as file:
                 os.fsync(file.fileno())  # a name must never lead to half a library, even after a power cut
-            built.replace(target)  # complete or not there, whoever compiles beside us
+            built.replace(target)  # atomic: complete or absent, also when another process compiles at the same time
     except OSError as error:
         raise NativeUnavailableError(f"{target} cannot be written: {error}; {OTHER_FOLDER}") from error
     logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started_s)

@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t UNIT_BYTES = 256;     // offsets count in this many bytes, rows start at multiples of it
 constexpr int64_t COLUMNS = 2 * PANEL;  // of B that one task reads
 constexpr int64_t SHRINK_ROWS = 64;
-constexpr int64_t SHRINK_FEATURES = 1024;  // 8 rows of so many stay in the first cache
+constexpr int64_t SHRINK_FEATURES = 1024;  // 8 rows of this many features fit into the L1 cache
 constexpr int64_t AHEAD = 4;            // units of B that are on their way from memory
 constexpr int64_t MAX_RANK = 256;
 

@@ -268,7 +268,7 @@ def _chunk(
 
 
 def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None, dtype: torch.dtype) -> QueryBlock:
-    """Rows `first` and on of a chunk whose gathered keys begin at position `start`."""
+    """Rows from `first` on of a chunk whose gathered keys begin at position `start`."""
     stop = min(first + QUERY_ROWS, chunk.query_len)
     queries = np.arange(first, stop) + chunk.context_len - chunk.query_len
     end = int(queries[-1]) + 1

@@ -57,8 +57,8 @@ def draws(
 def test_evenly_spaced_draws_follow_the_exact_distribution(
     vocab_size: int, parameters: Parameters, impl: Implementation
 ) -> None:
-    if impl.is_interpreted and vocab_size > 5000:
-        return
+    if impl.is_interpreted and vocab_size >= 5000 and (vocab_size > 5000 or parameters not in FILTERS[-4:]):
+        return  # slow
     logits = logits_of(vocab_size)
     p = probabilities(logits[0], *parameters)
     count = 5 if impl.is_interpreted else 200

@@ -47,7 +47,6 @@ from weft.registry.audit import ADMIN
 from weft.registry.db.clock import from_micros, to_micros
 from weft.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
 from weft.registry.grants import EVERY_VERSION, may_call
-from weft.registry.limits import check_adapters, check_storage
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name, no_such
 from weft.registry.records import (
     Adapter,
@@ -88,7 +87,7 @@ class Adapters(Transactions):
         `default` moves to the version, whether new or not, unless it splits its requests among versions. A description
         of None leaves the old one.
 
-        Make the blob durable as the last thing in the block, so that nothing is refused after it.
+        In the block, check the limits and then make the blob durable: nothing is to be refused after it.
 
         Raises:
             NotFoundError: There is no such tenant.
@@ -133,11 +132,10 @@ class Adapters(Transactions):
             detail = {"digest": version.digest, "activate": activate}
             target = f"{name}@{version.version}"
             audit.add(session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail)
-            if is_new:
-                await check_storage(session, tenant_id, now)
-                if version.version == 1:
-                    await check_adapters(session, tenant_id)
-            yield Publication(session, adapter, is_new, now)
+            made = Publication(session, adapter, is_new, now)
+            yield made
+            if not made.is_checked:
+                await made.check_limits()
 
     async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:
         """A tenant's own adapters by name, those after the name `after`."""

@@ -135,6 +135,8 @@ class Publication:
         """With the version as `current`."""
         self.is_new = is_new
         """Whether the adapter had no version with this digest."""
+        self.is_checked = False
+        """Whether the limits were checked."""
 
     async def end_upload(self, upload_id: str, answer: Answer) -> None:
         """Let an upload in pieces end with this version, and keep what its client is told.
@@ -156,14 +158,24 @@ class Publication:
         """Keep what is answered under an Idempotency-Key; raises like the function `keep_answer`."""
         await keep_answer(self._session, self.adapter.tenant_id, retry, answer, self._now)
 
-    async def check_pages(self, pages: int | None) -> None:
-        """Return if the tenant may have an adapter of so many device pages; None is unknown.
+    async def check_limits(self, pages: int | None = None) -> None:
+        """Hold a new version against the tenant's limits, once the upload that it ends no longer counts.
+
+        Args:
+            pages: Device pages that the version takes; None is unknown.
 
         Raises:
-            ForbiddenError: Code quota.adapter_memory.
+            ForbiddenError: Codes quota.storage, quota.adapters, quota.adapter_memory.
         """
-        if self.is_new and pages is not None:
-            await check_pages(self._session, self.adapter.tenant_id, pages)
+        self.is_checked = True
+        if not self.is_new:
+            return
+        tenant_id = self.adapter.tenant_id
+        if pages is not None:
+            await check_pages(self._session, tenant_id, pages)
+        await check_storage(self._session, tenant_id, self._now)
+        if self.adapter.current.version == 1:
+            await check_adapters(self._session, tenant_id)
 
 
 class Uploads:

@@ -26,7 +26,7 @@ from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
-from weft.server.adapters.staged_files import StagedFiles
+from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.validation import AdapterCheck
 from weft.server.app import MetricsApp, create_app
 from weft.server.auth.admin_key import AdminKey, admin_key, given_pepper

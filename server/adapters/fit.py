@@ -13,6 +13,7 @@ from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages
 from weft.engine.status import EngineReady
 from weft.memory.geometry import PageGeometry
+from weft.server.adapters.schemas import AdapterFitView, FitItem, FitNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +36,6 @@ class Room:
             geometry=ready.geometry,
             max_model_len=ready.max_model_len,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitItem:
-    """One adapter, or several that would look alike."""
-
-    adapter: str | None = None
-    """Its name; None for adapters that do not exist yet."""
-    version: int | None = None
-    digest: str | None = None
-    """Adapters of one digest are one on the device; None is unlike every other."""
-    rank: int
-    """The largest of any module."""
-    target_modules: tuple[str, ...]
-    pages: int
-    """Of each."""
-    waste: float
-    """Share of these pages that holds no weights."""
-    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +97,17 @@ class AdapterFit:
             "so they take turns."
         )
 
+    def view(self) -> AdapterFitView:
+        """The answer as a body."""
+        return AdapterFitView(
+            fits=self.fits,
+            pages=FitNumbers(total=self.room.pages, needed=self.pages_needed, left=self.pages_left),
+            slots=FitNumbers(total=self.room.slots, needed=self.slots_needed, left=self.slots_left),
+            kv_tokens_left=self.kv_tokens_left,
+            adapters=list(self.items),
+            message=self.message,
+        )
+
 
 def find_fit(items: Sequence[FitItem], room: Room) -> AdapterFit:
     """Add up what the adapters need; equal digests count once."""
@@ -145,7 +138,7 @@ def planned_item(rank: int, target_modules: Sequence[str], count: int, base: Bas
     parameters = sum(base.modules[index].in_features + base.modules[index].out_features for index in modules)
     return FitItem(
         rank=rank,
-        target_modules=tuple(base.modules[index].name for index in modules),
+        target_modules=[base.modules[index].name for index in modules],
         pages=pages,
         waste=waste(parameters * rank * base.num_layers, pages, room.geometry),
         count=count,

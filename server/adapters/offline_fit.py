@@ -34,7 +34,8 @@ from weft.engine.model.spec import (
 )
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
-from weft.server.adapters.fit import AdapterFit, FitItem, Room, waste
+from weft.server.adapters.fit import AdapterFit, Room, waste
+from weft.server.adapters.schemas import FitItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def item_on_disk(name: str, config: Path | None, weights: Path, planned: Planned
         adapter=name,
         digest=digest,
         rank=found.largest_rank,
-        target_modules=found.target_modules,
+        target_modules=list(found.target_modules),
         pages=pages,
         waste=waste(found.parameters, pages, geometry),
     )

@@ -1,4 +1,4 @@
-"""The end of every upload's way: checked, stored, published, or gone without a trace. And the way of those in one form.
+"""Checks an upload, stores it and publishes it as a version, atomically. Also receives uploads in one form.
 
 A crash leaves at most a temporary file, or a blob that no version refers to; both are swept. The version, the answer
 that a repeated request gets and the end of an upload in pieces are one transaction.
@@ -18,9 +18,9 @@ from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
 from weft.registry.limits import no_storage
 from weft.registry.names import is_name, no_such
 from weft.registry.records import VersionFacts
-from weft.registry.uploads import Answer, Retry, body_digest
-from weft.server.adapters.retries import change_once, retry_key
-from weft.server.adapters.views import adapter_view, residency_now
+from weft.registry.uploads import Answer, Retry
+from weft.server.adapters.schemas import adapter_view, residents_now
+from weft.server.adapters.upload_guards import once
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from weft.server.garbage import delete_blobs
 from weft.server.http.form import UploadForm, read_upload
@@ -40,7 +40,7 @@ class VersionDraft:
 
 
 async def receive_adapter(request: Request, services: Services, caller: Caller) -> Response:
-    """Take an upload in one form in.
+    """Receive an upload in one form, and publish it.
 
     Returns:
         The adapter with the uploaded version as its current one: 201 if that is new, 200 if it was there.
@@ -48,22 +48,19 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
     Raises:
         WeftError: Whatever is wrong with it; nothing of it stays.
     """
-    key = retry_key(request)
     with (
         services.drain.cancelling(),
-        services.intake.retrying(caller.tenant_id or caller.actor, key),
+        once(request, services, caller.tenant_id or caller.actor) as retried,
         services.blobs.create() as weights,
     ):
-        form = await _read_form(request, services, caller, weights, key)
+        form = await _read_form(request, services, caller, weights, retried.key)
         owner = await owner_of(services, caller, form.text("tenant"))
         name = checked_name(services, form.text("name") or "")
         description = form.text("description")
         draft = VersionDraft(name=name, description=description, activate=form.activate, config=form.config)
         form.check_digest(weights.sha256())
-        change = partial(publish, services, owner, draft, weights)
-        parts = (draft.name, draft.description, draft.activate, draft.config, weights.sha256())
-        digest = body_digest("POST /v1/adapters", *parts)
-        return await change_once(services, owner.tenant_id, key, digest, change)
+        asked = (draft.name, draft.description, draft.activate, draft.config, weights.sha256())
+        return await retried.answer(owner.tenant_id, asked, partial(publish, services, owner, draft, weights))
 
 
 async def owner_of(services: Services, caller: Caller, tenant: str | None) -> TenantCaller:
@@ -130,7 +127,7 @@ async def publish(
         lambda: services.check.check(draft.config, weights.path, sha256, size),
     )
     pages = await services.check.pages(facts)
-    residency = await residency_now(services)
+    residents = await residents_now(services)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
     try:
@@ -138,13 +135,13 @@ async def publish(
         async with services.registry.adapters.publishing(
             owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor
         ) as made:
-            body = adapter_view(made.adapter, pages, residency).model_dump(mode="json")
+            body = adapter_view(made.adapter, pages, residents).model_dump(mode="json")
             answer = Answer(status=201 if made.is_new else 200, body=body)
             if upload_id is not None:
                 await made.end_upload(upload_id, answer)
             if retry is not None:
                 await made.keep_answer(retry, answer)
-            await made.check_pages(pages)
+            await made.check_limits(pages)
             await in_thread(weights.commit)
     except BaseException:
         await asyncio.shield(delete_blobs(services, [facts.weights_sha256]))

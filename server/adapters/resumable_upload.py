@@ -1,21 +1,24 @@
 """An upload in pieces: announced, filled file by file with pauses of any length, completed.
 
-Every step may be repeated. What was received is what lies in the staged files; what an upload became stands in its row,
-written in the transaction that publishes the version.
-
-Files lie in one folder per upload, with names of our own. What was received is what lies there, so a crash needs no
-bookkeeping: the client asks how far it got. Completing the upload checks whether the bytes are right.
+Every step may be repeated. The files of an upload lie in one folder of its own on this server. What was received is
+what lies there, so a crash needs no bookkeeping: the client asks how far it got. Completing checks whether the bytes
+are right. What an upload became stands in its row, written in the transaction that publishes the version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from starlette.requests import Request
 
-from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter
+from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter, full_disk_is_capacity
 from weft.adapters.blobs.store import read_pieces
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from weft.errors import (
@@ -31,9 +34,8 @@ from weft.errors import (
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
 from weft.registry.uploads import Answer, Retry
 from weft.server.adapters.publish import VersionDraft, checked_name, publish
-from weft.server.adapters.schemas import UploadBody, UploadView
-from weft.server.adapters.staged_files import StagedWriter
-from weft.server.adapters.views import upload_view
+from weft.server.adapters.schemas import UploadBody, UploadView, upload_view
+from weft.server.adapters.upload_guards import FILES
 from weft.server.auth.callers import TenantCaller
 from weft.server.errors import error_body
 from weft.server.http.body import read_chunks
@@ -41,6 +43,8 @@ from weft.server.http.form import WRITE_BYTES, digest_mismatch
 from weft.server.services import Services
 from weft.server.threads import in_thread
 
+_ID = re.compile(r"upl_[0-9a-f]{26}")
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
 
 
@@ -74,7 +78,7 @@ async def announce(services: Services, owner: TenantCaller, body: UploadBody, re
 
 
 async def show(services: Services, upload: Upload) -> UploadView:
-    """What there is of an upload."""
+    """An upload as it stands."""
     return upload_view(upload, await asyncio.to_thread(services.staged.sizes, upload.id))
 
 
@@ -120,7 +124,7 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
     if upload.state == "ready":
         return Answer(status=200, body=upload.result or {})
     if upload.state == "rejected":
-        raise _rejection(upload)
+        raise AdapterFormatError.of([Finding(**finding) for finding in (upload.result or {})["findings"]])
     view = await show(services, upload)
     if view.missing:
         gaps = ", ".join(f"{name} from byte {view.files[name].received}" for name in view.missing)
@@ -131,7 +135,7 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
         version = VersionDraft(name=draft.name, description=draft.description, activate=draft.activate, config=config)
         try:
             made = await publish(services, owner, version, weights, retry, upload.id)
-        except (AdapterError, PayloadTooLargeError) as error:
+        except AdapterError as error:
             await services.registry.uploads.reject(upload.tenant_id, upload.id, error_body(error)["error"])
             await asyncio.to_thread(services.staged.delete, upload.id)
             raise
@@ -176,13 +180,11 @@ def _offset(request: Request, file: FileFacts) -> int | None:
 def _gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
     """Copy the weights into `weights` and return the config, if both are what was announced."""
     staged, files = services.staged, upload.draft.files
-    config = b"".join(staged.read(upload.id, CONFIG_FILE, PIECE_BYTES))
-    if staged.sizes(upload.id)[WEIGHTS_FILE] == files[WEIGHTS_FILE].size:
-        for piece in staged.read(upload.id, WEIGHTS_FILE, PIECE_BYTES):
-            weights.write(piece)
-    else:
-        for piece in read_pieces(services.blobs, files[WEIGHTS_FILE].sha256):
-            weights.write(piece)
+    config = b"".join(staged.read(upload.id, CONFIG_FILE))
+    is_staged = staged.sizes(upload.id)[WEIGHTS_FILE] == files[WEIGHTS_FILE].size
+    stored = files[WEIGHTS_FILE].sha256
+    for piece in staged.read(upload.id, WEIGHTS_FILE) if is_staged else read_pieces(services.blobs, stored):
+        weights.write(piece)
     found = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.sha256()}
     wrong = [name for name, file in files.items() if found[name] != file.sha256]
     if wrong:
@@ -191,9 +193,90 @@ def _gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
     return config
 
 
-def _rejection(upload: Upload) -> AdapterFormatError:
-    """The error with which it was refused, whose code also tells its status."""
-    why = upload.result or {}
-    if findings := why.get("findings"):
-        return AdapterFormatError.of([Finding(**finding) for finding in findings])
-    return AdapterFormatError(str(why.get("message")), code=str(why.get("code")), param=why.get("param"))
+class StagedWriter:
+    """Appends to one file."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, chunk: bytes | bytearray) -> None:
+        """Append bytes.
+
+        Raises:
+            CapacityError: The disk is full (code storage.full).
+        """
+        rest = memoryview(chunk)
+        with full_disk_is_capacity():
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        with full_disk_is_capacity():
+            os.fsync(self._fd)
+
+
+class StagedFiles:
+    """Files of uploads in pieces: one folder per upload, with names of our own. Thread-safe; one writer per file."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def sizes(self, upload_id: str) -> dict[str, int]:
+        """How many bytes of each file were received."""
+        sizes = dict.fromkeys(FILES, 0)
+        for name in FILES:
+            with suppress(FileNotFoundError):
+                sizes[name] = (self._folder(upload_id) / name).stat(follow_symlinks=False).st_size
+        return sizes
+
+    @contextmanager
+    def appending(self, upload_id: str, name: str, offset: int | None) -> Iterator[StagedWriter]:
+        """Append to a file that has `offset` bytes; None empties it first.
+
+        Raises:
+            ConflictError: The file does not end at `offset`; code upload.offset_mismatch.
+            CapacityError: The disk is full (code storage.full).
+        """
+        folder = self._folder(upload_id)
+        with full_disk_is_capacity():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o600)
+        try:
+            received = os.fstat(fd).st_size
+            if offset is None:
+                os.ftruncate(fd, 0)
+            elif offset != received:
+                raise ConflictError(
+                    f"{received} bytes of the file were received; go on with byte {received}.",
+                    code="upload.offset_mismatch",
+                    param="content-range",
+                )
+            yield StagedWriter(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, upload_id: str, name: str) -> Iterator[bytes]:
+        """A file's bytes in pieces of `PIECE_BYTES`."""
+        with os.fdopen(os.open(self._folder(upload_id) / name, os.O_RDONLY | _FLAGS), "rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+
+    def delete(self, upload_id: str, *names: str) -> None:
+        """Remove these files, or without names the whole folder; what is not there is no error."""
+        folder = self._folder(upload_id)
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        if not names:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+
+    def ids(self) -> list[str]:
+        """Uploads that have a folder."""
+        return [name for name in os.listdir(self._root) if _ID.fullmatch(name)]
+
+    def _folder(self, upload_id: str) -> Path:
+        if not _ID.fullmatch(upload_id):
+            raise ValueError(f"no id of an upload: {upload_id!r}")
+        return self._root / upload_id

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Query, Request, Response
 from weft.engine.status import EngineReady
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.aliases import DEFAULT_ALIAS
-from weft.registry.records import AdapterUsage
-from weft.server.adapters.fit import FitItem, Room, find_fit, planned_item, waste
+from weft.registry.records import Adapter, AdapterUsage
+from weft.server.adapters.fit import Room, find_fit, planned_item, waste
 from weft.server.adapters.publish import receive_adapter
 from weft.server.adapters.schemas import (
     AdapterFitBody,
@@ -20,10 +20,13 @@ from weft.server.adapters.schemas import (
     AdapterList,
     AdapterPatchBody,
     AdapterView,
+    FitItem,
     PlannedAdapters,
     VersionList,
+    adapter_view,
+    residents_now,
+    version_view,
 )
-from weft.server.adapters.views import adapter_view, fit_view, residency_now, version_view
 from weft.server.auth.callers import AnyTenantReader, Caller, TenantCaller, TenantReader, TenantWriter, UploadCaller
 from weft.server.garbage import remove_unreferenced
 from weft.server.http.json_body import json_body
@@ -60,16 +63,7 @@ async def list_adapters(
         page = await services.registry.adapters.list_every_adapter(after, limit)
     else:
         page = await services.registry.adapters.list_adapters(caller.tenant_id, after, limit)
-    residency = await residency_now(services)
-    usage = await services.registry.usage.summary([adapter.id for adapter in page.items])
-    pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in page.items))
-    return AdapterList(
-        data=[
-            adapter_view(adapter, count, residency, usage.get(adapter.id, AdapterUsage()))
-            for adapter, count in zip(page.items, pages, strict=True)
-        ],
-        next=page.next,
-    )
+    return AdapterList(data=await _with_usage(services, page.items), next=page.next)
 
 
 @router.post("/v1/adapters:fit", openapi_extra=takes(AdapterFitBody))
@@ -83,17 +77,14 @@ async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) 
     room = Room.of(services.ready)
     stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
     planned = await asyncio.to_thread(_planned_items, services.ready, body.ranks, room)
-    return fit_view(find_fit([*stored, *planned], room))
+    return find_fit([*stored, *planned], room).view()
 
 
 @router.get("/v1/adapters/{name}")
 async def get_adapter(name: str, services: Wired, caller: TenantReader) -> AdapterView:
     """Show one adapter."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
-    residency = await residency_now(services)
-    usage = await services.registry.usage.summary([adapter.id])
-    pages = await services.check.pages(adapter.current)
-    return adapter_view(adapter, pages, residency, usage.get(adapter.id, AdapterUsage()))
+    return (await _with_usage(services, [adapter]))[0]
 
 
 @router.get("/v1/adapters/{name}/versions")
@@ -101,8 +92,8 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> Ver
     """List an adapter's versions, newest first."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
-    residency = await residency_now(services)
-    return VersionList(data=[version_view(adapter, version, residency) for version in versions], next=None)
+    residents = await residents_now(services)
+    return VersionList(data=[version_view(adapter, version, residents) for version in versions], next=None)
 
 
 @router.patch("/v1/adapters/{name}", openapi_extra=takes(AdapterPatchBody))
@@ -120,8 +111,7 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
             actor=caller.actor,
         )
     await sync_pins(services)
-    residency = await residency_now(services)
-    return adapter_view(adapter, await services.check.pages(adapter.current), residency)
+    return adapter_view(adapter, await services.check.pages(adapter.current), await residents_now(services))
 
 
 @router.delete("/v1/adapters/{name}", status_code=204)
@@ -135,6 +125,16 @@ async def delete_adapter(
     removed = await services.registry.adapters.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
     await remove_unreferenced(services, removed)
     return Response(status_code=204)
+
+
+async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[AdapterView]:
+    residents = await residents_now(services)
+    usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
+    pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in adapters))
+    return [
+        adapter_view(adapter, count, residents, usage.get(adapter.id, AdapterUsage()))
+        for adapter, count in zip(adapters, pages, strict=True)
+    ]
 
 
 async def _check_pin(services: Services, caller: TenantCaller, name: str, body: AdapterPatchBody) -> None:
@@ -166,7 +166,7 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
         version=version.version,
         digest=version.digest,
         rank=version.rank,
-        target_modules=version.target_modules,
+        target_modules=list(version.target_modules),
         pages=pages,
         waste=waste(version.parameters, pages, room.geometry),
     )

@@ -1,17 +1,27 @@
-"""Bodies of adapters, uploads and fit."""
+"""Bodies of adapters, uploads and fit: what clients send, what Weft answers, and how it is made of records."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from weft.adapters.ref import AdapterTier
+from weft.adapters.ref import AdapterTier, ResidentAdapter
 from weft.config import MAX_RANK_LIMIT
-from weft.errors import InvalidRequestError
+from weft.errors import EngineUnavailableError, InvalidRequestError
 from weft.registry.names import MAX_DESCRIPTION
+from weft.registry.records import WEIGHTS_FILE, Adapter, AdapterUsage, AdapterVersion, Shares, Upload
 from weft.server.http.bodies import ALL_LINEAR, MODULE_NAMES, AdapterUsageView, Body, Listing, Moment, View
+
+if TYPE_CHECKING:
+    from weft.server.services import Services
+
+STATUS_S = 2.0
+"""Longest wait in seconds for the engine's status, where the answer works without it."""
+Residents = Mapping[str, ResidentAdapter]
+"""Adapters in device or host memory, by digest."""
 
 
 class AppliedModules(View):
@@ -28,15 +38,14 @@ class ReportView(View):
     layout: Literal["peft", "mlx"]
     """How the matrices lie in the file; MLX's are the transposes of PEFT's."""
     renamed: int
-    """Tensors in whose names wrappers, an adapter's name or a multimodal model's were passed over."""
+    """Tensors whose names hold wrappers, an adapter's name or a multimodal model's prefix, which were skipped."""
     warnings: list[str]
     """What looks like a mistake; the adapter is served all the same."""
 
 
-class VersionView(View):
-    """One immutable upload."""
+class VersionFields(View):
+    """What is told of a version, alone and with its adapter; fields of the record of the same names."""
 
-    object: Literal["adapter.version"] = "adapter.version"
     name: str
     tenant: str
     version: int
@@ -50,40 +59,33 @@ class VersionView(View):
     residency: AdapterTier
     created_at: Moment
     report: ReportView | None
-    """Null for versions from before there were reports."""
+    """Null where nothing was noted."""
+
+
+class VersionView(VersionFields):
+    """One immutable upload."""
+
+    object: Literal["adapter.version"] = "adapter.version"
 
 
 class VersionList(Listing[VersionView]):
     """An adapter's versions, newest first."""
 
 
-class AdapterView(View):
+class AdapterView(VersionFields):
     """An adapter, with what its current version is."""
 
     id: str
     object: Literal["adapter"] = "adapter"
-    name: str
-    tenant: str
-    version: int
-    digest: str
     state: Literal["ready"] = "ready"
-    rank: int
-    target_modules: list[str]
-    applied_modules: AppliedModules
-    parameters: int
-    size_bytes: int
     pages: int | None
     """Pages it takes on the device; null where its weights cannot be read now."""
-    residency: AdapterTier
     load_p95_s: float | None
     """Seconds that 95 % of its last 32 loads onto the device took at most; null while it is in no memory."""
     pinned: bool
     aliases: dict[str, int | dict[str, int]]
     """Alias to version, or to the weights of the versions among which it splits its requests."""
     description: str | None
-    created_at: Moment
-    report: ReportView | None
-    """Of the version; null where it is from before there were reports."""
     usage: AdapterUsageView | None = None
     """On GET only."""
 
@@ -132,21 +134,22 @@ class FitNumbers(View):
     left: int
 
 
-class AdapterFitItem(View):
+class FitItem(View):
     """One adapter, or several that do not exist yet and would look alike."""
 
-    adapter: str | None
+    adapter: str | None = None
     """Null for adapters that do not exist yet."""
-    version: int | None
-    digest: str | None
+    version: int | None = None
+    digest: str | None = None
     """Adapters of one digest share their pages and count once."""
     rank: int
+    """The largest of any module."""
     target_modules: list[str]
     pages: int
     """Of each."""
     waste: Annotated[float, AfterValidator(lambda share: round(share, 4))]
     """Share of these pages that holds no weights, from 0 to 1."""
-    count: int
+    count: int = 1
 
 
 class AdapterFitView(View):
@@ -159,7 +162,7 @@ class AdapterFitView(View):
     slots: FitNumbers
     kv_tokens_left: int
     """Tokens of KV cache that fit beside all of them."""
-    adapters: list[AdapterFitItem]
+    adapters: list[FitItem]
     message: str
 
 
@@ -258,24 +261,92 @@ class UploadFileBody(Body):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class UploadBody(Body):
-    """Body of POST /v1/uploads."""
+class VersionBody(Body):
+    """What a version is to be, however its files come."""
 
     name: str = Field(max_length=512)
     description: str | None = Field(None, max_length=MAX_DESCRIPTION)
     activate: bool = True
     """Let the plain name mean the version once it is there."""
-    files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = Field(min_length=2)
     tenant: str | None = Field(None, max_length=512)
     """For admins."""
 
 
-class ImportBody(Body):
+class UploadBody(VersionBody):
+    """Body of POST /v1/uploads."""
+
+    files: dict[Literal["adapter_config.json", "adapter_model.safetensors"], UploadFileBody] = Field(min_length=2)
+
+
+class ImportBody(VersionBody):
     """Body of POST /v1/adapters:import."""
 
-    name: str = Field(max_length=512)
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION)
-    activate: bool = True
     source: str = Field(max_length=2048)
     """`hf://organization/repository[@revision]` or `s3://bucket/prefix`."""
-    tenant: str | None = Field(None, max_length=512)
+
+
+async def residents_now(services: Services) -> Residents:
+    """Ask the engine; while it is away, or busy for longer than `STATUS_S`, no adapter counts as resident."""
+    try:
+        status = await services.engine_status(STATUS_S)
+    except EngineUnavailableError:
+        return {}
+    return {resident.digest: resident for resident in status.residents}
+
+
+def adapter_view(
+    adapter: Adapter, pages: int | None, residents: Residents, usage: AdapterUsage | None = None
+) -> AdapterView:
+    """An adapter's body, of its current version."""
+    resident = residents.get(adapter.current.digest)
+    own = {name: getattr(adapter, name) for name in ("id", "pinned", "description", "created_at")}
+    return AdapterView.model_validate(
+        {
+            **_version_fields(adapter, adapter.current, resident),
+            **own,
+            "pages": pages,
+            "load_p95_s": resident and resident.load_p95_s,
+            "aliases": {alias: _alias_view(shares) for alias, shares in adapter.aliases.items()},
+            "usage": usage,
+        }
+    )
+
+
+def version_view(adapter: Adapter, version: AdapterVersion, residents: Residents) -> VersionView:
+    """One version's body."""
+    return VersionView.model_validate(_version_fields(adapter, version, residents.get(version.digest)))
+
+
+def _version_fields(adapter: Adapter, version: AdapterVersion, resident: ResidentAdapter | None) -> dict[str, Any]:
+    tier = "stored" if resident is None else "device" if resident.tier == "device" else "host"
+    return {
+        **{name: getattr(version, name) for name in VersionFields.model_fields if hasattr(version, name)},
+        "name": adapter.name,
+        "tenant": adapter.tenant,
+        "applied_modules": version,
+        "residency": tier,
+        "report": version.report or None,
+    }
+
+
+def _alias_view(shares: Shares) -> int | dict[str, int]:
+    if len(shares) == 1:
+        return next(iter(shares))
+    return {str(version): weight for version, weight in shares.items()}
+
+
+def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:
+    """An upload's body; `received` has the bytes of each file that lie staged."""
+    draft, is_ready = upload.draft, upload.state == "ready"
+    files = {}
+    for name, file in draft.files.items():
+        is_here = is_ready or (name == WEIGHTS_FILE and upload.has_weights and received[name] != file.size)
+        files[name] = UploadFileView(
+            size=file.size, sha256=file.sha256, received=file.size if is_here else received[name]
+        )
+    records = {name: getattr(draft if hasattr(draft, name) else upload, name) for name in _OF_UPLOAD}
+    missing = [name for name, file in files.items() if file.received != file.size]
+    return UploadView.model_validate({**records, "files": files, "missing": missing})
+
+
+_OF_UPLOAD = ("id", "name", "tenant", "description", "activate", "state", "result", "expires_at", "created_at")

@@ -8,13 +8,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from weft.registry.uploads import Answer, Retry, body_digest
-from weft.server.adapters import resumable_upload as piecewise
+from weft.registry.uploads import Answer, Retry
 from weft.server.adapters.hub_import import fetch, reader_of
 from weft.server.adapters.publish import VersionDraft, checked_name, owner_of, publish
-from weft.server.adapters.retries import change_once, retry_key
+from weft.server.adapters.resumable_upload import announce, complete, receive_file, show
 from weft.server.adapters.schemas import AdapterView, ImportBody, UploadBody, UploadList, UploadView
-from weft.server.adapters.staged_files import FILES
+from weft.server.adapters.upload_guards import FILES, once
 from weft.server.auth.callers import Admin, TenantReader, TenantWriter, UploadCaller, bound, for_tenant
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes, takes_file, takes_retries
@@ -31,13 +30,11 @@ router = APIRouter(tags=["uploads"])
 )
 async def create_upload(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Announce an adapter version that comes in pieces; the answer says which files to send."""
-    key = retry_key(request)
-    with services.intake.retrying(caller.tenant_id or caller.actor, key):
+    with once(request, services, caller.tenant_id or caller.actor) as retried:
         body = await json_body(request, UploadBody, services.config.server.max_body_bytes, services.pace)
         owner = await owner_of(services, caller, body.tenant)
-        change = partial(piecewise.announce, services, owner, body)
-        digest = body_digest("POST /v1/uploads", body.model_dump_json())
-        return await change_once(services, owner.tenant_id, key, digest, change)
+        change = partial(announce, services, owner, body)
+        return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
 
 
 @router.get("/v1/uploads")
@@ -46,19 +43,19 @@ async def list_uploads(
 ) -> UploadList:
     """List uploads of the last 24 hours, oldest first."""
     page = await services.registry.uploads.list(caller.tenant_id, after, limit)
-    return UploadList(data=[await piecewise.show(services, upload) for upload in page.items], next=page.next)
+    return UploadList(data=[await show(services, upload) for upload in page.items], next=page.next)
 
 
 @router.get("/v1/uploads/{upload_id}")
 async def get_upload(upload_id: str, services: Wired, caller: TenantReader) -> UploadView:
     """Show how far an upload has come, and how it ended."""
-    return await piecewise.show(services, await services.registry.uploads.get(caller.tenant_id, upload_id))
+    return await show(services, await services.registry.uploads.get(caller.tenant_id, upload_id))
 
 
 @router.put("/v1/uploads/{upload_id}/files/{file}", openapi_extra=takes_file())
 async def put_file(upload_id: str, file: str, request: Request, services: Wired, caller: TenantWriter) -> UploadView:
     """Send a file, or go on with it: what arrived before a connection broke is kept."""
-    return await piecewise.show(services, await piecewise.receive_file(request, services, caller, upload_id, file))
+    return await show(services, await receive_file(request, services, caller, upload_id, file))
 
 
 @router.post(
@@ -70,14 +67,14 @@ async def put_file(upload_id: str, file: str, request: Request, services: Wired,
 )
 async def complete_upload(upload_id: str, request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Make the files an adapter version. Completing again gives the same answer."""
-    key = retry_key(request)
-    intake = services.intake
     await services.registry.uploads.get(caller.tenant_id, upload_id)  # another tenant's is not even busy
-    with services.drain.cancelling(), intake.retrying(caller.tenant_id, key), intake.writing(upload_id, *FILES):
+    with (
+        services.drain.cancelling(),
+        once(request, services, caller.tenant_id) as retried,
+        services.intake.writing(upload_id, *FILES),
+    ):
         upload = await services.registry.uploads.get(caller.tenant_id, upload_id)
-        change = partial(piecewise.complete, services, caller, upload)
-        digest = body_digest("POST /v1/uploads/complete", upload.id)
-        return await change_once(services, caller.tenant_id, key, digest, change)
+        return await retried.answer(caller.tenant_id, (), partial(complete, services, caller, upload))
 
 
 @router.delete("/v1/uploads/{upload_id}", status_code=204)
@@ -99,9 +96,8 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
 )
 async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
     """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""
-    key = retry_key(request)
     server = services.config.server
-    with services.drain.cancelling(), services.intake.retrying(admin.role, key):
+    with services.drain.cancelling(), once(request, services, admin.role) as retried:
         body = await json_body(request, ImportBody, server.max_body_bytes, services.pace)
         owner = bound(await for_tenant(services, admin, body.tenant))
         name, read = checked_name(services, body.name), reader_of(body.source)
@@ -112,5 +108,4 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
                 draft = VersionDraft(name=name, description=body.description, activate=body.activate, config=config)
                 return await publish(services, owner, draft, weights, retry)
 
-        digest = body_digest("POST /v1/adapters:import", body.model_dump_json())
-        return await change_once(services, owner.tenant_id, key, digest, change)
+        return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)

@@ -19,7 +19,7 @@ from fake_engine import FakeEngine, demo_tokenizer
 from weft.adapters.blobs.store import open_blobs
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.registry.registry import Registry
-from weft.server.adapters.staged_files import StagedFiles
+from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.validation import AdapterCheck
 from weft.server.app import create_app
 from weft.server.drain import Drain

@@ -26,8 +26,8 @@ from weft.engine.status import EngineReady
 from weft.registry import adapters, uploads
 from weft.server import serve
 from weft.server.adapters import resumable_upload as piecewise
-from weft.server.adapters import retries
-from weft.server.adapters.staged_files import StagedFiles, StagedWriter
+from weft.server.adapters import upload_guards
+from weft.server.adapters.resumable_upload import StagedFiles, StagedWriter
 from weft.server.adapters.validation import AdapterCheck
 from weft.server.status.metrics import Metrics
 
@@ -86,9 +86,11 @@ def install() -> None:
     _watch(blobs.BlobWriter, "commit", "blob")
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
     _watch(adapters.Adapters, "publishing", "transaction")
-    _watch(uploads.Publication, "check_pages", "limits")  # in the transaction, whose rows are written and not committed
+    _watch(
+        uploads.Publication, "check_limits", "limits"
+    )  # in the transaction, whose rows are written and not committed
     _watch(Metrics, "learn_adapter", "naming")  # after the transaction
-    _watch(retries, "answered", "answer")
+    _watch(upload_guards, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
     _watch(StagedWriter, "write", "staged bytes", lambda _, chunk: len(chunk) > 0)
     _watch(StagedWriter, "sync", "staged sync")

@@ -15,8 +15,9 @@ from weft.cli.serve import Model, Setting
 from weft.cli.table import print_table
 
 if TYPE_CHECKING:
-    from weft.server.adapters.fit import AdapterFit, FitItem
+    from weft.server.adapters.fit import AdapterFit
     from weft.server.adapters.offline_fit import PlannedRoom
+    from weft.server.adapters.schemas import FitItem
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
@@ -120,9 +121,7 @@ def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) ->
 def _show(found: AdapterFit, planned: PlannedRoom, as_json: bool) -> None:
     advice = None if found.fits else _advice(found, planned)
     if as_json:
-        from weft.server.adapters.views import fit_view
-
-        body = {**fit_view(found).model_dump(), "requests_left": found.requests_left, "advice": advice}
+        body = {**found.view().model_dump(), "requests_left": found.requests_left, "advice": advice}
         typer.echo(json.dumps({**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False))
         return
     page_bytes = planned.room.geometry.page_bytes

@@ -13,7 +13,7 @@ from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 from typer.testing import CliRunner
 
-from api_adapters import sound, upload
+from api_adapters import upload
 from api_server import Api
 from bad_upload import Upload
 from fake_engine import DEMO_MODEL, demo_ready
@@ -123,15 +123,6 @@ async def test_other_refusals_have_the_body_that_they_had(api: Api) -> None:
     schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
     assert schemas["ErrorFields"]["required"] == fields
     assert schemas["FindingView"]["required"] == ["code", "message", "param", "hint"]
-
-
-async def test_a_rejection_of_before_there_were_findings_is_told_as_it_was(api: Api) -> None:
-    client = await api.tenant("acme")
-    upload_id = await send_all(client, sound())
-    owner = await api.services.registry.tenants.get_tenant("acme")
-    stored = {"message": "No.", "type": "adapter_error", "param": None, "code": "weights.empty"}
-    await api.services.registry.uploads.reject(owner.id, upload_id, stored)
-    assert (await complete(client, upload_id)).json() == {"error": stored}
 
 
 async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path: Path) -> None:

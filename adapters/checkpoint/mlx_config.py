@@ -7,56 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.adapters.checkpoint.peft_fields import UNUSED, is_one_of
+from weft.adapters.checkpoint.peft_fields import UNUSED, field_names, is_one_of
 from weft.adapters.checkpoint.strict_json import named, shown
 from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
-_KNOWN_FIELDS = frozenset(
-    {
-        "model",
-        "train",
-        "test",
-        "data",
-        "hf_dataset",
-        "fine_tune_type",
-        "optimizer",
-        "optimizer_config",
-        "learning_rate",
-        "lr_schedule",
-        "seed",
-        "num_layers",
-        "lora_layers",
-        "batch_size",
-        "iters",
-        "val_batches",
-        "test_batches",
-        "steps_per_report",
-        "steps_per_eval",
-        "save_every",
-        "max_seq_length",
-        "resume_adapter_file",
-        "adapter_path",
-        "config",
-        "grad_checkpoint",
-        "grad_accumulation_steps",
-        "clear_cache_threshold",
-        "mask_prompt",
-        "prompt_feature",
-        "completion_feature",
-        "text_feature",
-        "chat_feature",
-        "wandb",
-        "report_to",
-        "project_name",
-        "lora_parameters",
-        "rank",
-        "scale",
-        "alpha",
-        "dropout",
-        "keys",
-    }
-)
+_KNOWN_FIELDS = field_names("""
+    model train test data hf_dataset fine_tune_type optimizer optimizer_config learning_rate lr_schedule seed
+    num_layers lora_layers batch_size iters val_batches test_batches steps_per_report steps_per_eval save_every
+    max_seq_length resume_adapter_file adapter_path config grad_checkpoint grad_accumulation_steps
+    clear_cache_threshold mask_prompt prompt_feature completion_feature text_feature chat_feature wandb report_to
+    project_name lora_parameters rank scale alpha dropout keys
+""")
 """What `as_peft` reads, and settings of the run without effect on the adapter: the tensors tell which layers and
 modules were trained."""
 

@@ -56,24 +56,13 @@ _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _TRANSFORMERS_MODULE = re.compile(r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}")
 
 
-def read_config(raw: bytes, max_rank: int) -> LoraSpec:
-    """Read and check an `adapter_config.json` of PEFT or of mlx-lm.
+def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | None:
+    """Read and check an `adapter_config.json` of PEFT or of mlx-lm, and note what is wrong with its fields.
 
     Args:
         raw: The file. The first `MAX_CONFIG_BYTES + 1` bytes of a longer one are enough for the right refusal.
         max_rank: Largest rank that this server serves.
-
-    Raises:
-        PayloadTooLargeError: Longer than 64 KiB (config.too_large).
-        AdapterFormatError: Not what PEFT writes; codes `config.*`.
-        AdapterIncompatibleError: Sound, but not served; codes `config.*`.
-    """
-    findings = Findings()
-    return findings.passed(findings.attempt(check_config, raw, max_rank, findings))
-
-
-def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | None:
-    """Read a config as `read_config` does, and note what is wrong with its fields.
+        findings: Takes what is wrong; codes `config.*`.
 
     Returns:
         What the fields say that the tensors are measured by, also where others are refused; None where they say
@@ -94,7 +83,7 @@ def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | No
     told = findings.params
     for name, value in written.items():
         if name not in told:
-            findings.attempt(_check_values, name, value)
+            findings.attempt(_check_values, name, name, value)
     return spec
 
 
@@ -362,38 +351,26 @@ def _literal(name: str, key: str) -> str:
     return key
 
 
-def _check_values(field: str, value: object) -> None:
-    """Bound whatever is left: strings, integers and floats anywhere in a field."""
-    _check_scalar(field, "The name of a field", field)
-    _check_below(field, f"The field {shown(field)}", value)
+def _check_values(field: str, *values: object) -> None:
+    """Bound all strings, integers and floats of a field, names among them."""
+    for value in values:
+        if isinstance(value, dict):
+            _check_values(field, *value, *value.values())
+        elif isinstance(value, list):
+            _check_values(field, *value)
+        elif isinstance(value, str):
+            if len(value) > MAX_STRING_LENGTH or any("\ud800" <= character <= "\udfff" for character in value):
+                _refuse_value(field, f"at most {MAX_STRING_LENGTH} characters of valid Unicode in each string")
+        elif isinstance(value, int):
+            if abs(value) > MAX_INT:
+                _refuse_value(field, "integers up to 2**53")
+        elif isinstance(value, float) and not math.isfinite(value):
+            _refuse_value(field, "finite numbers; NaN and Infinity are not JSON")
 
 
-def _check_below(field: str, where: str, value: object) -> None:
-    if isinstance(value, dict):
-        for key, below in value.items():
-            _check_scalar(field, "The name of a field", key)
-            _check_below(field, f"{where}.{shown(key)}", below)
-    elif isinstance(value, list):
-        for item in value:
-            _check_below(field, where, item)
-    else:
-        _check_scalar(field, where, value)
-
-
-def _check_scalar(field: str, where: str, value: object) -> None:
-    if isinstance(value, str):
-        if len(value) > MAX_STRING_LENGTH or any("\ud800" <= character <= "\udfff" for character in value):
-            _refuse_value(field, f"at most {MAX_STRING_LENGTH} characters of valid Unicode", where)
-    elif isinstance(value, int):
-        if abs(value) > MAX_INT:
-            _refuse_value(field, "an integer up to 2**53", where)
-    elif isinstance(value, float) and not math.isfinite(value):
-        _refuse_value(field, "a finite number; NaN and Infinity are not JSON", where)
-
-
-def _refuse_value(field: str, expected: str, where: str = "") -> NoReturn:
+def _refuse_value(field: str, expected: str) -> NoReturn:
     hint = f"Leave {named(field)} as PEFT wrote it, or take it out."
-    _refuse("value_invalid", f"{where or field} must be {expected}.", named(field), hint)
+    _refuse("value_invalid", f"{named(field)} must hold {expected}.", named(field), hint)
 
 
 def _refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:

@@ -23,39 +23,24 @@ UNUSED: tuple[object, ...] = (None, False, "", [], {})
 FEATURE = "config.feature_unsupported"
 FIELD = "config.field_unsupported"
 
-READ_FIELDS = frozenset(
-    {
-        "peft_type",
-        "task_type",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "init_lora_weights",
-        "auto_mapping",
-    }
-)
-"""Fields that `adapter_config` interprets."""
+
+def field_names(text: str) -> frozenset[str]:
+    """The names in a text, separated by spaces and new lines."""
+    return frozenset(text.split())
+
+
+READ_FIELDS = field_names("""
+    peft_type task_type r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights auto_mapping
+""")
+"""Fields that `peft_config` interprets."""
 
 MODULE_LIST_FIELDS = frozenset({"target_modules", "exclude_modules", "layers_pattern"})
 """A string, a list of strings or null. Never matched against anything: the tensors say what the adapter changes."""
 
-INERT_FIELDS = MODULE_LIST_FIELDS | {
-    "layers_to_transform",
-    "base_model_name_or_path",
-    "revision",
-    "peft_version",
-    "inference_mode",
-    "lora_dropout",
-    "ensure_weight_tying",
-    "qalora_group_size",
-    "runtime_config",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-}
+INERT_FIELDS = MODULE_LIST_FIELDS | field_names("""
+    layers_to_transform base_model_name_or_path revision peft_version inference_mode lora_dropout
+    ensure_weight_tying qalora_group_size runtime_config loftq_config eva_config corda_config lora_ga_config
+""")
 """Fields without effect on a trained adapter, whatever they say. `init_lora_weights` tells whether loftq_config,
 eva_config, corda_config or lora_ga_config were used, and qalora_group_size belongs to use_qalora."""
 

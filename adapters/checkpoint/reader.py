@@ -74,7 +74,17 @@ class Checkpoint:
     total: int
     """Linear layers that adapters of this base may change; without a base, of as many layers as the file reaches."""
     report: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """What its owner should know (`check_report`); empty where the values were not looked at."""
+    """What its owner should know (`report_on`); empty where the values were not looked at."""
+
+    def facts(self) -> dict[str, object]:
+        """What the registry keeps of a version, under `VersionFacts`'s names, and `ranks`, all as JSON types."""
+        return {
+            "spec": self.spec.canonical(),
+            "ranks": [[layer, module, rank] for (layer, module), rank in self.ranks.items()],
+            "rank": self.largest_rank,
+            "target_modules": list(self.target_modules),
+            **{name: getattr(self, name) for name in ("applied", "total", "parameters", "report")},
+        }
 
 
 def read_checkpoint(

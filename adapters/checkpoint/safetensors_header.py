@@ -27,7 +27,6 @@ DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_DEPTH = 4
 _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _MAGIC_BYTES = 512
-_TAR_MAGIC_AT = 257
 _TORCH_SAVE = "a zip archive, as torch.save writes"
 _LFS_POINTER = "a Git LFS pointer, not the file it points to"
 _PICKLED = "a Python pickle"
@@ -37,23 +36,27 @@ CONVERT = (
     "safetensors.torch import save_file; save_file({k: v.contiguous() for k, v in load('adapter_model.bin', "
     "weights_only=True, map_location='cpu').items()}, 'adapter_model.safetensors')\""
 )
+_TEXT = "text, perhaps the config or a page of a website"
 _MAGICS = (
-    (b"PK\x03\x04", _TORCH_SAVE),
-    (b"PK\x05\x06", "an empty zip archive"),
-    (b"GGUF", "a GGUF file"),
-    (b"\x1f\x8b", "a gzip file"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
-    (b"BZh", "a bzip2 file"),
-    (b"\xfd7zXZ", "an xz file"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file"),
-    (b"Rar!", "a rar archive"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x93NUMPY", "a numpy file"),
-    (b"\x7fELF", "an executable"),
-    (b"version https://git-lfs", _LFS_POINTER),
+    (rb"PK\x03\x04", _TORCH_SAVE),
+    (rb"PK\x05\x06", "an empty zip archive"),
+    (rb"GGUF", "a GGUF file"),
+    (rb"\x1f\x8b", "a gzip file"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (rb"BZh", "a bzip2 file"),
+    (rb"\xfd7zXZ", "an xz file"),
+    (rb"\x28\xb5\x2f\xfd", "a zstd file"),
+    (rb"Rar!", "a rar archive"),
+    (rb"\x89HDF", "an HDF5 file"),
+    (rb"\x93NUMPY", "a numpy file"),
+    (rb"\x7fELF", "an executable"),
+    (rb"version https://git-lfs", _LFS_POINTER),
+    (rb"\x80[\x02-\x05][^\x00]", _PICKLED),
+    (rb".{257}ustar", "a tar archive"),
+    (rb"[\t\n\r\x20-\x7e]{8}", _TEXT),
 )
-_PICKLE = re.compile(rb"\x80[\x02-\x05][^\x00]")
-_TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{8}")
+"""How files of other formats begin, as patterns; the first that matches counts."""
+_PULL = "Run `git lfs pull`, and upload the file that it fetches."
 _HINT = "Save the adapter with PEFT's save_pretrained, which writes adapter_model.safetensors, and upload that file."
 
 
@@ -71,26 +74,16 @@ class TensorEntry:
     """One past the last byte, counted from the start of the file."""
 
 
-def read_header(file: BinaryIO, file_size: int) -> tuple[TensorEntry, ...]:
-    """Read and check the header; the tensors' values are not looked at.
+def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[TensorEntry, ...]:
+    """Read and check the header, and note dtypes that are not served; the tensors' values are not looked at.
 
     Args:
         file: Seekable.
         file_size: Bytes of the whole file.
+        findings: Takes dtypes that are not served (weights.dtype_unsupported).
 
     Returns:
         The tensors in the order of their bytes; together they fill the file to its end.
-
-    Raises:
-        AdapterFormatError: Not a sound safetensors file; codes `weights.*`.
-        AdapterIncompatibleError: Sound, but of a dtype that is not served (weights.dtype_unsupported).
-    """
-    findings = Findings()
-    return findings.passed(findings.attempt(check_header, file, file_size, findings))
-
-
-def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[TensorEntry, ...]:
-    """Read a header as `read_header` does, and note dtypes that are not served; they hinder nothing else.
 
     Raises:
         AdapterFormatError: Not a sound safetensors file; codes `weights.*`.
@@ -112,7 +105,7 @@ def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[Te
 
 
 def header_bytes(first: bytes | bytearray, file_size: int) -> int:
-    """How far the header of a file reaches, by its first 8 bytes: never beyond what `read_header` would read."""
+    """How far the header of a file reaches, by its first 8 bytes: never beyond what `check_header` reads."""
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     return min(LENGTH_BYTES + min(length, MAX_HEADER_BYTES), file_size)
 
@@ -131,20 +124,10 @@ def _header_length(head: bytes, file_size: int) -> int:
 
 
 def _refuse_other_formats(head: bytes) -> None:
-    kind = next((kind for magic, kind in _MAGICS if head.startswith(magic)), None)
-    if kind is None and _PICKLE.match(head):
-        kind = _PICKLED
-    if kind is None and head[_TAR_MAGIC_AT:].startswith(b"ustar"):
-        kind = "a tar archive"
-    if kind is None and _TEXT.match(head):
-        kind = "text"
-    if kind in (_TORCH_SAVE, _PICKLED):
-        raise AdapterFormatError(f"The file is {kind}.", code="weights.not_safetensors", hint=CONVERT)
-    if kind == "text":
-        _refuse("not_safetensors", "The file is text, perhaps the config or a page of a website.")
+    kind = next((kind for magic, kind in _MAGICS if re.match(magic, head, re.DOTALL)), None)
     if kind is not None:
-        hint = "Run `git lfs pull`, and upload the file that it fetches." if kind == _LFS_POINTER else _HINT
-        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.", hint)
+        hints = {_TORCH_SAVE: CONVERT, _PICKLED: CONVERT, _LFS_POINTER: _PULL}
+        _refuse("not_safetensors", f"The file is {kind}; only safetensors files are read.", hints.get(kind, _HINT))
 
 
 def _parse_tensors(raw: bytes) -> dict[str, object]:

@@ -17,7 +17,7 @@ import torch
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.checkpoint.findings import Findings
 from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.checkpoint.safetensors_header import read_header
+from weft.adapters.checkpoint.safetensors_header import check_header
 from weft.adapters.checkpoint.tensor_names import TensorNames
 from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import content_digest
@@ -136,11 +136,11 @@ def item_on_disk(name: str, config: Path | None, weights: Path, planned: Planned
 
 def _config_by_shapes(weights: Path, base: BaseShape) -> bytes:
     """A config with the ranks that the weights have. Its scaling is made up: it changes no size."""
-    names, refused = TensorNames(base), Findings()  # what is refused here is found again by who reads the checkpoint
+    names, refused = TensorNames(base), Findings()  # what is refused here is refused again by `read_checkpoint`
     with weights.open("rb") as file:
-        tensors = read_header(file, weights.stat().st_size)
+        tensors = refused.attempt(check_header, file, weights.stat().st_size, refused)
     ranks = {}
-    for tensor in tensors:
+    for tensor in tensors or ():
         name = refused.attempt(names.read, tensor.name)
         if name is not None and name.place.part == "a" and len(tensor.shape) > 1:
             place = name.place

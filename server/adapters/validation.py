@@ -19,15 +19,7 @@ from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.config import environment
 from weft.engine.status import EngineReady
-from weft.errors import (
-    AdapterError,
-    AdapterFormatError,
-    AdapterIncompatibleError,
-    CapacityError,
-    EngineError,
-    Finding,
-    PayloadTooLargeError,
-)
+from weft.errors import AdapterError, CapacityError, EngineError, Finding, PayloadTooLargeError
 from weft.registry.records import VersionFacts
 
 CHECKS_AT_ONCE = 2
@@ -36,10 +28,9 @@ CPU_S = 30
 WALL_FACTOR = 4
 PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
-"""Of a weights file, what is asked for first; a longer header takes a second look."""
-_REFUSALS: dict[str, type[AdapterError]] = {cls.__name__: cls for cls in (AdapterFormatError, AdapterIncompatibleError)}
+"""Bytes that are read of a weights file first; a longer header takes a second read."""
 _HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
-"""Beginnings of variables that hold secrets, or may."""
+"""Prefixes of variables that hold secrets, or may."""
 
 
 class AdapterCheck:
@@ -63,13 +54,15 @@ class AdapterCheck:
         """Read and check an upload.
 
         Raises:
-            AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError: It cannot be served, and why.
+            AdapterError, PayloadTooLargeError: It cannot be served, and why.
             EngineError: The check itself failed.
         """
         async with self._at_once:
             found = await self._run(config, weights, size_bytes)
-        spec = LoraSpec.from_canonical(found["spec"])
-        ranks = {(layer, module): rank for layer, module, rank in found["ranks"]}
+        spec, ranks = (
+            LoraSpec.from_canonical(found.pop("spec")),
+            {(layer, m): rank for layer, m, rank in found.pop("ranks")},
+        )
         pages = await asyncio.to_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
         if pages > limit:
@@ -78,21 +71,11 @@ class AdapterCheck:
                 "beside a block of KV cache."
             )
             hint = "Use a smaller rank, or a server with more memory."
-            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, hint)])
+            raise AdapterError.of([Finding("adapter.never_fits", needs, None, hint)])
         digest = content_digest(spec, weights_sha256)
         self._remember(digest, pages)
-        return VersionFacts(
-            digest=digest,
-            weights_sha256=weights_sha256,
-            spec=spec,
-            rank=found["largest_rank"],
-            target_modules=tuple(found["target_modules"]),
-            applied=found["applied"],
-            total=found["total"],
-            parameters=found["parameters"],
-            size_bytes=size_bytes,
-            report=found["report"],
-        )
+        found["target_modules"] = tuple(found["target_modules"])
+        return VersionFacts(digest=digest, weights_sha256=weights_sha256, spec=spec, size_bytes=size_bytes, **found)
 
     async def pages(self, version: VersionFacts) -> int | None:
         """Pages of a stored version on the device; None where its weights cannot be read."""
@@ -140,11 +123,9 @@ class AdapterCheck:
             raise EngineError("The adapter check gave no answer.") from error
         if "too_large" in answer:
             raise PayloadTooLargeError(**answer["too_large"])
-        if "error" in answer:
-            refusal = _REFUSALS[answer["error"]["class"]]
-            raise refusal.of([Finding(**found) for found in answer["error"]["findings"]])
-        found: dict[str, Any] = answer["checkpoint"]
-        return found
+        if "findings" in answer:
+            raise AdapterError.of([Finding(**found) for found in answer["findings"]])
+        return answer
 
 
 async def _run_child(job: bytes, timeout_s: float) -> bytes:
@@ -170,7 +151,7 @@ async def _run_child(job: bytes, timeout_s: float) -> bytes:
     return output
 
 
-def _gave_up() -> AdapterFormatError:
+def _gave_up() -> AdapterError:
     needed = "The check of this adapter needed more time or memory than any sound adapter does."
     hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
-    return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])
+    return AdapterError.of([Finding("adapter.check_failed", needed, None, hint)])

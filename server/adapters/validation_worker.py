@@ -29,9 +29,9 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     try:
-        answer = {"checkpoint": _facts(_check(job))}
+        answer = _check(job).facts()
     except AdapterError as error:
-        answer = {"error": {"class": type(error).__name__, "findings": [asdict(found) for found in error.findings]}}
+        answer = {"findings": [asdict(found) for found in error.findings]}
     except PayloadTooLargeError as error:
         answer = {"too_large": {"message": error.message, "code": error.code}}
     json.dump(answer, sys.stdout)
@@ -48,19 +48,6 @@ def _check(job: dict[str, Any]) -> Checkpoint:
 def _base(fields: dict[str, Any]) -> BaseShape:
     modules = tuple(ModuleShape(**module) for module in fields["modules"])
     return BaseShape(**{**fields, "modules": modules})
-
-
-def _facts(checkpoint: Checkpoint) -> dict[str, object]:
-    return {
-        "spec": checkpoint.spec.canonical(),
-        "ranks": [[layer, module, rank] for (layer, module), rank in checkpoint.ranks.items()],
-        "largest_rank": checkpoint.largest_rank,
-        "target_modules": list(checkpoint.target_modules),
-        "applied": checkpoint.applied,
-        "total": checkpoint.total,
-        "parameters": checkpoint.parameters,
-        "report": checkpoint.report,
-    }
 
 
 if __name__ == "__main__":

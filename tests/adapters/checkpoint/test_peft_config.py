@@ -18,10 +18,16 @@ from bad_upload import EVIL_REGEX
 from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
 from refusals import is_presentable, outcome
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_scaling, read_config
+from weft.adapters.checkpoint.findings import Findings
+from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_config, check_scaling
 from weft.adapters.checkpoint.peft_fields import is_literal_path
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError, AdapterIncompatibleError, PayloadTooLargeError
+
+
+def read_config(raw: bytes, max_rank: int) -> LoraSpec:
+    findings = Findings()
+    return findings.passed(findings.attempt(check_config, raw, max_rank, findings))
 
 
 def read(**fields: Any) -> LoraSpec:
@@ -38,71 +44,28 @@ def test_the_defaults_of_peft_are_read() -> None:
     assert read() == LoraSpec(rank=8, alpha=16.0)
 
 
+def written_by(older: dict[str, Any], names: str, **changes: Any) -> dict[str, Any]:
+    """What a version of PEFT wrote: the fields of an older one, and more."""
+    return {**older, **{name: PEFT_DEFAULTS[name] for name in names.split()}, **changes}
+
+
+_02 = written_by(
+    {},
+    "base_model_name_or_path bias fan_in_fan_out inference_mode lora_alpha modules_to_save peft_type r target_modules "
+    "task_type",
+    lora_dropout=0.05,
+)
+_05 = written_by(_02, "auto_mapping init_lora_weights layers_pattern layers_to_transform revision", lora_dropout=0)
+_10 = written_by(
+    _05,
+    "alpha_pattern layer_replication loftq_config megatron_config megatron_core rank_pattern use_dora use_rslora",
+)
 OLDER: dict[str, dict[str, Any]] = {
-    "0.2": {
-        "base_model_name_or_path": "decapoda-research/llama-7b-hf",
-        "bias": "none",
-        "enable_lora": None,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "lora_alpha": 16,
-        "lora_dropout": 0.05,
-        "merge_weights": False,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": 8,
-        "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM",
-    },
-    "0.5": {
-        "auto_mapping": None,
-        "base_model_name_or_path": "meta-llama/Llama-2-7b-hf",
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "lora_alpha": 16,
-        "lora_dropout": 0.1,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": 64,
-        "revision": None,
-        "target_modules": None,
-        "task_type": "CAUSAL_LM",
-    },
-    "0.10": {
-        "alpha_pattern": {},
-        "auto_mapping": None,
-        "base_model_name_or_path": "base",
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layer_replication": None,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "loftq_config": {},
-        "lora_alpha": 16,
-        "lora_dropout": 0,
-        "megatron_config": None,
-        "megatron_core": "megatron.core",
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": 16,
-        "rank_pattern": {},
-        "revision": None,
-        "target_modules": ["q_proj"],
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
-    },
+    "0.2": {**_02, "enable_lora": None, "merge_weights": False},
+    "0.5": {**_05, "r": 64, "target_modules": None},
+    "0.10": {**_10, "r": 16, "target_modules": ["q_proj"]},
     "0.15": {
         **{key: PEFT_DEFAULTS[key] for key in PEFT_DEFAULTS if key not in ("target_parameters", "use_qalora")},
-        "corda_config": None,
-        "eva_config": None,
-        "lora_bias": False,
         "runtime_config": {"ephemeral_gpu_offload": False},
     },
 }

@@ -26,7 +26,6 @@ from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError
 
 BASE = base_shape(hidden=32, intermediate=48, kv=16, num_layers=3)
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 PREFIX = "base_model.model.model.layers."
 
 
@@ -84,29 +83,16 @@ def lora(**fields: Any) -> LoraConfig:
     return LoraConfig(**{"r": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **fields})
 
 
+# What `test_exporters` compares with PEFT number by number is not here.
 ACCEPTED = {
     "defaults": lora(),
     "defaults of the architecture": lora(target_modules=None),
-    "no task type": lora(task_type=None),
-    "all linear layers": lora(target_modules="all-linear"),
-    "a pattern as target": lora(target_modules=r".*\.(q|up)_proj"),
-    "excluded modules": lora(target_modules="all-linear", exclude_modules=["down_proj"]),
     "full paths": lora(target_modules=["model.layers.1.mlp.up_proj", "model.layers.2.self_attn.q_proj"]),
-    "some layers": lora(layers_to_transform=[0, 2]),
     "one layer of a pattern": lora(layers_to_transform=1, layers_pattern="layers"),
-    "rank and alpha patterns": lora(
-        target_modules=ATTENTION,
-        lora_alpha=12,
-        rank_pattern={"q_proj": 4, "layers.1.self_attn.v_proj": 16, "model.layers.2.self_attn.o_proj": 2},
-        alpha_pattern={"k_proj": 3, "layers.0.self_attn.q_proj": 5, "self_attn.q_proj": 7},
-    ),
     "two patterns for one module": lora(rank_pattern={"q_proj": 16, "self_attn.q_proj": 4}),
-    "rsLoRA": lora(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32}),
-    "rank 1": lora(r=1, lora_alpha=1),
     "rank 64": lora(r=64),
     "dropout": lora(lora_dropout=0.1),
     "random start": lora(init_lora_weights=False),
-    "gaussian start": lora(init_lora_weights="gaussian"),
     "orthogonal start": lora(init_lora_weights="orthogonal"),
     "MiCA start": lora(init_lora_weights="mica"),
     "tied weights ensured": lora(ensure_weight_tying=True),

@@ -32,9 +32,11 @@ from lora_files import (
 )
 from refusals import is_presentable, outcome
 from weft.adapters.base_shape import MODULE_PATHS
+from weft.adapters.checkpoint.findings import MAX_FINDINGS
 from weft.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError, AdapterFormatError, PayloadTooLargeError
+from weft.server.errors import error_body
 
 BASE = base_shape()
 BAD_UPLOADS = bad_uploads(BASE)
@@ -78,15 +80,25 @@ def test_bad_uploads_are_refused_by_name(tmp_path: Path, case: BadUpload, monkey
     monkeypatch.chdir(tmp_path)
     upload = case.make()
     started = time.process_time()
-    with pytest.raises(PayloadTooLargeError if case.status == 413 else AdapterError) as caught:
+    with pytest.raises((PayloadTooLargeError, AdapterError)) as caught:
         read(tmp_path, upload)
-    assert caught.value.code == case.code
     assert time.process_time() - started < 1.0
     assert not (tmp_path / "PWNED").exists()
-    message = caught.value.message
-    assert message.isprintable()
-    assert message.isascii()
-    assert 20 < len(message) < 800
+    error = caught.value
+    assert isinstance(error, PayloadTooLargeError) == (case.status == 413)
+    assert (error.code, error.message.isprintable(), error.message.isascii()) == (case.code, True, True)
+    assert 20 < len(error.message) < 800
+    body = error_body(error)["error"]
+    assert len(json.dumps(body)) < 16 << 10
+    if isinstance(error, AdapterError):
+        first = error.findings[0]
+        assert (first.code, first.param, f"{first.message} {first.hint}") == (error.code, error.param, error.message)
+        assert len(error.findings) <= MAX_FINDINGS
+        texts = [text for found in error.findings for text in (found.message, found.hint, found.param or "")]
+        assert all(text.isascii() and text.isprintable() for text in texts)
+        assert all(len(found.hint) > 8 for found in error.findings)
+        assert [*body] == ["message", "type", "param", "code", "findings"]
+        assert body["findings"][0]["code"] == body["code"]  # type: ignore[index]
 
 
 def test_there_are_hundreds_of_bad_uploads_of_every_code() -> None:

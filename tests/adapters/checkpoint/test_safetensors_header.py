@@ -18,18 +18,24 @@ from safetensors.numpy import save
 
 from lora_files import RawTensor, base_shape, container, header_of, q_and_v, tensor, weights_bytes
 from refusals import is_presentable, outcome
+from weft.adapters.checkpoint.findings import Findings
 from weft.adapters.checkpoint.safetensors_header import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     TensorEntry,
-    read_header,
+    check_header,
 )
 from weft.adapters.checkpoint.strict_json import STRING, check_depth
 from weft.errors import AdapterError, AdapterFormatError
 
 GOOD = q_and_v(base_shape())
 NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16}
+
+
+def read_header(file: io.BytesIO, size: int) -> tuple[TensorEntry, ...]:
+    findings = Findings()
+    return findings.passed(findings.attempt(check_header, file, size, findings))
 
 
 def read(raw: bytes) -> tuple[TensorEntry, ...]:

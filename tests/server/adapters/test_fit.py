@@ -114,12 +114,6 @@ async def test_an_admin_asks_for_a_tenant_or_by_full_name(api: Api) -> None:
     assert (await api.admin.post(FIT, json={"adapters": ["pirate"]})).status_code == 404
 
 
-async def test_the_key_needs_the_scope_adapters(api: Api) -> None:
-    body = {"ranks": [{"rank": 8}]}
-    assert (await (await api.tenant("acme", "infer")).post(FIT, json=body)).status_code == 403
-    assert (await (await api.tenant("acme", "adapters")).post(FIT, json=body)).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [

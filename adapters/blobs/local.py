@@ -2,7 +2,7 @@
 
 Layout below the root, all folders 0700: `sha256/ab/cd/<64 hex>` and `tmp/`. Names are computed here and never taken
 from a client. Every open is relative to a folder that was itself opened without following links. Knows nothing of
-what a blob means, nor who refers to it.
+what a blob means, or what refers to it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from weft.errors import AdapterUnavailableError, CapacityError
 PIECE_BYTES = 1 << 20
 """Read and hashed in one go: about a millisecond."""
 REST_BYTES = 1 << 14
-"""The same for what follows the last byte that was asked for: mostly nothing."""
+"""The same for what follows the last byte that was asked for, which is mostly nothing."""
 CORRUPT = "adapter_blob_corrupt"
-"""The code of the error for bytes that do not have their digest."""
+"""Error code for bytes that do not have their digest."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,7 +34,7 @@ _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 class BlobWriter:
-    """One blob on its way in, as a temporary file.
+    """Writes one blob to a temporary file, and hashes it.
 
     Use as a context manager: leaving it without `commit` discards. Not thread-safe.
     """
@@ -71,7 +71,7 @@ class BlobWriter:
         return self._hash.hexdigest()
 
     def prepare(self) -> None:
-        """Do now what takes long in `commit`, all but naming the blob. Nothing else has to wait meanwhile.
+        """Do the slow part of `commit` beforehand, outside the transaction that publishes: everything but the rename.
 
         Raises:
             CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
@@ -118,10 +118,9 @@ class BlobWriter:
 
 
 class BlobReader:
-    """One blob on its way out, in pieces that are hashed as they are read.
+    """Reads one blob in pieces, and hashes them as they are read.
 
-    What was read can be trusted once `verify` has returned, and not before. Nothing is held of the blob, so reading
-    needs no memory of its size. Not thread-safe.
+    Do not trust the bytes before `verify` has returned. The reader keeps none of them in memory. Not thread-safe.
     """
 
     def __init__(self, fd: int, sha256: str, pause: Callable[[], None]) -> None:

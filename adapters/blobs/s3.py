@@ -56,7 +56,7 @@ _METADATA_SERVICE = "/latest/api/token"
 
 
 class S3Writer(BlobWriter):
-    """One blob on its way in: a temporary file beside the copies, until S3 has all of it."""
+    """Writes one blob to a temporary file beside the copies, until S3 has all of it."""
 
     def __init__(self, blobs: S3Blobs, cache: LocalBlobs) -> None:
         super().__init__(cache)
@@ -221,7 +221,7 @@ class S3Blobs:
         for _, size, sha256 in sorted(copies):
             if excess <= 0:
                 break
-            self._cache.delete(sha256)  # who reads it keeps what is open
+            self._cache.delete(sha256)  # a reader that has it open can read on
             excess -= size
 
     def _open_copy(self, stack: contextlib.ExitStack, sha256: str, pause: Callable[[], None]) -> BlobReader:

@@ -80,10 +80,10 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
 
 
 def read_pieces(blobs: BlobStore, sha256: str) -> Generator[bytes, None, None]:
-    """A blob's bytes; the last piece comes only if all of it is what it was.
+    """A blob's bytes; the last piece comes only if the whole blob has its digest.
 
     Raises:
-        AdapterUnavailableError: The blob is missing or corrupt, which may be told behind its first pieces.
+        AdapterUnavailableError: The blob is missing or corrupt; possibly after its first pieces.
         CapacityError: The store cannot be reached.
     """
     with blobs.open(sha256) as reader:

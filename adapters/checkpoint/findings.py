@@ -1,7 +1,7 @@
-"""Collects what is wrong with an adapter, so that its owner hears of everything at once and not of one thing a time.
+"""Collects everything that is wrong with an adapter. Its owner gets one list, not one error per upload.
 
-A check refuses one thing (a field, a tensor, a pair) by raising; `attempt` notes that and lets the next one be looked
-at. What cannot be read any further raises through to the next `attempt` outside. Bounded, whatever a stranger sends.
+A check refuses one thing (a field, a tensor, a pair) by raising. `attempt` notes the error, and the caller goes on with
+the next thing. Where a file cannot be read any further, the error ends the whole outer `attempt`. The list is bounded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Result = TypeVar("Result")
 class Findings:
     """What was found so far, in the order in which it was found.
 
-    Findings of one code and one hint are one, which lists further names.
+    Findings with the same code and hint are listed as one, with the names of the others.
     """
 
     def __init__(self) -> None:
         self.seen = 0
-        """How often something was found, listed or not."""
+        """Number of findings, listed or not."""
         self._class: type[AdapterError] = AdapterError
         self._listed: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
         self._noted: set[tuple[str, str]] = set()
@@ -39,7 +39,7 @@ class Findings:
 
     @property
     def params(self) -> set[str]:
-        """Fields and tensors of which something was found."""
+        """Fields and tensors that something is wrong with."""
         return {param for _, param in self._noted}
 
     def attempt(
@@ -53,7 +53,7 @@ class Findings:
             return None
 
     def note(self, error: AdapterError) -> None:
-        """Keep what is wrong, and go on."""
+        """Add a finding."""
         self.seen += 1
         finding = error.finding
         if finding.param is not None:
@@ -70,10 +70,10 @@ class Findings:
             self._unlisted += 1
 
     def passed(self, result: Result | None) -> Result:
-        """Return what was read, if nothing is wrong.
+        """Return `result`, if nothing is wrong.
 
         Raises:
-            AdapterError: Something is: of the class of the first finding, with all of them.
+            AdapterError: Something is wrong; of the class of the first finding, and with all findings.
         """
         if result is None or self._listed:
             raise self._class.of(self._findings())

@@ -80,9 +80,9 @@ def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | No
     findings.attempt(_check_initialisation, config.get("init_lora_weights", True))
     findings.attempt(_check_auto_mapping, config.get("auto_mapping"))
     spec = _spec(config, max_rank, findings)
-    told = findings.params
+    reported = findings.params
     for name, value in written.items():
-        if name not in told:
+        if name not in reported:
             findings.attempt(_check_values, name, name, value)
     return spec
 
@@ -334,7 +334,7 @@ def _pattern(name: str, value: object) -> dict[str, object]:
             "pattern_invalid",
             f"{name} must be an object of at most {MAX_PATTERN_KEYS} module paths.",
             name,
-            "Name modules by their endings, as in q_proj, so that few entries say it.",
+            "Name modules by their endings, such as q_proj: one entry then covers all layers.",
         )
     return value
 

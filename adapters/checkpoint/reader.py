@@ -97,8 +97,8 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read and check a config and its weights, as PEFT's save_pretrained or MLX wrote them.
 
-    The error says everything that is wrong with both (`findings`), as far as it can be told: a file that cannot be read
-    at some point is read no further, and values are looked at only where the tensors are those of an adapter.
+    The error lists everything that is wrong with both (`findings`). A file that cannot be read at some point is read no
+    further, and values are looked at only where the tensors are those of an adapter.
 
     Args:
         config_bytes: The config file.

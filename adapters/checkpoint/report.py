@@ -33,7 +33,7 @@ def report_on(
         config: The config file, parsed.
         tensors: All of the file.
         zeros: Names of those that hold nothing but zeros.
-        base_names: What the base is called, the served name first; empty where nobody knows.
+        base_names: Names of the base, the served one first; empty where they are unknown.
 
     Returns:
         `dtype` (list of dtypes), `layout` (`peft` or `mlx`), `renamed` (tensors whose names held wrappers, an adapter
@@ -82,7 +82,7 @@ def _unused(spec: LoraSpec, config: Mapping[str, object], names: Sequence[Tensor
 
 
 def _overlap(spec: LoraSpec) -> str:
-    """A warning of keys whose order decides; of ranks the tensors' sizes tell already."""
+    """A warning of alpha_pattern keys that match the same module. For ranks the tensors' sizes decide."""
     for key in spec.alpha_pattern:
         parts = key.split(".")
         for shorter in (".".join(parts[start:]) for start in range(1, len(parts))):

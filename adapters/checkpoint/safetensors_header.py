@@ -93,7 +93,9 @@ def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[Te
     file.seek(LENGTH_BYTES)
     raw = file.read(length)
     if len(raw) != length:
-        _refuse("header_truncated", f"The header is to have {length} bytes, the file ends after {len(raw)} of them.")
+        _refuse(
+            "header_truncated", f"The header should have {length} bytes, but the file ends after {len(raw)} of them."
+        )
     data_start = LENGTH_BYTES + length
     tensors = [_entry(name, fields, findings) for name, fields in _parse_tensors(raw).items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
@@ -117,9 +119,9 @@ def _header_length(head: bytes, file_size: int) -> int:
     if length > MAX_HEADER_BYTES or head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         _refuse_other_formats(head)
     if length > MAX_HEADER_BYTES:
-        _refuse("header_too_large", f"The header is to have {length} bytes; at most {MAX_HEADER_BYTES} are read.")
+        _refuse("header_too_large", f"The header should have {length} bytes; at most {MAX_HEADER_BYTES} are read.")
     if length > file_size - LENGTH_BYTES:
-        _refuse("header_truncated", f"The header is to have {length} bytes, the whole file has {file_size}.")
+        _refuse("header_truncated", f"The header should have {length} bytes, but the whole file has {file_size}.")
     return length
 
 
@@ -202,7 +204,7 @@ def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
         _refuse(
             "truncated",
             f"The tensors need {expected} bytes of data, the file has {data_bytes}.",
-            "Upload it again, or save it again if it is no longer there.",
+            "Upload the file again; if it was cut where it was saved, save the adapter again first.",
         )
     if expected < data_bytes:
         _refuse("trailing_bytes", f"The tensors end after {expected} bytes of data, the file has {data_bytes}.")

@@ -78,7 +78,7 @@ def shown(value: object) -> str:
 
 
 def named(text: str) -> str:
-    """A name from a stranger: as it is where it is short and printable, else as `shown` shows it."""
+    """A name from a stranger: unchanged if it is short and printable, otherwise as `shown` prints it."""
     return text if len(text) <= MAX_SHOWN and text.isascii() and text.isprintable() else shown(text)
 
 

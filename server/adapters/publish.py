@@ -105,24 +105,25 @@ async def publish(
     retry: Retry | None = None,
     upload_id: str | None = None,
 ) -> Answer:
-    """Check what came, store it and make it a version.
+    """Check an upload, store it and publish it as a version.
 
     Args:
         services: Check, blobs and registry.
-        owner: Who publishes, and for whom.
-        draft: What the version is to be.
-        weights: All of them, not yet committed.
-        retry: Under which the answer is kept.
-        upload_id: The upload in pieces that ends with this.
+        owner: The caller, acting for the adapter's tenant.
+        draft: Name, description and config of the version.
+        weights: All bytes of the weights, not yet committed.
+        retry: The Idempotency-Key under which the answer is kept.
+        upload_id: The upload in pieces that ends with this version.
 
     Raises:
         AdapterError: It cannot be served.
+        ConflictError: It would end a split of `default`; code upload.ends_split.
         ForbiddenError: The tenant may not store as much; codes quota.*.
-        AnsweredBeforeError: The same was done before.
+        AnsweredBeforeError: The same change was made before.
     """
     sha256, size = weights.sha256(), weights.size
     facts = await services.intake.check_once(
-        # By tenant, so that nobody learns from the time it takes what others upload.
+        # By tenant: the time it takes must not show what others upload.
         (owner.tenant_id, draft.config, sha256),
         lambda: services.check.check(draft.config, weights.path, sha256, size),
     )
@@ -165,10 +166,10 @@ async def _check_pinned(services: Services, owner: TenantCaller, name: str, fact
 async def _read_form(
     request: Request, services: Services, caller: Caller, weights: BlobWriter, key: str | None
 ) -> UploadForm:
-    """Read the body, of which no more is taken than the tenant has room for."""
+    """Read the body, but no more bytes than the tenant may still store."""
     most = services.config.server.max_upload_bytes
     tenant_id = caller.tenant_id
-    # An admin's form says for whom it is: that tenant's limits are held when the version is published.
+    # An admin's form names the tenant: its limits are checked when the version is published.
     left = None if tenant_id is None else await services.registry.uploads.storage_left(tenant_id, key)
     if tenant_id is None or left is None:
         return await read_upload(request, weights, most, services.pace)

@@ -138,7 +138,7 @@ async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[A
 
 
 async def _check_pin(services: Services, caller: TenantCaller, name: str, body: AdapterPatchBody) -> None:
-    """Whether the tenant may have pinned what the change leaves pinned."""
+    """Return if the tenant may have so many pages pinned after this change; raises like `check_pinned_pages`."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     moves = DEFAULT_ALIAS in body.aliases
     if not (body.pinned or (moves and adapter.pinned and body.pinned is None)):

@@ -44,7 +44,7 @@ class ReportView(View):
 
 
 class VersionFields(View):
-    """What is told of a version, alone and with its adapter; fields of the record of the same names."""
+    """Fields of a version, shown alone and with its adapter; named as in the record."""
 
     name: str
     tenant: str

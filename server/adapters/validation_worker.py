@@ -1,7 +1,7 @@
 """The child process that reads what a tenant uploaded: `python -P -m weft.server.adapters.validation_worker`.
 
-One JSON object comes on stdin, one goes to stdout. Memory, CPU time and file writes are limited first, so that a fault
-in a parser costs one upload and not the server. Knows nothing of HTTP.
+One JSON object comes on stdin, one goes to stdout. Memory, CPU time and file writes are limited first: a fault in a
+parser then costs one upload and not the server. Knows nothing of HTTP.
 """
 
 from __future__ import annotations

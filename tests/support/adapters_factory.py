@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from weft.adapters.base_shape import MODULE_PATHS, SITES, BaseShape, ModuleShape
+from lora_files import base_shape
+from weft.adapters.base_shape import MODULE_PATHS, SITES, BaseShape
 from weft.adapters.checkpoint.reader import Checkpoint
 
 ALL_MODULES = tuple(range(len(MODULE_PATHS)))
@@ -24,13 +25,7 @@ Q_AND_V = (0, 2)
 
 def tiny_base(num_layers: int = 2, hidden: int = 48, kv: int = 16, intermediate: int = 80) -> BaseShape:
     """A base whose widths are no multiples of 128, so that row padding is there."""
-    widths = ((hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden))
-    mlp = ((hidden, intermediate), (hidden, intermediate), (intermediate, hidden))
-    return BaseShape(
-        digest="sha256:" + "0" * 64,
-        num_layers=num_layers,
-        modules=tuple(ModuleShape(path, *sizes) for path, sizes in zip(MODULE_PATHS, widths + mlp, strict=True)),
-    )
+    return base_shape(hidden, intermediate, kv, num_layers)
 
 
 def tensor_bytes(content: bytes, checkpoint: Checkpoint) -> io.BytesIO:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.reader import read_checkpoint
+from weft.adapters.checkpoint.folder import adapter_files
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from weft.adapters.lora.layout import plan_layout
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.memory.geometry import PageGeometry
@@ -15,12 +16,11 @@ from weft.memory.geometry import PageGeometry
 def store_adapter(
     blobs: LocalBlobs, folder: Path, base: BaseShape, *, tenant: str = "t", max_rank: int = 64
 ) -> AdapterRef:
-    checkpoint = read_checkpoint(
-        (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", base, max_rank
-    )
-    writer = blobs.create()
-    writer.write((folder / "adapter_model.safetensors").read_bytes())
-    weights_sha256 = writer.commit()
+    """Commit the weights; the reference names the folder."""
+    checkpoint = _read(folder, base, max_rank)
+    with blobs.create() as writer:
+        writer.write((folder / "adapter_model.safetensors").read_bytes())
+        weights_sha256 = writer.commit()
     return AdapterRef(
         tenant_id=tenant,
         adapter_id=folder.name,
@@ -33,7 +33,9 @@ def store_adapter(
 
 def adapter_pages(folder: Path, base: BaseShape, geometry: PageGeometry, *, max_rank: int = 64) -> int:
     """Device pages that the adapter takes."""
-    checkpoint = read_checkpoint(
-        (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", base, max_rank
-    )
-    return plan_layout(checkpoint.ranks, base, geometry).num_pages
+    return plan_layout(_read(folder, base, max_rank).ranks, base, geometry).num_pages
+
+
+def _read(folder: Path, base: BaseShape, max_rank: int) -> Checkpoint:
+    config, weights = adapter_files(folder)
+    return read_checkpoint(config.read_bytes(), weights, base, max_rank)

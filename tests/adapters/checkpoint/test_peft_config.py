@@ -345,12 +345,6 @@ def test_no_change_of_bytes_does_more_than_a_refusal(edits: list[tuple[float, in
     check_outcome(raw)
 
 
-@settings(max_examples=300, deadline=None)
-@given(raw=st.binary(max_size=200) | JSON_VALUES.map(lambda value: json.dumps(value).encode()))
-def test_no_random_document_does_more_than_a_refusal(raw: bytes) -> None:
-    check_outcome(raw)
-
-
 def test_a_config_full_of_patterns_is_read_quickly() -> None:
     pattern = {f"a.{index}.b.c.d.self_attn.q_proj": 8 for index in range(1000)}
     started = time.process_time()

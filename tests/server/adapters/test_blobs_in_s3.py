@@ -29,13 +29,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in s3.environment().items():
-        monkeypatch.setenv(name, value)
-    return s3.new_bucket()
-
-
-@pytest.fixture
 async def api(tmp_path: Path, bucket: str) -> AsyncIterator[Api]:
     async with open_api(tmp_path, blob_url=f"s3://{bucket}/weft") as opened:
         yield opened

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from moto.server import ThreadedMotoServer
-from obstore.store import S3Store
 
 from api_adapters import sound, upload
 from api_server import Api
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, code
+from s3_server import S3Server
 from weft.server.adapters.schemas import AdapterView
 
 pytestmark = pytest.mark.anyio
@@ -66,27 +64,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     thread.join()
 
 
-@contextmanager
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-        ("AWS_ACCESS_KEY_ID", "k"),
-        ("AWS_SECRET_ACCESS_KEY", "s"),
-        ("AWS_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    try:
-        import httpx
-
-        assert httpx.put(f"http://{host}:{port}/models", trust_env=False).status_code == 200
-        yield S3Store("models", client_options={"allow_http": True})
-    finally:
-        server.stop()
-
-
 async def test_from_the_hub(api: Api, hub: Hub) -> None:
     files = sound()
     hub.files = {f"/org/lora/resolve/main/{CONFIG}": files.config, f"/org/lora/resolve/main/{WEIGHTS}": files.weights}
@@ -122,22 +99,21 @@ async def test_what_the_hub_does_not_give(api: Api, hub: Hub) -> None:
     assert api.files() == []
 
 
-async def test_from_s3(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_from_s3(api: Api, s3: S3Server, bucket: str) -> None:
     files = sound()
     await api.key("acme")
-    body = {"name": "pirate", "tenant": "acme", "source": "s3://models/team/pirate"}
-    with bucket(monkeypatch) as store:
-        missing = await api.admin.post("/v1/adapters:import", json=body)
-        assert code(missing) == (404, "import.not_found")
-        store.put(f"team/pirate/{CONFIG}", files.config)
-        store.put(f"team/pirate/{WEIGHTS}", files.weights)
-        headers = {"idempotency-key": "k"}
-        made = await api.admin.post("/v1/adapters:import", json=body, headers=headers)
-        assert made.status_code == 201, made.text
-        again = await api.admin.post("/v1/adapters:import", json=body, headers=headers)
-        assert (again.content, again.headers["idempotent-replayed"]) == (made.content, "true")
-        other = await api.admin.post("/v1/adapters:import", json={**body, "source": "s3://no-such-bucket/x"})
-        assert code(other) == (404, "import.not_found")
+    body = {"name": "pirate", "tenant": "acme", "source": f"s3://{bucket}/team/pirate"}
+    missing = await api.admin.post("/v1/adapters:import", json=body)
+    assert code(missing) == (404, "import.not_found")
+    s3.put(bucket, f"team/pirate/{CONFIG}", files.config)
+    s3.put(bucket, f"team/pirate/{WEIGHTS}", files.weights)
+    headers = {"idempotency-key": "k"}
+    made = await api.admin.post("/v1/adapters:import", json=body, headers=headers)
+    assert made.status_code == 201, made.text
+    again = await api.admin.post("/v1/adapters:import", json=body, headers=headers)
+    assert (again.content, again.headers["idempotent-replayed"]) == (made.content, "true")
+    other = await api.admin.post("/v1/adapters:import", json={**body, "source": "s3://no-such-bucket/x"})
+    assert code(other) == (404, "import.not_found")
     assert made.json()["digest"] == (await upload(api.admin, "b", tenant="acme")).json()["digest"]
 
 

@@ -7,10 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from moto.server import ThreadedMotoServer
-from obstore.store import S3Store
 from typer.testing import CliRunner
 
 from api_adapters import upload
@@ -68,27 +65,6 @@ async def test_a_form_in_pieces_and_its_replay_say_the_same(api: Api) -> None:
     again = await complete(client, upload_id)
     assert (again.status_code, again.content) == (422, refused.content)
     assert api.files() == []
-
-
-async def test_an_import_says_the_same(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        for name, value in (("ENDPOINT_URL", f"http://{host}:{port}"), ("ACCESS_KEY_ID", "k"), ("REGION", "us-east-1")):
-            monkeypatch.setenv(f"AWS_{name}", value)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-        async with httpx.AsyncClient(trust_env=False) as s3:
-            assert (await s3.put(f"http://{host}:{port}/models")).status_code == 200
-        store = S3Store("models", client_options={"allow_http": True})
-        store.put(f"bad/{CONFIG}", bad().config)
-        store.put(f"bad/{WEIGHTS}", bad().weights)
-        form = await upload(await api.tenant("acme"), "a", bad())
-        body = {"name": "a", "tenant": "acme", "source": "s3://models/bad"}
-        imported = await api.admin.post("/v1/adapters:import", json=body)
-        assert (imported.status_code, imported.content) == (422, form.content)
-    finally:
-        server.stop()
 
 
 async def test_other_refusals_have_the_body_that_they_had(api: Api) -> None:

@@ -9,7 +9,6 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import NotFoundError
 from weft.server import errors
 from weft.server.adapters import routes as routes_adapters
-from weft.server.adapters import upload_routes as routes_uploads
 from weft.server.auth import browser as routes_session
 from weft.server.auth.middleware import AuthMiddleware
 from weft.server.batches import routes as routes_batches
@@ -31,7 +30,6 @@ ROUTERS = (
     routes_batches.router,
     routes_models.router,
     routes_adapters.router,
-    routes_uploads.router,
     routes_grants.router,
     routes_tenants.router,
     routes_audit.router,

@@ -19,7 +19,15 @@ from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.config import environment
 from weft.engine.status import EngineReady
-from weft.errors import AdapterError, CapacityError, EngineError, Finding, PayloadTooLargeError
+from weft.errors import (
+    AdapterError,
+    AdapterFormatError,
+    AdapterIncompatibleError,
+    CapacityError,
+    EngineError,
+    Finding,
+    PayloadTooLargeError,
+)
 from weft.registry.records import VersionFacts
 
 CHECKS_AT_ONCE = 2
@@ -71,7 +79,7 @@ class AdapterCheck:
                 "beside a block of KV cache."
             )
             hint = "Use a smaller rank, or a server with more memory."
-            raise AdapterError.of([Finding("adapter.never_fits", needs, None, hint)])
+            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, hint)])
         digest = content_digest(spec, weights_sha256)
         self._remember(digest, pages)
         found["target_modules"] = tuple(found["target_modules"])
@@ -151,7 +159,7 @@ async def _run_child(job: bytes, timeout_s: float) -> bytes:
     return output
 
 
-def _gave_up() -> AdapterError:
+def _gave_up() -> AdapterFormatError:
     needed = "The check of this adapter needed more time or memory than any sound adapter does."
     hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
-    return AdapterError.of([Finding("adapter.check_failed", needed, None, hint)])
+    return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])

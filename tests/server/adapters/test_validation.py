@@ -10,9 +10,9 @@ from bad_upload import Upload
 from fake_engine import demo_ready
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.reader import Checkpoint, check_weights
+from weft.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
 from weft.adapters.ref import LoraSpec
-from weft.errors import AdapterFormatError, AdapterIncompatibleError
+from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError
 from weft.server.adapters import validation as adapter_check
 from weft.server.adapters.validation import AdapterCheck
 
@@ -48,12 +48,15 @@ async def test_a_check_that_takes_too_long_is_ended() -> None:
     assert refused.value.code == "adapter.check_failed"
 
 
-async def test_refusals_keep_their_class_and_code(check: AdapterCheck, tmp_path: Path) -> None:
+async def test_refusals_keep_their_findings(check: AdapterCheck, tmp_path: Path) -> None:
     weights = tmp_path / "w"
     weights.write_bytes(sound().weights)
-    with pytest.raises(AdapterIncompatibleError) as refused:
+    with pytest.raises(AdapterError) as refused:
         await check.check(sound().config.replace(b'"LORA"', b'"IA3"'), weights, "a" * 64, 1)
+    with pytest.raises(AdapterError) as here:
+        read_checkpoint(sound().config.replace(b'"LORA"', b'"IA3"'), weights, demo_ready().base, 64)
     assert refused.value.code == "config.peft_type_unsupported"
+    assert (refused.value.findings, refused.value.message) == (here.value.findings, here.value.message)
 
 
 async def test_an_adapter_that_leaves_no_page_for_kv_cache_is_refused(check: AdapterCheck, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta
-from itertools import pairwise
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -68,43 +67,10 @@ def _key(buckets: Buckets, micro: int) -> int:
 @pytest.mark.parametrize("bucket", ["1h", "1d"])
 @pytest.mark.parametrize(("zone", "day"), CHANGES)
 def test_buckets_start_where_those_of_the_server_do(bare: Page, zone: str, day: date, bucket: str) -> None:
-    first = datetime.combine(day - timedelta(days=2), time(), ZoneInfo(zone)).astimezone(UTC)
-    last = first + timedelta(days=5)
+    midnight = datetime.combine(day - timedelta(days=2), time(), ZoneInfo(zone)).astimezone(UTC)
+    first, last = midnight - timedelta(minutes=13), midnight + timedelta(days=5)
     shown = bare.evaluate(BUCKETS, [zone, millis(first), millis(last), bucket])
     assert shown == starts_in_server(zone, first, last, bucket)
-
-
-@pytest.mark.parametrize(("zone", "day"), CHANGES)
-def test_hours_are_those_of_the_zones_clocks(bare: Page, zone: str, day: date) -> None:
-    first = datetime.combine(day, time(), UTC) - timedelta(days=1, minutes=13)
-    last = first + timedelta(days=3)
-    shown = bare.evaluate(BUCKETS, [zone, millis(first), millis(last), "1h"])
-    assert shown[0] <= millis(first) < shown[1]
-    assert all(
-        timedelta(0) < timedelta(milliseconds=after - before) <= timedelta(hours=1) for before, after in pairwise(shown)
-    )
-    for before, after in pairwise(shown):
-        begin, end = (datetime.fromtimestamp(at / 1000, ZoneInfo(zone)) for at in (before, after - 60_000))
-        assert (begin.date(), begin.hour) == (end.date(), end.hour)
-        assert (
-            begin.minute == 0
-            or begin.utcoffset() != (begin.astimezone(UTC) - timedelta(minutes=1)).astimezone(begin.tzinfo).utcoffset()
-        )
-
-
-def test_days_of_a_change_have_23_and_25_hours(bare: Page) -> None:
-    for zone, day, hours in (
-        ("America/New_York", date(2026, 3, 8), 23),
-        ("America/New_York", date(2026, 11, 1), 25),
-        ("Europe/Berlin", date(2026, 3, 29), 23),
-        ("Europe/Berlin", date(2026, 10, 25), 25),
-        ("Asia/Kolkata", date(2026, 3, 29), 24),
-        ("Australia/Lord_Howe", date(2026, 4, 5), 24.5),
-        ("Australia/Lord_Howe", date(2026, 10, 4), 23.5),
-    ):
-        begin = millis(datetime.combine(day, time(), ZoneInfo(zone)))
-        shown = bare.evaluate(BUCKETS, [zone, begin, begin + round(hours * 3_600_000) + 1, "1d"])
-        assert shown == [begin, begin + round(hours * 3_600_000)], zone
 
 
 RANGE = """async ([query, now]) => {

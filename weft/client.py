@@ -9,6 +9,7 @@ Answers are the JSON of the API as dicts and lists; `/openapi.json` of a server 
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,9 @@ Progress = Callable[[Path, int, int], object]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
+CONNECT_S = 10.0
+SILENCE_S = 20.0
+"""After so long without a byte a stream of events is dead: comments come every few seconds."""
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Seconds before each try to send a file of an adapter."""
 PIECE_BYTES = 1 << 18
@@ -61,12 +65,10 @@ class Client:
         if self.key and not (self.key.isascii() and self.key.isprintable()):
             hint = "Pass it as it was shown, as key= or in WEFT_KEY."
             raise ClientError("The API key must be printable ASCII.", code="invalid_api_key", hint=hint)
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            self.trust_env = not is_loopback(httpx.URL(self.url).host)
-            """Whether proxies and certificates of the environment are used."""
-            self._http = httpx.Client(
-                base_url=self.url, headers=self.headers, timeout=timeout_s, trust_env=self.trust_env
-            )
+            is_far = not is_loopback(httpx.URL(self.url).host)  # else no proxy of the environment leads there
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=is_far)
         except httpx.InvalidURL as error:
             raise unreachable(self.url, error) from error
         weakref.finalize(self, self._http.close)
@@ -80,11 +82,6 @@ class Client:
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The headers that carry the key."""
-        return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
     def request(self, method: str, path: str, **content: Any) -> Json:  # noqa: ANN401 - as httpx takes it
         """Call a route that has no method here.
@@ -107,6 +104,30 @@ class Client:
     def engine(self) -> Json:
         """Show what the engine runs, and what is in its memory; needs the admin key."""
         return self.request("GET", "/v1/engine")
+
+    def watch_engine(self) -> Iterator[tuple[str, Json]]:
+        """Yield the same as it changes, until the server ends the stream; needs the admin key.
+
+        Each event has a name: `message` with a body of `engine()`, or `engine_error` with the body of an error.
+        """
+        timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
+        try:
+            with self._http.stream("GET", "/v1/engine/events", timeout=timeout) as answer:
+                if answer.is_error:
+                    answer.read()
+                    raise refusal(answer, self.key)
+                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    raise not_weft(self.url)
+                name = "message"
+                for line in answer.iter_lines():
+                    field, _, value = line.partition(": ")
+                    if field == "event":
+                        name = value
+                    elif field == "data":
+                        yield name, json.loads(value)
+                        name = "message"
+        except httpx.HTTPError as error:
+            raise unreachable(self.url, error) from error
 
     def audit(self, limit: int = 50) -> list[Json]:
         """List the last changes, newest first, of all tenants or the client's `tenant`; needs the admin key."""
@@ -195,9 +216,9 @@ class Client:
         answer = self._patiently(self._answer, "POST", f"{place}/complete")
         return {**self._body(answer), "is_new": answer.status_code == httpx.codes.CREATED}
 
-    def list_adapters(self, *, all_tenants: bool = False) -> list[Json]:
-        """List adapters: the tenant's, or with the admin key those of all tenants."""
-        return self._list("/v1/adapters", tenant="*" if all_tenants else self.tenant, limit=1000)
+    def list_adapters(self) -> list[Json]:
+        """List the tenant's adapters; with the admin key and no tenant those of all tenants."""
+        return self._list("/v1/adapters", limit=1000)
 
     def get_adapter(self, name: str) -> Json:
         """Show an adapter."""

@@ -77,7 +77,7 @@ async def test_a_tenant_pushes_changes_grants_and_deletes_adapters(api: Api, fol
         client.withdraw_grant("my-adapter", other_id, 1)
         assert client.list_grants("my-adapter") == []
         weft.Client(url, rival).push(folder)
-        assert [adapter["tenant"] for adapter in admin.list_adapters(all_tenants=True)] == ["acme", "rival"]
+        assert [adapter["tenant"] for adapter in admin.list_adapters()] == ["acme", "rival"]
         assert [adapter["name"] for adapter in weft.Client(url, ADMIN_KEY, "acme").list_adapters()] == ["my-adapter"]
         client.delete_adapter("my-adapter", 2)
         client.delete_adapter("my-adapter")

@@ -203,8 +203,15 @@ def test_limits_are_given_by_name_and_merged_with_those_there(recorder: Recorder
     assert [call[:2] for call in recorder.calls[-2:]] == [("GET", "/v1/tenants/acme"), ("PATCH", "/v1/tenants/acme")]
     merged = {"adapters": None, "stored_bytes": 9, "pinned_pages": 2}
     assert json.loads(recorder.calls[-1][3]) == {"limits": merged}
-    for word in ("adapters", "adapters=", "adapters=-1", "=3", "adapters=1.5"):
-        assert run("tenant", "limit", "acme", word, *server).exit_code == 2
+    for word, reason in (
+        ("adapters", "NAME=NUMBER"),
+        ("=3", "NAME=NUMBER"),
+        ("adapters=", "adapters must be a whole number"),
+        ("adapters=-1", "0 or more"),
+        ("adapters=1.5", "got '1.5'"),
+    ):
+        refused = run("tenant", "limit", "acme", word, *server)
+        assert (refused.exit_code, reason in refused.output) == (2, True), refused.output
     assert len(recorder.calls) == 6
 
 
@@ -246,19 +253,38 @@ def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Rec
     assert parts == [f"/v1/adapters/a{part}?tenant=acme" for part in ("", "/versions", "/grants")]
 
 
-def test_a_name_with_its_tenant_is_refused_with_the_way_to_say_it(recorder: Recorder) -> None:
+def test_a_name_with_its_tenant_or_a_version_is_refused_with_the_way_to_say_it(recorder: Recorder) -> None:
     for command in ("show", "rm", "pin", "unpin"):
-        done = run("adapter", command, "acme/support", "--url", recorder.url)
-        assert (done.exit_code, "support --tenant acme" in done.output) == (2, True), done.output
+        for name, advice in (("acme/support", "support --tenant acme"), ("qv@1", "without a version, got 'qv@1'")):
+            done = run("adapter", command, name, "--url", recorder.url)
+            assert (done.exit_code, advice in done.output) == (2, True), done.output
     assert not recorder.calls
 
 
-def test_an_admin_who_names_no_tenant_is_told_the_option(recorder: Recorder) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message", "param", "told"),
+    [
+        (("adapter", "show", "a"), "An admin names the tenant with ?tenant=.", "tenant", "tenant with --tenant."),
+        (("usage", "--by", "x"), "group_by takes tenant, key.", "group_by", "weft: --by takes tenant, key."),
+        (("usage", "--start", "x"), "start: Input should be a time.", "start", "weft: --start: Input should be"),
+        (("adapter", "pin", "a"), "Upload with activate=false.", "activate", "Upload with --no-activate."),
+    ],
+)
+def test_errors_name_the_options_of_the_command(
+    recorder: Recorder, arguments: tuple[str, ...], message: str, param: str, told: str
+) -> None:
     recorder.status = 400
-    message = "An admin names the tenant with ?tenant=."
-    recorder.body = {"error": {"message": message, "type": "t", "param": "tenant", "code": "invalid_value"}}
-    done = run("adapter", "show", "a", "--url", recorder.url, "--key", "admin")
-    assert (done.exit_code, "names the tenant with --tenant." in done.output) == (2, True), done.output
+    recorder.body = {"error": {"message": message, "type": "t", "param": param, "code": "invalid_value"}}
+    done = run(*arguments, "--url", recorder.url, "--key", "admin")
+    assert (done.exit_code, told in done.output) == (2, True), done.output
+
+
+def test_a_key_expires_at_a_time_with_an_offset(recorder: Recorder) -> None:
+    for text in ("soon", "2027-01-01", "2027-01-01T00:00:00"):
+        refused = run("key", "create", "acme", "--expires-at", text, "--url", recorder.url)
+        assert (refused.exit_code, "--expires-at takes a time with its offset" in refused.output) == (2, True)
+    assert not recorder.calls
+    assert run("key", "create", "acme", "--expires-at", "2027-01-01T00:00Z", "--url", recorder.url).exit_code == 0
 
 
 def test_pinned_adapters_are_listed_as_such(recorder: Recorder) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from typing import Any
 
 import pytest
@@ -81,16 +80,6 @@ async def test_an_idle_engine_has_a_summary_alone_and_json_is_the_routes_body(ap
         printed = await run("ps", "--url", url, "--key", ADMIN_KEY, "--json")
     assert idle.output.startswith(f"{BASE} on cpu")
     assert json.loads(printed.output)["object"] == "engine"
-
-
-async def test_a_terminal_gets_a_rich_table_of_the_same_cells(api: Api) -> None:
-    api.engine.residents = await residents_of(api)
-    async with api.listening() as url:
-        plain = await run("ps", "--url", url, "--key", ADMIN_KEY)
-        shown = await run("ps", "--url", url, "--key", ADMIN_KEY, FORCE_COLOR="1", TERM="xterm")
-    assert "\x1b[" in shown.output
-    without_codes = re.sub(r"\x1b\[[0-9;]*m", "", shown.output)
-    assert without_codes.split() == plain.output.split()
 
 
 async def test_without_the_admin_key_or_an_engine_the_reason_is_one_line(api: Api) -> None:

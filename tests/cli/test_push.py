@@ -72,6 +72,13 @@ async def test_push_uploads_the_folder_and_says_how_to_ask_for_it(api: Api, fold
         assert second.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter@2"'
         again = await run("adapter", "push", str(folder), "--url", url, "--key", key)
         assert "nothing new: version 2 has these very bytes; the plain name means version 2 now" in again.output
+        await api.client(key).patch("/v1/adapters/my-adapter", json={"aliases": {"default": {"1": 95, "2": 5}}})
+        (folder / "adapter_config.json").write_bytes(sound(alpha=4).config)
+        beside = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
+        assert "the plain name still means 1:95,2:5; to change that: weft adapter alias my-adapter" in beside.output
+        (folder / "adapter_config.json").write_bytes(sound(alpha=2).config)
+        canary = await run("adapter", "push", str(folder), "--url", url, "--key", key)
+        assert (canary.exit_code, "Upload with --no-activate" in canary.output) == (1, True), canary.output
         (folder / "adapter_config.json").write_bytes(b"{}")
         refused = await run("adapter", "push", str(folder), "--url", url, "--key", key)
         assert (refused.exit_code, "config." in refused.output) == (2, True)

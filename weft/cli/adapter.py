@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.options import JSON, KEY, TENANT, URL, connect, fail, fail_with, refuse
-from weft.cli.table import show
+from weft.cli.table import show, value_text
 from weft.errors import ClientError
 
 if TYPE_CHECKING:
@@ -18,16 +18,8 @@ if TYPE_CHECKING:
 
 KEEP_SMALL = "Leave out what PEFT did not write."
 COLUMNS = (
-    "name",
-    "tenant",
-    "version",
-    "rank",
-    "target_modules",
-    "parameters",
-    "pages",
-    "residency",
-    "pinned",
-    "aliases",
+    *("name", "tenant", "version", "rank", "target_modules", "parameters"),
+    *("pages", "residency", "pinned", "aliases"),
 )
 Folder = Annotated[Path, typer.Argument(help="Folder that PEFT or mlx-lm saved the adapter to.", show_default=False)]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
@@ -122,6 +114,11 @@ def push(  # noqa: PLR0913 - one parameter per option
         if not body["is_new"]:
             means = f"; the plain name means version {version} now" if is_default else ""
             typer.echo(f"nothing new: version {version} has these very bytes{means}")
+        elif not is_default:
+            meaning = value_text(body["aliases"].get("default"))
+            typer.echo(
+                f"the plain name still means {meaning}; to change that: weft adapter alias {selector} default=..."
+            )
         if not is_default:
             selector += f"@{version}"
         typer.echo(f'ready: ask for it with "model": "{selector}"')
@@ -130,14 +127,7 @@ def push(  # noqa: PLR0913 - one parameter per option
 @app.command("ls")
 def list_adapters(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
     """List adapters; with the admin key and without --tenant those of all tenants."""
-    client = connect(url, key, tenant)
-    try:
-        rows = client.list_adapters()
-    except ClientError as error:
-        if tenant is not None or error.param != "tenant":
-            raise
-        rows = client.list_adapters(all_tenants=True)
-    show(rows, as_json, COLUMNS)
+    show(connect(url, key, tenant).list_adapters(), as_json, COLUMNS)
 
 
 @app.command("show")

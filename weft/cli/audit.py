@@ -11,7 +11,7 @@ from weft.cli.table import show
 
 
 def audit(
-    tenant: Annotated[str | None, typer.Option(help="Only changes of this tenant's objects.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only changes of this tenant, its keys and its adapters.")] = None,
     limit: Annotated[int, typer.Option(help="Most entries.", min=1, max=1000)] = 50,
     url: URL = None,
     key: KEY = None,

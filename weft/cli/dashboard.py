@@ -10,13 +10,11 @@ import typer
 from weft.cli.options import JSON, KEY, URL, connect, fail
 from weft.cli.table import show
 
-DataDir = Annotated[
-    Path, typer.Option(help="Where the server keeps its data: without a key, the admin key that lies there is used.")
-]
+DataDir = Annotated[Path, typer.Option(help="Data folder of the server. Without --key, the admin key in it is used.")]
 
 
 def dashboard(url: URL = None, key: KEY = None, data_dir: DataDir = Path("weft-data"), as_json: JSON = False) -> None:
-    """Print a link that opens the dashboard, signed in like the key, once and within ten minutes."""
+    """Print a link that opens the dashboard with the rights of the key; it works once, within ten minutes."""
     client = connect(url, key or _admin_key(data_dir))
     made = client.request("POST", "/v1/session/links")
     address = f"{client.url}/#link={made['link']}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look after the registry's database.", no_args_is_help=True)
+app = typer.Typer(help="Upgrade the database of tenants, keys, adapters and usage.", no_args_is_help=True)
 
 
 @app.callback()
@@ -25,9 +25,11 @@ def upgrade(
             help="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE. [env: WEFT_REGISTRY__DATABASE_URL]",
         ),
     ] = None,
-    data_dir: Annotated[Path, typer.Option(help="Folder of the database where no URL is given.")] = Path("weft-data"),
+    data_dir: Annotated[
+        Path, typer.Option(help="Data folder of the server; its SQLite file is used without --database-url.")
+    ] = Path("weft-data"),
 ) -> None:
-    """Bring the schema to this version's. `weft serve` does so too when it starts."""
+    """Bring the database to the schema of this version of Weft. `weft serve` does the same when it starts."""
     import asyncio
 
     from weft.registry.db.database import Database

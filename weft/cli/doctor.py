@@ -41,7 +41,7 @@ def doctor(
     blob_url: Annotated[str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")] = None,
     as_json: JSON = False,
 ) -> None:
-    """Check that Weft can run here. Exits with 1 if something would stop it."""
+    """Check that Weft can run on this machine. Exits with 1 if something would stop it."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python,
         _torch,

@@ -30,22 +30,30 @@ def fit(  # noqa: PLR0913 - one parameter per option
         typer.Argument(metavar="ADAPTER", help="Folders of PEFT adapters, or weights files.", show_default=False),
     ] = None,
     model: Model = None,
-    ranks: Annotated[list[int] | None, typer.Option("--rank", help="Rank of adapters to come; repeatable.")] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--rank", help="Plan for adapters of this rank that do not exist yet; repeat for more."),
+    ] = None,
     count: Annotated[int, typer.Option(help="How many adapters of each --rank.")] = 1,
-    targets: Annotated[str, typer.Option(help="Their modules: all, or some of q,k,v,o,gate,up,down.")] = "all",
+    targets: Annotated[
+        str, typer.Option(help="Modules of the --rank adapters: all, or some of q,k,v,o,gate,up,down.")
+    ] = "all",
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
-    free_gib: Annotated[float | None, typer.Option(help="Plan for a device with so many GiB free.")] = None,
+    free_gib: Annotated[
+        float | None, typer.Option(help="Plan for a device with so many GiB free, instead of this machine.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
     max_rank: Annotated[int | None, typer.Option(help="Largest rank served. [default: 64]")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")] = None,
     settings: Setting = None,
     as_json: JSON = False,
 ) -> None:
-    """Tell whether adapters fit on the device all at once, and how much KV cache is left beside them.
+    """Plan memory before you serve: do these adapters fit on the device at once, and how much KV cache is left?
 
-    Exits with 0 if they fit, with 1 if not. Adapters that do not fit at once can still be served: they take turns.
+    Needs no server. Exits with 0 if they fit, with 1 if not. Adapters that do not fit at once can still be served: they
+    take turns.
     """
     from weft.config import environment
     from weft.server.adapters.fit import find_fit

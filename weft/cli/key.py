@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated
 
 import typer
 
-from weft.cli.options import JSON, KEY, LIMIT, URL, connect, limits_of
+from weft.cli.options import JSON, KEY, LIMIT, URL, connect, fail, limits_of
 from weft.cli.table import show
 
 COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "created_at")
-app = typer.Typer(help="Make, list and revoke API keys; needs the admin key.", no_args_is_help=True)
+app = typer.Typer(help="Create, list, rotate and revoke API keys; needs the admin key.", no_args_is_help=True)
 
 
 @app.command()
 def create(  # noqa: PLR0913 - one parameter per option
     tenant: str,
     name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
-    scope: Annotated[list[str] | None, typer.Option(help="infer, adapters or usage; repeat. [default: all]")] = None,
-    expires_at: Annotated[str | None, typer.Option(help="ISO-8601 with an offset.")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option(help="infer, adapters or usage; repeat for more. [default: all]")
+    ] = None,
+    expires_at: Annotated[
+        str | None, typer.Option(help="When it stops working, as 2027-01-01T00:00:00Z. [default: never]")
+    ] = None,
     limit: LIMIT = None,
     url: URL = None,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Make a key and print its secret, this once."""
+    """Create a key and print its secret, which is never shown again."""
+    if expires_at is not None and not _is_moment(expires_at):
+        fail(f"--expires-at takes a time with its offset from UTC, as 2027-01-01T00:00:00Z; got {expires_at!r}.")
     fields = {"name": name, "scopes": scope or None, "expires_at": expires_at, "limits": limits_of(limit or ())}
     made = connect(url, key).create_key(tenant, **fields)
     show(made, as_json, (*COLUMNS[:3], "scopes", "limits", "expires_at", "key"))
@@ -39,18 +46,25 @@ def list_keys(tenant: str, url: URL = None, key: KEY = None, as_json: JSON = Fal
 @app.command()
 def rotate(
     key_id: str,
-    grace_s: Annotated[int, typer.Option(help="Seconds for which the old key goes on working.")] = 0,
+    grace_s: Annotated[int, typer.Option(help="Seconds that the old key still works.")] = 0,
     url: URL = None,
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Make a key like this one, which itself stops working; print the new secret, this once."""
+    """Replace a key by a new one of the same rights, and print its secret, which is never shown again."""
     made = connect(url, key).rotate_key(key_id, grace_s)
     show(made, as_json, (*COLUMNS[:3], "scopes", "expires_at", "key"))
 
 
 @app.command()
 def revoke(key_id: str, url: URL = None, key: KEY = None) -> None:
-    """Make a key useless, at once."""
+    """Make a key invalid at once."""
     connect(url, key).revoke_key(key_id)
     typer.echo(f"revoked {key_id}")
+
+
+def _is_moment(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False

@@ -35,9 +35,12 @@ WORDS = {
     "key=": "--key",
     "?tenant=": "--tenant",
     "group_by": "--by",
+    "activate=false": "--no-activate",
     "Push again": "Run the command again",
 }
 """What the API and its client call by other names than the command line."""
+FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter"})
+"""Fields of the API that are options of the same name."""
 
 
 def connect(url: str | None, key: str | None, tenant: str | None = None) -> Client:
@@ -62,6 +65,8 @@ def fail_with(error: WeftError, as_json: bool = False) -> NoReturn:
     reason = f"{error.message} ({error.code})" if error.status else error.message
     for word, own in WORDS.items():
         reason, error.hint = reason.replace(word, own), error.hint.replace(word, own)
+    if error.param in FILTERS:
+        reason = reason.replace(error.param, f"--{error.param}", 1)
     is_input = error.code not in NO_ANSWER if error.status is None else error.status in INPUT_STATUSES
     fail(f"{reason} {error.hint}".rstrip(), BAD_INPUT if is_input else FAILURE)
 

@@ -17,10 +17,10 @@ SHORT_DIGEST = len("sha256:") + 12
 
 
 def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
-    """List the adapters in memory and say what the pages hold; needs the admin key.
+    """List the adapters in memory, and what the memory pages hold; needs the admin key.
 
-    PREFIX counts pages of cached KV that were computed with the adapter, HITS the requests that have run with it since
-    it came to memory.
+    PREFIX counts pages of KV cache that were computed with the adapter, HOLDS the waiting requests for it, HITS the
+    requests that have run with it since it came into memory.
     """
     body = connect(url, key).engine()
     if as_json:

@@ -12,7 +12,7 @@ import typer
 Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")]
 Setting = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Any other setting; repeat for more."),
+    typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Any setting of `weft config init`; repeat for more."),
 ]
 
 
@@ -21,23 +21,27 @@ def serve(  # noqa: PLR0913 - one parameter per option
     served_model_name: Annotated[str | None, typer.Option(help="Name of the base for clients.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind. [default: 8000]")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Separate port for /metrics.")] = None,
-    auth: Annotated[str | None, typer.Option(help="on or off; off on loopback only. [default: on]")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Database, blobs and keys. [default: weft-data]")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Separate port for /metrics, without a key.")] = None,
+    auth: Annotated[
+        str | None, typer.Option(help="off lets everybody in as admin, on a loopback address only. [default: on]")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the database, adapters and keys. [default: weft-data]")
+    ] = None,
     database_url: Annotated[
         str | None, typer.Option(help="sqlite:///FILE or postgresql://... [default: SQLite in the data folder]")
     ] = None,
     blob_url: Annotated[
         str | None,
         typer.Option(
-            help="Adapter blobs: a folder, or s3://BUCKET[/PREFIX] with keys, region and endpoint in the AWS_... "
-            "environment. [default: blobs/ in the data folder]"
+            help="Where adapters are stored: a folder, or s3://BUCKET[/PREFIX] with keys, region and endpoint in the "
+            "AWS_... environment. [default: blobs/ in the data folder]"
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory for KV cache and adapters, in GiB.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")] = None,
     settings: Setting = None,
 ) -> None:

@@ -10,32 +10,12 @@ import typer
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Print a table: with rich on a terminal, as plain aligned columns for files and pipes.
-
-    Args:
-        header: Names of the columns.
-        rows: Cells, one for each column.
-        numbers: Columns that are set to the right.
-    """
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        print_rows([header, *rows], [index for index, name in enumerate(header) if name in numbers])
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    """Print a table in aligned columns, those named in `numbers` set to the right. Nothing is cut or folded."""
+    print_rows([header, *rows], [index for index, name in enumerate(header) if name in numbers])
 
 
 def print_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:
-    """Print rows in aligned columns, those of the indices `numbers` set to the right. Nothing is cut or folded."""
+    """Print rows in aligned columns, those of the indices `numbers` set to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (
@@ -50,31 +30,31 @@ def show(body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, c
 
     Nothing is cut or folded, so that keys and digests can be copied whole.
     """
-    rows = body if isinstance(body, Sequence) else body["data"] if body.get("object") == "list" else None
+    if isinstance(body, Sequence):
+        body = {"object": "list", "data": body, "next": None}
     if as_json:
-        whole = {"object": "list", "data": body, "next": None} if body is rows else body
-        typer.echo(json.dumps(whole, indent=2, ensure_ascii=False))
-    elif isinstance(body, Mapping) and rows is None:
-        print_rows([[column, _cell(body.get(column))] for column in columns])
+        typer.echo(json.dumps(body, indent=2, ensure_ascii=False))
+    elif body.get("object") == "list":
+        rows = [[_cell(row.get(column)) for column in columns] for row in body["data"]]
+        print_table([column.upper() for column in columns], rows)
     else:
-        print_rows(
-            [[column.upper() for column in columns], *([_cell(row.get(c)) for c in columns] for row in rows or ())]
-        )
+        print_rows([[column, _cell(body.get(column))] for column in columns])
 
 
 def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, dict):
-        return " ".join(f"{name}={_inner(inner)}" for name, inner in value.items()) or "-"
-    return _inner(value) or "-"
+        return " ".join(f"{name}={value_text(inner)}" for name, inner in value.items()) or "-"
+    return value_text(value) or "-"
 
 
-def _inner(value: object) -> str:
+def value_text(value: object) -> str:
     """What stands behind a name, as the commands take it: `1:95,2:5`, `none`."""
     if isinstance(value, dict):
         parts = {
-            name: f"({_inner(inner)})" if isinstance(inner, dict) else _inner(inner) for name, inner in value.items()
+            name: f"({value_text(inner)})" if isinstance(inner, dict) else value_text(inner)
+            for name, inner in value.items()
         }
         return ",".join(f"{name}:{part}" for name, part in parts.items())
     if isinstance(value, list):

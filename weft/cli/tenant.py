@@ -10,8 +10,10 @@ from weft.cli.options import JSON, KEY, LIMIT, URL, connect, limits_of
 from weft.cli.table import show
 
 COLUMNS = ("name", "id", "limits", "weight", "created_at")
-WEIGHT = Annotated[float | None, typer.Option(help="Part of the engine beside other tenants, 0.01 to 100; default 1.")]
-app = typer.Typer(help="Make, list and remove tenants; needs the admin key.", no_args_is_help=True)
+WEIGHT = Annotated[
+    float | None, typer.Option(help="Share of the engine beside other tenants, 0.01 to 100. [default: 1]")
+]
+app = typer.Typer(help="Create, list, change and delete tenants; needs the admin key.", no_args_is_help=True)
 
 
 @app.command()
@@ -23,14 +25,16 @@ def create(
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Make a tenant. Limits that are not given are the server's defaults; NAME=none is no limit."""
+    """Create a tenant. Limits that are not given are the server's defaults; NAME=none is no limit."""
     show(connect(url, key).create_tenant(name, limits_of(limit or ()), weight), as_json, COLUMNS)
 
 
 @app.command("limit")
 def limit_tenant(
     name: str,
-    limits: Annotated[list[str], typer.Argument(metavar="NAME=NUMBER...", help="none takes a limit away.")],
+    limits: Annotated[
+        list[str], typer.Argument(metavar="NAME=NUMBER...", help="As adapters=50; adapters=none removes the limit.")
+    ],
     url: URL = None,
     key: KEY = None,
     as_json: JSON = False,
@@ -47,7 +51,7 @@ def weigh_tenant(
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Set a tenant's weight: its part of the engine beside other tenants, in force at once."""
+    """Set a tenant's weight, in force at once: with 3 it gets three times what a tenant with 1 gets."""
     show(connect(url, key).update_tenant(name, weight=weight), as_json, COLUMNS)
 
 

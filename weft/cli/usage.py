@@ -18,18 +18,30 @@ EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s"
 
 
 def usage(  # noqa: PLR0913 - one parameter per option
-    by: Annotated[str, typer.Option(help="tenant, adapter, version, key, status; comma-separated.")] = "tenant,adapter",
-    bucket: Annotated[str | None, typer.Option(help="1m, 1h or 1d.")] = None,
-    start: Annotated[str | None, typer.Option(help="ISO-8601. [default: 30 days ago]")] = None,
-    end: Annotated[str | None, typer.Option(help="ISO-8601. [default: now]")] = None,
-    tz: Annotated[str | None, typer.Option(help="Zone of days and of times without offset: Europe/Berlin.")] = None,
-    top: Annotated[int | None, typer.Option(help="Only the largest groups; all others are one row per bucket.")] = None,
-    adapter: Annotated[list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat.")] = None,
+    by: Annotated[
+        str, typer.Option(help="Columns to sum up by: tenant, adapter, version, key, status; with commas.")
+    ] = "tenant,adapter",
+    bucket: Annotated[str | None, typer.Option(help="A row for each minute, hour or day: 1m, 1h or 1d.")] = None,
+    start: Annotated[
+        str | None, typer.Option(help="First time, as 2026-11-01 or 2026-11-01T08:00Z. [default: 30 days ago]")
+    ] = None,
+    end: Annotated[str | None, typer.Option(help="Time after the last, of the same form. [default: now]")] = None,
+    tz: Annotated[
+        str | None, typer.Option(help="Time zone of days and of times without offset, as Europe/Berlin.")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(help="Only so many groups, the largest; all others are one row per bucket.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat for more.")
+    ] = None,
     status: Annotated[
-        list[str] | None, typer.Option(help="Only stop, length, aborted, error or interrupted; repeat.")
+        list[str] | None,
+        typer.Option(help="Only requests that ended so: stop, length, aborted, error or interrupted; repeat for more."),
     ] = None,
     events: Annotated[
-        bool, typer.Option("--events", help="The single events, without --by, --bucket, --tz and --top.")
+        bool,
+        typer.Option("--events", help="List single requests instead of sums; without --by, --bucket, --tz and --top."),
     ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     tenant: TENANT = None,
@@ -37,7 +49,7 @@ def usage(  # noqa: PLR0913 - one parameter per option
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Show who used how many tokens."""
+    """Sum up requests and tokens by tenant, adapter and other columns."""
     client = connect(url, key, tenant)
     filters: dict[str, Any] = {"events": events, "start": start, "end": end, "adapter": adapter, "status": status}
     if not events:

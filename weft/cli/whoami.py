@@ -5,11 +5,11 @@ from __future__ import annotations
 import typer
 
 from weft.cli.options import JSON, KEY, TENANT, URL, connect
-from weft.cli.table import print_rows, show
+from weft.cli.table import print_table, show
 
 
 def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
-    """Show whose key this is, what it may do, its limits and what is used of them."""
+    """Show the tenant and the rights of the key, its limits, and how much of them is used."""
     me = connect(url, key, tenant).me()
     if as_json:
         show(me, True, ())
@@ -25,4 +25,4 @@ def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSO
     ]
     if rows:
         typer.echo("")
-        print_rows([["LIMIT OF", "LIMIT", "USED", "ALLOWED"], *rows], numbers=(2, 3))
+        print_table(("LIMIT OF", "LIMIT", "USED", "ALLOWED"), rows, ("USED", "ALLOWED"))

@@ -321,12 +321,11 @@ class Client:
 
     def _begun(self, draft: Json, files: Json) -> Json | None:
         """The unfinished upload of the same files that an earlier push left."""
+        wanted = {**draft, "state": "uploading"}
         for upload in self.request("GET", "/v1/uploads")["data"]:
-            announced = {
-                each: {"size": file["size"], "sha256": file["sha256"]} for each, file in upload["files"].items()
-            }
-            is_same = announced == files and all(upload[field] == value for field, value in draft.items())
-            if is_same and upload["state"] == "uploading":
+            sent = upload["files"]
+            is_same = all(sent.get(name, {}).items() >= file.items() for name, file in files.items())
+            if is_same and upload.items() >= wanted.items():
                 return dict(upload)
         return None
 

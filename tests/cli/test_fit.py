@@ -92,23 +92,16 @@ def test_adapters_on_disk_need_the_pages_that_the_layout_gives_them() -> None:
     assert pirate["pages"] == adapter_pages(q_and_v, planned.base, planned.room.geometry)
 
 
-def test_a_weights_file_alone_is_measured_by_its_shapes() -> None:
-    for folder in ADAPTERS.iterdir():
-        if not folder.is_dir():
-            continue
-        body = answer(str(folder), str(folder / "adapter_model.safetensors"))
-        by_config, by_shapes = body["adapters"]
-        for name in ("rank", "target_modules", "pages", "waste"):
-            assert by_shapes[name] == by_config[name]
-
-
-def test_adapters_of_mlx_are_measured_as_they_are(tmp_path: Path) -> None:
+def test_a_weights_file_alone_is_measured_by_its_shapes_and_mlx_as_it_is(tmp_path: Path) -> None:
     made = sound_mlx()
     (tmp_path / "adapter_config.json").write_bytes(made.config)
     (tmp_path / "adapters.safetensors").write_bytes(made.weights)
-    by_config, by_shapes = answer(str(tmp_path), str(tmp_path / "adapters.safetensors"))["adapters"]
-    for name in ("rank", "target_modules", "pages", "waste"):
-        assert by_shapes[name] == by_config[name]
+    files = [*ADAPTERS.glob("*/adapter_model.safetensors"), tmp_path / "adapters.safetensors"]
+    assert len(files) == 6
+    for file in files:
+        by_config, by_shapes = answer(str(file.parent), str(file))["adapters"]
+        for name in ("rank", "target_modules", "pages", "waste"):
+            assert by_shapes[name] == by_config[name]
     assert by_config["rank"] == 6
 
 

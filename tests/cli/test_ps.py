@@ -37,17 +37,6 @@ async def residents_of(api: Api) -> list[ResidentAdapter]:
     ]
 
 
-async def test_the_engine_route_names_the_residents(api: Api) -> None:
-    api.engine.residents = await residents_of(api)
-    body = (await api.admin.get("/v1/engine")).json()
-    assert [resident["adapters"] for resident in body["residents"]] == [
-        [],
-        ["acme/shout@1"],
-        ["acme/pirate@1", "rival/corsair@1"],
-    ]
-    assert body["slots"] == 256
-
-
 async def test_residents_stand_in_a_table_over_a_summary(api: Api) -> None:
     api.engine.residents = await residents_of(api)
     api.engine.tenants = {

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -42,18 +42,11 @@ def doctor(
     as_json: JSON = False,
 ) -> None:
     """Check that Weft can run on this machine. Exits with 1 if something would stop it."""
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        _python,
-        _torch,
-        lambda: _disk(data_dir),
-        lambda: _port(port),
-        _open_files,
-    ]
+    findings = [*_python(), *_torch(), *_disk(data_dir), *_port(port), *_open_files()]
     if model is not None:
-        checks.append(lambda: _model(Path(model)))
+        findings += _model(Path(model))
     if blob_url is not None:
-        checks.append(lambda: _blobs(blob_url))
-    findings = [finding for check in checks for finding in check()]
+        findings += _blobs(blob_url)
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -59,13 +59,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
             "max_model_len": max_model_len,
         },
         "memory": {"gib": memory_gib},
-        "server": {
-            "host": host,
-            "port": port,
-            "metrics_port": metrics_port,
-            "auth": auth,
-            "data_dir": data_dir,
-        },
+        "server": {"host": host, "port": port, "metrics_port": metrics_port, "auth": auth, "data_dir": data_dir},
         "registry": {"database_url": database_url, "blob_url": blob_url},
     }
     overrides = merge_trees(options, parse_assignments(settings or []))

@@ -39,23 +39,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedStep:
-    """The step of the round that computed the most adapters."""
-
-    step: int
-    requests: int
-    adapters: int
-    base_requests: int
-    steps: int
-    """Steps of the whole round."""
-
-    @property
-    def holds_everybody(self) -> bool:
-        """Whether base and all adapters were computed in it."""
-        return self.adapters == len(ADAPTERS) and self.base_requests > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """All there is to show."""
 
@@ -63,8 +46,10 @@ class Round:
     keys: dict[str, str]
     """Tenant to its new key."""
     answers: list[Answer]
-    shared: SharedStep | None
-    """None if the engine reported no step of the round."""
+    shared: dict[str, Any] | None
+    """The step of the round that computed the most adapters, as the engine reports it, and as `steps` how many steps
+    the round took; None if the engine reported none.
+    """
 
 
 def play(url: str, admin_key: str) -> Round:
@@ -125,9 +110,9 @@ def _ask(client: Client, model: str, question: str, max_tokens: int) -> str:
 
 def _ask_together(
     admin: Client, clients: Mapping[str, Client], speakers: Sequence[tuple[str, str]], question: str
-) -> tuple[list[str], SharedStep | None]:
+) -> tuple[list[str], dict[str, Any] | None]:
     texts: list[str] = []
-    best: SharedStep | None = None
+    best: dict[str, Any] | None = None
     with ThreadPoolExecutor(len(speakers)) as threads:
         for _ in range(MAX_ROUNDS):
             before = max((step["step"] for step in admin.engine()["last_steps"]), default=0)
@@ -135,24 +120,22 @@ def _ask_together(
                 threads.map(lambda speaker: _ask(clients[speaker[1]], speaker[0], question, MAX_TOKENS), speakers)
             )
             shared = _shared_step(admin.engine(), before)
-            best = max((step for step in (best, shared) if step), key=lambda step: step.adapters, default=None)
-            if best and best.holds_everybody:
+            best = max((step for step in (best, shared) if step), key=lambda step: step["adapters"], default=None)
+            if best and holds_everybody(best):
                 break
     return texts, best
 
 
-def _shared_step(engine: dict[str, Any], steps_before: int) -> SharedStep | None:
+def holds_everybody(step: Mapping[str, Any]) -> bool:
+    """Whether base and all adapters were computed in it."""
+    return bool(step["adapters"] == len(ADAPTERS) and step["base_requests"])
+
+
+def _shared_step(engine: dict[str, Any], steps_before: int) -> dict[str, Any] | None:
     steps = [step for step in engine["last_steps"] if step["step"] > steps_before]
     if not steps:
         return None
-    best = max(steps, key=lambda step: (step["adapters"], step["base_requests"]))
-    return SharedStep(
-        step=best["step"],
-        requests=best["requests"],
-        adapters=best["adapters"],
-        base_requests=best["base_requests"],
-        steps=len(steps),
-    )
+    return {**max(steps, key=lambda step: (step["adapters"], step["base_requests"])), "steps": len(steps)}
 
 
 def _short(modules: Sequence[str]) -> str:

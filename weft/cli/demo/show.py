@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from weft.cli.demo.check import UsageCheck
-from weft.cli.demo.round import BASE_NAME, Round, SharedStep
+from weft.cli.demo.round import BASE_NAME, Round, holds_everybody
 from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, plan
 from weft.client import Client
 
@@ -36,17 +38,17 @@ def show_answers(console: Console, shown: Round, seconds: float) -> None:
     console.print(f"{seconds:.1f} s from start to answers.")
 
 
-def describe_step(shared: SharedStep | None, speakers: int) -> str:
+def describe_step(shared: Mapping[str, Any] | None, speakers: int) -> str:
     """One sentence on the batch behind the answers."""
     if shared is None:
         return "The engine reported no step of this round."
     sentence = (
-        f"Step {shared.step} computed {shared.requests} requests in one batch: {shared.adapters} different adapters "
-        f"and {shared.base_requests} of the base."
+        f"Step {shared['step']} computed {shared['requests']} requests in one batch: {shared['adapters']} different "
+        f"adapters and {shared['base_requests']} of the base."
     )
-    if shared.holds_everybody:
+    if holds_everybody(shared):
         return sentence
-    return f"{sentence} That is the fullest of {shared.steps} steps; all {speakers} were never at work at once."
+    return f"{sentence} That is the fullest of {shared['steps']} steps; all {speakers} were never at work at once."
 
 
 def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, data_dir: Path) -> None:

@@ -80,7 +80,7 @@ async def test_push_uploads_the_folder_and_says_how_to_ask_for_it(api: Api, fold
         canary = await run("adapter", "push", str(folder), "--url", url, "--key", key)
         assert (canary.exit_code, "Upload with --no-activate" in canary.output) == (1, True), canary.output
         (folder / "adapter_config.json").write_bytes(b"{}")
-        refused = await run("adapter", "push", str(folder), "--url", url, "--key", key)
+        refused = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
         assert (refused.exit_code, "config." in refused.output) == (2, True)
     assert len(api.files()) == 1
 

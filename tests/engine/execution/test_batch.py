@@ -66,7 +66,6 @@ def test_attention_sees_each_request_up_to_its_last_token() -> None:
 
 def test_a_lone_row_is_padded_to_two_with_a_row_that_is_not_stored() -> None:
     batch = build(chunk([9], 4, [[1, 2], [3, 4]], RED))
-    assert len(batch.row_slots) == 2
     assert batch.row_slots == [0, 0]
     assert batch.rows.slot_mapping[0].mapping.tolist() == [8, -1]
     assert batch.rows.attention[0].num_rows == 1
@@ -80,7 +79,6 @@ def test_a_large_step_is_padded_once_to_what_packed_weights_take_as_it_is() -> N
     pages = [[*range(10, 19)], [*range(20, 29)]]
     batch = build(chunk([9], 0, [[1], [3]]), chunk([*range(1, 34)], 0, pages, BLUE))
     assert len(batch.row_slots) == padded_rows(34) == 36
-    assert padded_rows(36) == 36
     assert batch.row_slots == [-1] + [2] * 35
     assert batch.rows.attention[0].num_rows == 34
     assert (batch.rows.slot_mapping[0].mapping < 0).tolist() == [False] * 34 + [True] * 2

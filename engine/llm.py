@@ -66,12 +66,11 @@ class LLM:
         self._folder = Path(tempfile.mkdtemp(prefix="weft-"))
         try:
             self._config = _config(str(model), self._folder, settings)
-            self._parts = build_engine(self._config, notify=self._loaded.set)
-            self.tokenizer = Tokenizer(self._parts.tokenizer_path)
+            self.engine = build_engine(self._config, notify=self._loaded.set)
+            self.tokenizer = Tokenizer(self.engine.tokenizer_path)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._core = self._parts.core
         self._blobs = LocalBlobs(self._config.blob_dir)
 
     def load_adapter(self, path: str | Path) -> AdapterRef:
@@ -87,7 +86,7 @@ class LLM:
         folder = Path(path)
         stamp = _stamp(folder)
         config_file, weights = adapter_files(folder)
-        ready = self._parts.ready
+        ready = self.engine.ready
         checkpoint = read_checkpoint(config_file.read_bytes(), weights, ready.base, ready.max_rank)
         weights_sha256 = self._store(weights)
         ref = AdapterRef(
@@ -136,12 +135,12 @@ class LLM:
         run = _Run(self.tokenizer, requests)
         try:
             for request in requests:
-                self._core.submit(request)
+                self.engine.core.submit(request)
             self._pump(run)
         finally:
             for request in requests:
-                self._core.abort(request.request_id)
-            self._core.pump()
+                self.engine.core.abort(request.request_id)
+            self.engine.core.pump()
         return run.completions
 
     def chat(
@@ -156,7 +155,7 @@ class LLM:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._core.close()
+        self.engine.core.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> LLM:
@@ -168,11 +167,11 @@ class LLM:
     def _pump(self, run: _Run) -> None:
         while run.num_unfinished:
             self._loaded.clear()
-            steps_before = self._core.num_steps
-            for output in self._core.pump():
+            steps_before = self.engine.core.num_steps
+            for output in self.engine.core.pump():
                 if run.take(output):
-                    self._core.abort(output.request_id)
-            if self._core.num_steps == steps_before:
+                    self.engine.core.abort(output.request_id)
+            if self.engine.core.num_steps == steps_before:
                 self._loaded.wait(BLOCKED_WAIT_S)
 
     def _ref(self, adapter: AdapterRef | str | Path | None) -> AdapterRef | None:

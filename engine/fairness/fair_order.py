@@ -89,7 +89,8 @@ class FairOrder:
         self._is_fair = policy == "fair"
         self._inner = inner
         self._quantum = quantum
-        self._root = Share(None, None, 1.0, quantum, 0)
+        self.root = Share(None, None, 1.0, quantum, 0)
+        """Its children are the lanes."""
         self._tickets = 0
         self._touched: set[Share] = set()
         self._looked: set[str] = set()
@@ -106,14 +107,14 @@ class FairOrder:
     @property
     def num_batch_rows(self) -> int:
         """Requests of batch lanes in the step."""
-        return sum(lane.rows for key, lane in self._root.stepping.items() if key)
+        return sum(lane.rows for key, lane in self.root.stepping.items() if key)
 
     def enter(self, state: RequestState) -> None:
         """A request arrives, without a row."""
         flow = state.request.flow
         lane_weight = BATCH_WEIGHT if flow.lane else INTERACTIVE_WEIGHT
         credit = self._quantum * self._num_rows
-        lane = self._root.child(flow.lane, lane_weight, credit, lambda: self._share(self._root, flow.lane))
+        lane = self.root.child(flow.lane, lane_weight, credit, lambda: self._share(self.root, flow.lane))
         tenant_key, weight = (flow.tenant, flow.weight) if self._is_fair else ("", 1.0)
         tenant = lane.child(tenant_key, weight, credit, lambda: self._share(lane, tenant_key))
         adapter = state.digest if self._is_fair else None
@@ -189,7 +190,7 @@ class FairOrder:
 
     def counter(self, lane: int, tenant: str) -> float:
         """A tenant's counter in a lane; 0 without requests."""
-        share = self._root.children.get(lane)
+        share = self.root.children.get(lane)
         tenant_share = share.children.get(tenant if self._is_fair else "") if share is not None else None
         return tenant_share.counter if tenant_share is not None else 0.0
 
@@ -229,7 +230,7 @@ class FairOrder:
 
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""
-        node = self._root
+        node = self.root
         for child in reversed(_flow(state).path):
             row = self._row_among(node, child, state)
             if row is not None or not child.rows:
@@ -333,7 +334,7 @@ class FairOrder:
             EngineError: A share counts other requests than it has.
         """
         found: set[str] = set()
-        self._check(self._root, found)
+        self._check(self.root, found)
         return found
 
     def _check(self, share: Share, found: set[str]) -> tuple[int, int]:
@@ -345,7 +346,7 @@ class FairOrder:
         else:
             parts = [self._check(child, found) for child in share.children.values()]
             counts = (sum(part[0] for part in parts), sum(part[1] for part in parts))
-        if share is not self._root and (counts != (share.num_queued, share.rows) or sum(counts) != share.num_alive):
+        if share is not self.root and (counts != (share.num_queued, share.rows) or sum(counts) != share.num_alive):
             raise EngineError(f"a share has {counts} requests queued and in the step, and counts others")
         return counts
 
@@ -359,7 +360,7 @@ class FairOrder:
         The more requests wait to go on the farther that is: between equals rows only take turns. Those count that were
         preempted, too: else equals that lack pages would take them from each other, and each turn would cost loads.
         """
-        num_rows = sum(lane.rows for lane in self._root.children.values())
+        num_rows = sum(lane.rows for lane in self.root.children.values())
         free = 1 - len(self._stopped) / max(STOPPED_SHARE * num_rows, MIN_STOPPED)
         return share.after + self._slack(share) / free if free > 0 else math.inf
 
@@ -382,13 +383,13 @@ class FairOrder:
 
     def _next(self) -> RequestState | None:
         while True:
-            node = self._root
+            node = self.root
             while not isinstance(node, Flow):
                 child = node.first()
                 if child is None:
                     break
                 node = child
-            if node is self._root:
+            if node is self.root:
                 return None
             if not isinstance(node, Flow) or (state := node.look()) is None:
                 self._close(node)

@@ -32,6 +32,10 @@ class Lengths:
         self._all = _Histogram()
         self._histograms: dict[tuple[str | None, ...], _Histogram] = {}
 
+    def __len__(self) -> int:
+        """Histograms in memory."""
+        return len(self._histograms)
+
     def observe(self, tenant: str, adapter: str | None, tokens: int) -> None:
         """Take in the length of an answer that ended by itself or at its bound, never that of an aborted one.
 

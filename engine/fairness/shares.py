@@ -30,13 +30,12 @@ class Share:
     __slots__ = (
         "_ceiling",
         "_entry",
-        "_idle",
         "_is_touched",
-        "_ready",
         "_touched",
         "children",
         "counter",
         "has_grown",
+        "idle",
         "is_closed",
         "key",
         "num_alive",
@@ -44,6 +43,7 @@ class Share:
         "parent",
         "promised",
         "quantum",
+        "ready",
         "rows",
         "stepping",
         "ticket",
@@ -73,10 +73,10 @@ class Share:
         self.children: dict[object, Share] = {}
         self.stepping: dict[object, Share] = {}
         """Children with rows."""
-        self._idle: dict[object, Share] = {}
+        self.idle: dict[object, Share] = {}
         self._ceiling = 0.0
         """The largest counter that a child ever had."""
-        self._ready: list[Entry] = []
+        self.ready: list[Entry] = []
         """A heap of the children that have queued requests: priority, place, ticket. Only a child's last entry counts,
         and its place has become larger since if it `has_grown`."""
         self._touched: list[Share] = []
@@ -102,7 +102,7 @@ class Share:
         """
         child = self.children.get(key)
         if child is None:
-            child = self._idle.pop(key, None) or make()
+            child = self.idle.pop(key, None) or make()
             child.counter = max(child.counter, self.now_served())
             self.children[key] = child
         elif not child.num_queued:
@@ -113,17 +113,17 @@ class Share:
     def retire(self, child: Share) -> None:
         """A child has no requests any more. Its counter is remembered as long as it could matter."""
         del self.children[child.key]
-        self._idle[child.key] = child
+        self.idle[child.key] = child
         if not self.children and self.parent is not None:
             # The next child is lifted to the largest counter, which is at least that of each of these.
-            self._idle.clear()
-            self._ready.clear()
+            self.idle.clear()
+            self.ready.clear()
             self._touched.clear()
-        elif len(self._idle) > MAX_IDLE_SHARES:
+        elif len(self.idle) > MAX_IDLE_SHARES:
             least = self.now_served()
-            self._idle = {key: idle for key, idle in self._idle.items() if idle.counter > least}
-            for key in list(self._idle)[: len(self._idle) - MAX_IDLE_SHARES // 2]:
-                del self._idle[key]
+            self.idle = {key: idle for key, idle in self.idle.items() if idle.counter > least}
+            for key in list(self.idle)[: len(self.idle) - MAX_IDLE_SHARES // 2]:
+                del self.idle[key]
 
     def now_served(self) -> float:
         """The least counter of all children that have rows and want more, or the largest of all where none does."""
@@ -141,7 +141,7 @@ class Share:
         if len(self.children) == 1:
             (only,) = self.children.values()
             return only if only.num_queued and not only.is_closed else None
-        ready = self._ready
+        ready = self.ready
         for child in self._touched:
             child._is_touched = False
             if child.num_queued and not child.is_closed:

@@ -13,6 +13,7 @@ from tiny_models import ALL_LINEAR, make_adapter, make_model
 from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
 from weft.config import Config, MemoryConfig, ModelConfig, ServerConfig
+from weft.engine import build
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.core import EngineCore
 from weft.engine.request import GenerationRequest
@@ -65,8 +66,8 @@ def test_base_requests_run_the_same_operators_with_adapters_resident_and_in_a_bu
 
     with_lora = build_engine(config)
     fresh, resident = run(with_lora, store_adapter(LocalBlobs(config.blob_dir), folder, with_lora.ready.base))
+    monkeypatch.setattr(build, "PagedLora", lambda *_: NoLora())
     without_lora = build_engine(config)
-    monkeypatch.setattr(without_lora.core._runner, "_lora", NoLora())
     _, bare = run(without_lora, None)
     assert resident == fresh == bare
     assert sum("linear" in name or "mm" in name for name in bare) > PARAMS.max_tokens * 4, "the steps were profiled"

@@ -12,6 +12,7 @@ from weft.engine.core import CHECK_SHARE, MAX_FAILURES
 from weft.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
 from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey
+from weft.engine.scheduling.chunks import Chunks
 from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.engine.status import StepBatches
 from weft.errors import EngineError, PageAccountingError
@@ -86,7 +87,7 @@ def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: 
     simulator.core.submit(request("one", prompt=4, max_tokens=8))
     simulator.pump()
     with monkeypatch.context() as broken:
-        broken.setattr(simulator.scheduler._chunks, "plan", lambda _: 1 / 0)
+        broken.setattr(Chunks, "plan", lambda *_: 1 / 0)
         simulator.pump()
     assert simulator.last("one").finish_reason == "error"
     assert simulator.pool.num_quarantined == 0

@@ -70,7 +70,7 @@ def test_logprobs_are_there_when_asked_for(llm: LLM) -> None:
 def test_nothing_runs_on_after_a_prompt_is_refused(llm: LLM) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["Hello", "Hello"], [GREEDY, SamplingParams(max_tokens=100_000)])
-    assert not llm._core.has_work()
+    assert not llm.engine.core.has_work()
 
 
 def test_one_of_each_per_prompt_or_one_for_all(llm: LLM) -> None:

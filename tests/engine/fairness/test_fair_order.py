@@ -64,9 +64,7 @@ def least(share: Share) -> Share | None:
     return min(
         children,
         key=lambda child: (
-            child._queue[child.cursor][1].priority
-            if isinstance(child, Flow) and child.cursor < child.num_queued
-            else 0,
+            child.queued()[child.cursor].priority if isinstance(child, Flow) and child.cursor < child.num_queued else 0,
             child.counter + child.quantum * (child.rows + child.promised + 1) / child.weight,
             child.ticket,
         ),
@@ -312,9 +310,9 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
         state = crowd.arrive(f"t{index}")
         crowd.order.leave(state)
     assert len(crowd.order.check()) == 1
-    lane = crowd.order._root.children[0]
-    assert len(lane._idle) <= MAX_IDLE_SHARES
-    assert len(lane._ready) <= 4 * len(lane.children) + 65
+    lane = crowd.order.root.children[0]
+    assert len(lane.idle) <= MAX_IDLE_SHARES
+    assert len(lane.ready) <= 4 * len(lane.children) + 65
 
 
 def test_batches_have_a_twentieth_and_all_that_is_left() -> None:

@@ -240,7 +240,7 @@ def test_a_failed_step_ends_the_search_once() -> None:
 
 def test_scores_that_are_no_numbers_end_the_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
-    carry_out: Callable[[StepPlan], list[ChunkResult]] = simulator.runner._carry_out
+    carry_out: Callable[[StepPlan], list[ChunkResult]] = simulator.runner.carry_out
 
     def unsound(plan: StepPlan) -> list[ChunkResult]:
         results = carry_out(plan)
@@ -248,7 +248,7 @@ def test_scores_that_are_no_numbers_end_the_whole_search(monkeypatch: pytest.Mon
             results[1] = ChunkResult(request_id=results[1].request_id, is_unsound=True)
         return results
 
-    monkeypatch.setattr(simulator.runner, "_carry_out", unsound)
+    monkeypatch.setattr(simulator.runner, "carry_out", unsound)
     simulator.core.submit(beam_request("search"))
     simulator.run()
     (output,) = simulator.outputs["search"]

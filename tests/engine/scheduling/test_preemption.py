@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from simulation.driven import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 from weft.engine.request import FlowKey, GenerationRequest
+from weft.engine.scheduling.preemption import Preemption
 from weft.memory.eviction import PageCosts
 
 
@@ -59,19 +62,15 @@ def test_without_a_prefix_cache_a_recomputed_request_computes_all_of_it_again() 
     assert starts.count(0) == 2
 
 
-@pytest.mark.parametrize(
-    ("copy_s", "how"),
-    [(0.49, "swap"), (0.51, "recompute")],
-)
+@pytest.mark.parametrize(("copy_s", "how"), [(0.49, "swap"), (0.51, "recompute")])
 def test_what_is_cheaper_decides(copy_s: float, how: str) -> None:
     """At 0.5 s a page is as dear to copy twice as the tokens in it are to compute."""
-    simulator, requests = pressed(has_prefixes=False)
+    costs = SimpleNamespace(copy_s=copy_s, load_s=1.0, token_s=1.0)
+    simulator, requests = pressed(has_prefixes=False, costs=costs)
     new = simulator.scheduler.table.requests["new"]
     while not simulator.num_preemptions:
         num_tokens = max(new.num_computed, 1)
-        simulator.scheduler.table.kv._costs = PageCosts(
-            copy_s=copy_s, load_s=1.0, token_s=-(-num_tokens // 4) / num_tokens
-        )
+        costs.token_s = -(-num_tokens // 4) / num_tokens
         simulator.pump()
     assert simulator.scheduler.preemptions[how] == 1
     finish(simulator, requests)
@@ -162,7 +161,7 @@ def test_a_plan_that_fails_loses_no_host_page_and_leaves_no_page_in_quarantine(m
     while simulator.core.num_steps < step_of_preemption() - 1:
         simulator.pump()
     with monkeypatch.context() as broken:
-        broken.setattr(simulator.scheduler._preemption, "room_to_grow", lambda: 1 / 0)
+        broken.setattr(Preemption, "room_to_grow", lambda _: 1 / 0)
         simulator.pump()
     assert simulator.scheduler.preemptions["swap"] == 1
     assert simulator.last("old").finish_reason == "error"

@@ -35,10 +35,10 @@ def generate(
         ]
         adapters = [draw.choice(ADAPTERS) for _ in range(NUM_REQUESTS)]
         completions = llm.generate(prompts, params, adapters)
-        llm._core.check()
-        status = llm._core.status()
+        llm.engine.core.check()
+        status = llm.engine.core.status()
         assert status.pages["kv"] == status.pages["quarantine"] == 0
-        assert llm._parts.ready.geometry.page_bytes == page_bytes
+        assert llm.engine.ready.geometry.page_bytes == page_bytes
         return completions, sum(status.preemptions.values()), sum(status.evictions.values())
 
 

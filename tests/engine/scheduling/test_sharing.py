@@ -235,7 +235,7 @@ def test_admissions_and_adapters_leave_room_for_those_that_run() -> None:
 def test_a_collision_of_names_shares_nothing_and_stops_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
     serve(simulator, request("one", PROMPT, 6))
-    digests = simulator.prefixes is not None and list(simulator.prefixes._blocks)
+    digests = simulator.prefixes is not None and [block.digest for block in simulator.prefixes.blocks]
     assert digests
     monkeypatch.setattr("weft.memory.prefix_cache.hashlib.sha256", lambda _content=b"": Same(digests[0]))
     serve(simulator, request("two", PROMPT[::-1], 6), request("three", PROMPT[::-1], 6))

@@ -22,7 +22,7 @@ from weft.memory.eviction import Evictor, PageCosts, eviction_policy
 from weft.memory.geometry import PageGeometry
 from weft.memory.host_slab import SwapSpace
 from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixCache
+from weft.memory.prefix_cache import PrefixBlock, PrefixCache
 
 
 def small_geometry(page_tokens: int, num_groups: int = 1) -> PageGeometry:
@@ -37,6 +37,23 @@ def small_geometry(page_tokens: int, num_groups: int = 1) -> PageGeometry:
         head_dim=32,
         dtype_bytes=4,
     )
+
+
+class WatchedResidency(Residency):
+    """Shows what it has."""
+
+    @property
+    def untold(self) -> set[str]:
+        """Adapters whose failure the next tick tells, which ends those who wait."""
+        return {failure.digest for failure in self._failures}
+
+
+class WatchedPrefixCache(PrefixCache):
+    """Shows what it has."""
+
+    @property
+    def blocks(self) -> list[PrefixBlock]:
+        return list(self._blocks.values())
 
 
 class SimulatedEngine:
@@ -92,9 +109,9 @@ class SimulatedEngine:
         policy: Any = eviction
         self.evictor = Evictor(self.pool, eviction_policy(policy), clock)
         block_s = geometry.page_tokens * costs.token_s
-        self.prefixes = PrefixCache(self.pool, self.evictor, block_s, clock) if is_caching else None
+        self.prefixes = WatchedPrefixCache(self.pool, self.evictor, block_s, clock) if is_caching else None
         self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages) if max_swap_pages else None
-        self.residency = Residency(
+        self.residency = WatchedResidency(
             cast(Any, make_loader(self.images, self.slab)),
             cast(Any, copier),
             self.pool,

@@ -300,7 +300,7 @@ def forget_the_counters_of_the_idle(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Share, child: Share) -> None:
         retire(self, child)
-        self._idle.clear()
+        self.idle.clear()
         self._ceiling = 0.0
 
     patch.setattr(Share, "retire", forgetful)

@@ -103,12 +103,12 @@ class DrivenRunner:
         if plan.step in self.fail_on:
             raise RuntimeError("the device is on fire")
         try:
-            return self._carry_out(plan)
+            return self.carry_out(plan)
         except (AssertionError, LookupError) as error:
             self.wrong.append(error)
             raise
 
-    def _carry_out(self, plan: StepPlan) -> list[ChunkResult]:
+    def carry_out(self, plan: StepPlan) -> list[ChunkResult]:
         for move in plan.swap_out:
             self.host_page(move.host_page).content = dict(self.pages[move.device_page])
         for page in plan.zero_pages:

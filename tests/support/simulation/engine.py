@@ -361,15 +361,12 @@ class Simulation(SimulatedEngine):
         residents = {resident.digest: resident for resident in self.residency.residents()}
         running = Counter(state.lease.digest for state in self.scheduler.table.running if state.lease is not None)
         holding = Counter(state.digest for state in self.scheduler.table.waiting if state.is_holding)
-        failed = {
-            failure.digest for failure in self.residency._failures
-        }  # told in the next tick, which ends those who wait
         for digest in self.scenario.adapters:
             resident = residents.get(digest)
             if running[digest] != (resident.running if resident is not None else 0):
                 self.failures.append(f"{running[digest]} requests run with {digest[:14]}: {resident}")
             entry = self.residency.entries.get(digest)
-            if digest not in failed and holding[digest] != (entry.holds if entry is not None else 0):
+            if digest not in self.residency.untold and holding[digest] != (entry.holds if entry is not None else 0):
                 self.failures.append(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
         if self.scheduler.table.requests.keys() != self._open:
             self.failures.append(
@@ -432,7 +429,7 @@ class Simulation(SimulatedEngine):
 
     def _check_pages(self) -> None:
         """Every owned page has one owner and holds what its owner thinks; cached blocks never change."""
-        blocks = list(self.prefixes._blocks.values()) if self.prefixes is not None else []
+        blocks = self.prefixes.blocks if self.prefixes is not None else []
         entries = list(self.residency.entries.values())
         owned: dict[PageState, list[int]] = {
             "kv": [page for state in self.scheduler.table.running for page in state.pages.own_pages()],

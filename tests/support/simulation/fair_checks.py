@@ -116,7 +116,7 @@ def _counters(scheduler: Scheduler) -> list[tuple[tuple[object, ...], float]]:
     A parent that comes anew, after it had nothing left to remember, is another one: its tickets tell.
     """
     found: list[tuple[tuple[object, ...], float]] = []
-    left = [scheduler.table.order._root]
+    left = [scheduler.table.order.root]
     while left:
         share = left.pop()
         found += [((share.ticket, key), child.counter) for key, child in share.children.items()]

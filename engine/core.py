@@ -48,7 +48,7 @@ class EngineCore:
         pool: Pages of both.
         evictor: Makes room in the pool.
         prefixes: KV pages of earlier requests; None is without.
-        swap: Host memory of preempted requests; None is without.
+        swap: Host memory of preempted requests.
         boot_id: Names this life of the engine.
         set_stepping: Told how many requests run in steps and how many more could, so that loads give way to steps.
         clock: Monotonic seconds.
@@ -63,7 +63,7 @@ class EngineCore:
         *,
         evictor: Evictor,
         prefixes: PrefixCache | None,
-        swap: SwapSpace | None,
+        swap: SwapSpace,
         boot_id: str,
         set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None,
         clock: Callable[[], float] = time.monotonic,
@@ -136,6 +136,7 @@ class EngineCore:
 
     def status(self, *, is_detailed: bool = False) -> EngineStatus:
         """A snapshot, with `page_map` and `batches` if it is to be detailed."""
+        table = self._scheduler.table
         self._status_seq += 1
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
         return EngineStatus(
@@ -144,22 +145,22 @@ class EngineCore:
             running=self._scheduler.num_running,
             base_running=self._scheduler.num_running_base(),
             waiting=self._scheduler.num_waiting,
-            waiting_reasons=self._scheduler.waiting_reasons(),
+            waiting_reasons=table.waiting.reasons(),
             pages=self._pool.counts(),
             residents=list(self._residency.residents()),
             last_steps=self._history.stats(),
             last_step_age_s=age,
             num_steps=self.num_steps,
-            preemptions=dict(self._scheduler.preemptions),
+            preemptions=dict(table.preemptions),
             loads=dict(self._residency.loads),
             load_seconds=self._residency.load_seconds,
             load_p95_s=self._residency.load_p95_s,
             evictions=self._evictor.evictions,
             prefix_queries=self._prefixes.num_queries if self._prefixes is not None else 0,
             prefix_hits=self._prefixes.num_hits if self._prefixes is not None else 0,
-            host_pages=self._swap.counts() if self._swap is not None else {},
+            host_pages=self._swap.counts(),
             tenants=self._scheduler.tenants(),
-            service_tokens=self._scheduler.service_tokens(NUM_KEPT_TENANTS),
+            service_tokens=table.service.tokens(NUM_KEPT_TENANTS),
             page_map=page_map(self._pool) if is_detailed else None,
             batches=self._history.batches() if is_detailed else None,
         )
@@ -176,8 +177,8 @@ class EngineCore:
             EngineError: They do not.
         """
         self._pool.check()
-        self._scheduler.check()
-        self._residency.check(self._swap.num_used if self._swap is not None else 0)
+        self._scheduler.table.check()
+        self._residency.check(self._swap.num_used)
 
     def close(self) -> None:
         """End background loads and give the memory back; requests that still live are dropped."""

@@ -264,10 +264,5 @@ def _config(model: str, folder: Path, settings: dict[str, Any]) -> Config:
             raise ConfigError(f"{setting} is not a setting of the model, memory, adapter or scheduler.", param=setting)
         section, name = places[0]
         sections[section][name] = value
-    return Config(
-        model=ModelConfig(**sections["model"]),
-        memory=MemoryConfig(**sections["memory"]),
-        adapter=AdapterConfig(**sections["adapter"]),
-        scheduler=SchedulerConfig(**sections["scheduler"]),
-        registry=RegistryConfig(blob_url=str(folder)),
-    )
+    made: dict[str, Any] = {name: kind(**sections[name]) for name, kind in _SECTIONS.items()}
+    return Config(registry=RegistryConfig(blob_url=str(folder)), **made)

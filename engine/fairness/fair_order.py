@@ -188,12 +188,6 @@ class FairOrder:
         charge_shares(by_share)
         self._inner.charge(charges)
 
-    def counter(self, lane: int, tenant: str) -> float:
-        """A tenant's counter in a lane; 0 without requests."""
-        share = self.root.children.get(lane)
-        tenant_share = share.children.get(tenant if self._is_fair else "") if share is not None else None
-        return tenant_share.counter if tenant_share is not None else 0.0
-
     def candidates(self, limit: int) -> Generator[RequestState, None, None]:
         """Queued requests, first to be served first, at most `limit`. The caller may `start` each as it comes.
 

@@ -7,7 +7,7 @@ goes first in all of them. Requests that have started, and were paused or preemp
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Literal
 
 from weft.engine.scheduling.request_state import RequestState
 
@@ -15,45 +15,29 @@ InnerName = Literal["fifo", "shortest", "slack", "mlfq"]
 SortKey = tuple[float, ...]
 
 
-class InnerOrder(Protocol):
-    """An order. `key` must not change while the request is queued, except in `tick`."""
+class InnerOrder:
+    """First in, first out. The other orders change some of these rules."""
 
     def key(self, state: RequestState) -> SortKey:
-        """Sorts requests: the smallest goes first. No two requests have the same."""
+        """Sorts requests: the smallest goes first. No two requests have the same key.
 
-    def yields(self, row: RequestState, state: RequestState) -> bool:
-        """Whether `row`, the last of those in the step, makes way for `state`."""
-
-    def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
-        """Take note of units computed for requests that are in the step."""
-
-    def due(self, stopped: Iterable[RequestState], now_s: float) -> list[RequestState]:
-        """Of the requests that lost their rows, those whose keys change now: they leave the queue and come back."""
-
-    def renew(self, state: RequestState) -> None:
-        """Change what the key of a request that is due is made of."""
-
-
-class Fifo:
-    """First in, first out."""
-
-    def key(self, state: RequestState) -> SortKey:
-        """Priority, started or not, arrival."""
+        It must not change while the request is queued, except in `renew`. Here: priority, started or not, arrival.
+        """
         return (state.priority, not state.has_started, state.arrival_index)
 
     def yields(self, row: RequestState, state: RequestState) -> bool:
-        """Only to a better priority."""
+        """Whether `row`, the last of those in the step, makes way for `state`. Here: only to a better priority."""
         return state.priority < row.priority
 
     def charge(self, charges: Iterable[tuple[RequestState, float]]) -> None:
-        """Nothing to count."""
+        """Take note of units computed for requests that are in the step. Here: nothing to count."""
 
-    def due(self, stopped: Iterable[RequestState], now_s: float) -> list[RequestState]:  # noqa: ARG002 - of the protocol
-        """Keys never change."""
+    def due(self, stopped: Iterable[RequestState], now_s: float) -> list[RequestState]:  # noqa: ARG002 - for heirs
+        """Requests that lost their rows and get another key now: they leave the queue and come back. Here: none."""
         return []
 
     def renew(self, state: RequestState) -> None:
-        """Never called."""
+        """Change what the key of a request that is due is made of."""
 
 
 MAX_OVERTAKING_S = 60.0
@@ -62,7 +46,7 @@ OVERTAKING_S_PER_TOKEN = 0.1
 """A request may be overtaken by shorter ones that arrive within so many seconds for each token more that it has."""
 
 
-class ShortestPredicted(Fifo):
+class ShortestPredicted(InnerOrder):
     """The fewest predicted output tokens first (the idea of S3, arXiv:2306.06000, used for order).
 
     Waiting counts like being shorter, so that a long request is not overtaken without end.
@@ -74,7 +58,7 @@ class ShortestPredicted(Fifo):
         return (state.priority, not state.has_started, state.arrived_s + grace_s, state.arrival_index)
 
 
-class LeastSlack(Fifo):
+class LeastSlack(InnerOrder):
     """The least time left until the deadline of the first token, after the time that the prompt takes.
 
     No deadline counts as one after `MAX_OVERTAKING_S`, as does a later one.
@@ -96,7 +80,7 @@ RETURN_QUANTUM = 16.0
 AT_THE_FRONT = -1
 
 
-class Mlfq(Fifo):
+class Mlfq(InnerOrder):
     """Skip-join multi-level feedback queue of FastServe (arXiv:2305.05920): short requests pass long ones.
 
     A request joins at the first level whose quantum its prompt fits in, and goes down a level when it has used the
@@ -142,4 +126,4 @@ class Mlfq(Fifo):
 
 def inner_order(name: InnerName) -> InnerOrder:
     """The order of that name."""
-    return {"fifo": Fifo, "shortest": ShortestPredicted, "slack": LeastSlack, "mlfq": Mlfq}[name]()
+    return {"fifo": InnerOrder, "shortest": ShortestPredicted, "slack": LeastSlack, "mlfq": Mlfq}[name]()

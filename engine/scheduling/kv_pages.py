@@ -80,7 +80,7 @@ class KvPages:
         pool: Where they come from.
         evictor: Makes room in it.
         prefixes: Where full blocks are shared; None shares nothing.
-        swap: Host memory of preempted requests; None swaps nothing.
+        swap: Host memory of preempted requests.
         costs: Decide between swapping and computing anew.
         prefix_seed: What a request's blocks depend on besides its tokens.
     """
@@ -92,7 +92,7 @@ class KvPages:
         evictor: Evictor,
         *,
         prefixes: PrefixCache | None,
-        swap: SwapSpace | None,
+        swap: SwapSpace,
         costs: PageCosts,
         prefix_seed: Callable[[GenerationRequest], bytes],
     ) -> None:
@@ -267,8 +267,6 @@ class KvPages:
 
     def note_complete(self) -> None:
         """Give host pages back that no step reads or writes any more."""
-        if not self._leaving_host or self._swap is None:
-            return
         for step, host_pages in self._leaving_host:
             if step <= self._pool.completed_step:
                 self._swap.give_back(host_pages)
@@ -297,7 +295,7 @@ class KvPages:
                 raise PageAccountingError("a request's first blocks are not the cached ones that it holds")
         if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["kv"]:
             raise PageAccountingError(f"requests hold {len(pages)} KV pages, the pool says {self._pool.counts()}")
-        num_swapped = self._swap.num_used if self._swap is not None else 0
+        num_swapped = self._swap.num_used
         if len(set(host_pages)) != len(host_pages) or len(host_pages) != num_swapped:
             raise PageAccountingError(f"requests hold {len(host_pages)} host pages, the swap space says {num_swapped}")
         if self._prefixes is not None:
@@ -369,7 +367,7 @@ class KvPages:
         num_blocks = geometry.blocks(state.num_computed)
         count = (num_blocks - first) * geometry.num_groups
         recompute_s = (state.num_computed - first * geometry.page_tokens) * self._costs.token_s
-        if self._swap is None or count == 0 or 2 * count * self._costs.copy_s >= recompute_s:
+        if count == 0 or 2 * count * self._costs.copy_s >= recompute_s:
             return None
         host_pages = self._swap.take(count)
         if host_pages is None:

@@ -58,7 +58,7 @@ class Scheduler:
         limits: What the model bounds.
         evictor: Makes room in the pool.
         prefixes: KV pages of earlier requests; None does without.
-        swap: Host memory of preempted requests; None does without.
+        swap: Host memory of preempted requests.
         costs: Decide between swapping and computing anew.
         prefix_seed: What a request's KV cache depends on besides its tokens, and who may share it.
         prices: What the work of a step costs its tenant.
@@ -76,7 +76,7 @@ class Scheduler:
         *,
         evictor: Evictor,
         prefixes: PrefixCache | None,
-        swap: SwapSpace | None,
+        swap: SwapSpace,
         costs: PageCosts,
         prefix_seed: Callable[[GenerationRequest], bytes],
         prices: Prices | None = None,
@@ -116,11 +116,6 @@ class Scheduler:
         """Requests that got their pages in the step that was planned last."""
         self._arrivals = 0
         self._step = 0
-
-    @property
-    def preemptions(self) -> dict[str, int]:
-        """Preemptions since start, by how the request gets its KV cache back."""
-        return self.table.preemptions
 
     @property
     def num_running(self) -> int:
@@ -282,10 +277,6 @@ class Scheduler:
             self.finish(state.request_id, "error", INTERNAL)
         self.table.lose_swapped(self._step)
 
-    def waiting_reasons(self) -> dict[str, int]:
-        """Requests that wait, by reason."""
-        return self.table.waiting.reasons()
-
     def load(self, boot_id: str, seq: int) -> EngineLoad:
         """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
@@ -305,26 +296,9 @@ class Scheduler:
         told = {tenant: dict(counts) for tenant, counts in reasons.items()}
         return self.table.service.loads(self.table.running, self.table.waiting.by_tenant, told)
 
-    def service_tokens(self, limit: int) -> dict[str, int]:
-        """Tokens computed since start, of the `limit` busiest tenants."""
-        return self.table.service.tokens(limit)
-
-    def service(self, tenant: str) -> float:
-        """Units computed for a tenant since start; what is computed again after a preemption is not counted."""
-        return self.table.service.service(tenant)
-
     def num_running_base(self) -> int:
         """Running requests of the base model."""
         return sum(state.lease is None for state in self.table.running)
-
-    def check(self) -> None:
-        """Verify that every request is in one place, and that pages and references are those of the requests.
-
-        Raises:
-            EngineError: A request is in no place, in two, or has what its place does not allow.
-            PageAccountingError: Pages were lost or are held twice.
-        """
-        self.table.check()
 
     def _predict(self, state: RequestState) -> None:
         request, flow = state.request, state.request.flow

@@ -8,7 +8,7 @@ import pytest
 
 from simulation.driven import GEOMETRY, Simulator, adapter, request
 from weft.engine.fairness.fair_order import BATCH_WEIGHT, INTERACTIVE_WEIGHT, MAX_STOPPED_PER_ROW, FairOrder
-from weft.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, Fifo, InnerOrder, Mlfq
+from weft.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, InnerOrder, Mlfq
 from weft.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
 from weft.engine.request import FlowKey
 from weft.engine.scheduling.request_state import RequestPages, RequestState
@@ -21,7 +21,7 @@ class Crowd:
     """An order and the requests in it, numbered by arrival."""
 
     def __init__(self, policy: str = "fair", num_rows: int = 64, inner: InnerOrder | None = None) -> None:
-        self.order = FairOrder(policy, inner or Fifo(), QUANTUM, num_rows)  # type: ignore[arg-type]
+        self.order = FairOrder(policy, inner or InnerOrder(), QUANTUM, num_rows)  # type: ignore[arg-type]
         self._arrivals = 0
 
     def arrive(
@@ -53,6 +53,9 @@ class Crowd:
     def start(self, state: RequestState) -> None:
         self.order.start(state)
         state.status = "running"
+
+    def counter(self, tenant: str) -> float:
+        return self.order.root.children[0].children[tenant].counter
 
     def line(self, limit: int = 100) -> list[float]:
         return [state.arrival_index for state in self.order.candidates(limit)]
@@ -277,10 +280,10 @@ def test_idle_time_is_no_credit_while_others_run_or_wait() -> None:
     (runs,) = crowd.run("busy")  # with nothing waiting
     crowd.order.charge([(runs, 1000.0)])
     returns = crowd.arrive("returns")
-    assert crowd.order.counter(0, "returns") == crowd.order.counter(0, "busy") == 1000.0
+    assert crowd.counter("returns") == crowd.counter("busy") == 1000.0
     crowd.order.charge([(returns, 1.0)])
     waits = crowd.arrive("busy")
-    assert crowd.line() == [returns.arrival_index, waits.arrival_index] or crowd.order.counter(0, "returns") == 1001.0
+    assert crowd.line() == [returns.arrival_index, waits.arrival_index] or crowd.counter("returns") == 1001.0
 
 
 def test_where_nobody_is_active_the_last_leaver_counts() -> None:
@@ -290,7 +293,7 @@ def test_where_nobody_is_active_the_last_leaver_counts() -> None:
     crowd.order.leave(runs)
     crowd.arrive("new")
     crowd.arrive("busy")
-    assert crowd.order.counter(0, "new") == crowd.order.counter(0, "busy") == 1000.0
+    assert crowd.counter("new") == crowd.counter("busy") == 1000.0
 
 
 def test_a_tenant_that_is_ahead_and_returns_at_once_is_still_ahead() -> None:
@@ -300,7 +303,7 @@ def test_a_tenant_that_is_ahead_and_returns_at_once_is_still_ahead() -> None:
     crowd.order.charge([(greedy, 1000.0)])
     crowd.order.leave(greedy)
     crowd.arrive("greedy")
-    assert crowd.order.counter(0, "greedy") == 1000.0
+    assert crowd.counter("greedy") == 1000.0
 
 
 def test_counters_of_idle_tenants_are_bounded() -> None:
@@ -362,7 +365,7 @@ def test_a_tenant_that_floods_with_many_adapters_gets_one_share() -> None:
         simulator.core.submit(request(f"s{index}", prompt=8, max_tokens=4, flow=FlowKey(tenant="steady")))
     for _ in range(400):
         simulator.pump()
-    service = {tenant: simulator.scheduler.service(tenant) for tenant in ("flood", "steady")}
+    service = {tenant: simulator.scheduler.table.service.service(tenant) for tenant in ("flood", "steady")}
     assert simulator.scheduler.num_waiting > 100
     assert service["flood"] == pytest.approx(service["steady"], rel=0.1)
     assert min(service.values()) > 1000
@@ -400,10 +403,10 @@ def flood(simulator: Simulator, name: str, count: int, lane: int = 0) -> None:
 
 
 def served(simulator: Simulator, name: str, num_steps: int) -> float:
-    before = simulator.scheduler.service(name)
+    before = simulator.scheduler.table.service.service(name)
     for _ in range(num_steps):
         simulator.pump()
-    return simulator.scheduler.service(name) - before
+    return simulator.scheduler.table.service.service(name) - before
 
 
 def roomy() -> Simulator:
@@ -450,7 +453,7 @@ def test_a_load_is_charged_once_however_many_wait_for_it() -> None:
             flow = FlowKey(tenant="t", lane=index % 2)
             simulator.core.submit(request(f"r{index}", ref=adapter("x"), flow=flow))
         simulator.run()
-        return simulator.scheduler.service("t")
+        return simulator.scheduler.table.service.service("t")
 
     price = service(1, 20) - service(1, 10)
     assert price > 0

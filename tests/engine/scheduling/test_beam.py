@@ -86,7 +86,7 @@ def check_search(simulator: Simulator, asked: GenerationRequest, stops: frozense
 def is_empty(simulator: Simulator) -> bool:
     """Whether nothing is held any more, but what an empty engine caches."""
     counts = simulator.pool.counts()
-    used = simulator.num_leases + simulator.num_holds + simulator.num_swapped
+    used = simulator.num_leases + simulator.num_holds + simulator.swap.num_used
     return not (counts["kv"] or counts["quarantine"] or used or simulator.core.has_work())
 
 

@@ -31,7 +31,7 @@ def finish(simulator: Simulator, requests: list[GenerationRequest]) -> None:
     for each in requests:
         assert simulator.last(each.request_id).finish_reason == "length"
         assert simulator.tokens(each.request_id) == expected_tokens(each, each.params.max_tokens)
-    assert simulator.num_swapped == 0
+    assert simulator.swap.num_used == 0
     assert simulator.images.make_room(simulator.host_pages)
     assert simulator.pool.counts()["kv"] == 0
     simulator.core.check()
@@ -42,7 +42,7 @@ def finish(simulator: Simulator, requests: list[GenerationRequest]) -> None:
 def test_a_swapped_request_computes_nothing_twice(has_prefixes: bool, num_groups: int) -> None:
     simulator, requests = pressed(has_prefixes=has_prefixes, num_groups=num_groups, num_pages=12 * num_groups)
     finish(simulator, requests)
-    assert simulator.scheduler.preemptions == {"swap": 1, "recompute": 0}
+    assert simulator.scheduler.table.preemptions == {"swap": 1, "recompute": 0}
     positions = [
         position
         for plan in simulator.runner.plans
@@ -57,7 +57,7 @@ def test_a_swapped_request_computes_nothing_twice(has_prefixes: bool, num_groups
 def test_without_a_prefix_cache_a_recomputed_request_computes_all_of_it_again() -> None:
     simulator, requests = pressed(has_prefixes=False, costs=RECOMPUTES)
     finish(simulator, requests)
-    assert simulator.scheduler.preemptions == {"swap": 0, "recompute": 1}
+    assert simulator.scheduler.table.preemptions == {"swap": 0, "recompute": 1}
     starts = [chunk.start for plan in simulator.runner.plans for chunk in plan.chunks if chunk.request_id == "new"]
     assert starts.count(0) == 2
 
@@ -72,7 +72,7 @@ def test_what_is_cheaper_decides(copy_s: float, how: str) -> None:
         num_tokens = max(new.num_computed, 1)
         costs.token_s = -(-num_tokens // 4) / num_tokens
         simulator.pump()
-    assert simulator.scheduler.preemptions[how] == 1
+    assert simulator.scheduler.table.preemptions[how] == 1
     finish(simulator, requests)
 
 
@@ -80,7 +80,7 @@ def test_what_is_cheaper_decides(copy_s: float, how: str) -> None:
 def test_without_host_pages_it_is_computed_anew(host_pages: int) -> None:
     simulator, requests = pressed(host_pages=host_pages)
     finish(simulator, requests)
-    assert simulator.scheduler.preemptions == {"swap": 0, "recompute": 1}
+    assert simulator.scheduler.table.preemptions == {"swap": 0, "recompute": 1}
 
 
 def test_pages_that_are_swapped_out_serve_others_only_after_the_step_that_copies_them() -> None:
@@ -116,9 +116,9 @@ def test_a_preempted_request_that_is_aborted_tells_what_was_computed_before(cost
 def test_a_request_that_was_aborted_while_swapped_gives_its_host_pages_back() -> None:
     simulator, (old, _) = pressed()
     until_preempted(simulator)
-    assert simulator.num_swapped > 0
+    assert simulator.swap.num_used > 0
     simulator.core.abort("new")
-    assert simulator.num_swapped == 0
+    assert simulator.swap.num_used == 0
     finish(simulator, [old])
 
 
@@ -131,11 +131,11 @@ def test_host_pages_of_a_request_aborted_in_mid_step_are_kept_until_its_copies_a
             simulator.scheduler.complete(plan.step)
         plan = simulator.scheduler.plan()
     simulator.core.abort("new")
-    assert simulator.num_swapped == len(plan.swap_out)
+    assert simulator.swap.num_used == len(plan.swap_out)
     for output in simulator.scheduler.commit(plan, simulator.runner.execute(plan)):
         simulator.outputs.setdefault(output.request_id, []).append(output)
     simulator.scheduler.complete(plan.step)
-    assert simulator.num_swapped == 0
+    assert simulator.swap.num_used == 0
     simulator.run()
     assert simulator.last("old").finish_reason == "length"
     assert old.params.max_tokens == 20
@@ -152,7 +152,7 @@ def test_what_a_failed_step_should_have_swapped_out_is_computed_anew() -> None:
     simulator.runner.fail_on = {step_of_preemption()}
     until_preempted(simulator)
     assert simulator.runner.plans[-1].swap_out
-    assert simulator.num_swapped == 0
+    assert simulator.swap.num_used == 0
     finish(simulator, [new])
 
 
@@ -163,9 +163,9 @@ def test_a_plan_that_fails_loses_no_host_page_and_leaves_no_page_in_quarantine(m
     with monkeypatch.context() as broken:
         broken.setattr(Preemption, "room_to_grow", lambda _: 1 / 0)
         simulator.pump()
-    assert simulator.scheduler.preemptions["swap"] == 1
+    assert simulator.scheduler.table.preemptions["swap"] == 1
     assert simulator.last("old").finish_reason == "error"
-    assert (simulator.num_swapped, simulator.pool.num_quarantined) == (0, 0)
+    assert (simulator.swap.num_used, simulator.pool.num_quarantined) == (0, 0)
     finish(simulator, [new])
 
 
@@ -185,7 +185,7 @@ def test_cached_blocks_that_others_share_are_not_swapped() -> None:
     num_blocks = -(-simulator.scheduler.table.requests["new"].num_computed // 4)
     assert len(simulator.runner.plans[-1].swap_out) == num_blocks - 4
     finish(simulator, requests)
-    assert simulator.scheduler.preemptions == {"swap": 1, "recompute": 0}
+    assert simulator.scheduler.table.preemptions == {"swap": 1, "recompute": 0}
     assert sum(len(plan.swap_in) for plan in simulator.runner.plans) > 0
 
 
@@ -257,7 +257,7 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
     monkeypatch.setattr(simulator.residency, "release", note)
     simulator.run()
 
-    runs = sum(simulator.scheduler.preemptions.values()) + 1
+    runs = sum(simulator.scheduler.table.preemptions.values()) + 1
     assert runs > 1
     assert steps.count(0) > 0
     assert len(steps) - steps.count(0) == runs

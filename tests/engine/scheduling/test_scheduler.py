@@ -32,7 +32,7 @@ def run_all(simulator: Simulator, requests: list[GenerationRequest]) -> None:
 
 def assert_idle_and_empty(simulator: Simulator) -> None:
     counts = simulator.pool.counts()
-    assert counts["kv"] == counts["quarantine"] == simulator.num_swapped == 0
+    assert counts["kv"] == counts["quarantine"] == simulator.swap.num_used == 0
     assert simulator.num_leases == simulator.num_holds == 0
     assert not simulator.core.has_work()
     simulator.core.check()
@@ -216,7 +216,7 @@ def test_a_load_whose_first_waiter_leaves_is_charged_to_the_next() -> None:
         simulator.pump()
         simulator.core.abort("first")
         simulator.run()
-        return simulator.scheduler.service("first"), simulator.scheduler.service("next")
+        return simulator.scheduler.table.service.service("first"), simulator.scheduler.table.service.service("next")
 
     assert service(with_first=True) == service(with_first=False)
 
@@ -229,7 +229,7 @@ def test_a_load_whose_only_waiter_leaves_when_it_is_done_is_charged_to_that_one(
         simulator.pump()
         assert simulator.now_s < 30
     simulator.core.abort("leaves")
-    assert simulator.scheduler.service("leaves") == 20 * Prices().page_load
+    assert simulator.scheduler.table.service.service("leaves") == 20 * Prices().page_load
     simulator.run()
 
 

@@ -133,7 +133,7 @@ def test_a_request_recovers_what_is_still_cached_after_a_preemption() -> None:
         simulator.core.submit(each)
     simulator.run()
     check_tokens(simulator, requests)
-    assert simulator.scheduler.preemptions == {"swap": 0, "recompute": 1}
+    assert simulator.scheduler.table.preemptions == {"swap": 0, "recompute": 1}
     again = computed(simulator, "new")
     assert again.count(0) == 1  # its first blocks were not needed by the other, and were found again
 

@@ -110,7 +110,7 @@ class SimulatedEngine:
         self.evictor = Evictor(self.pool, eviction_policy(policy), clock)
         block_s = geometry.page_tokens * costs.token_s
         self.prefixes = WatchedPrefixCache(self.pool, self.evictor, block_s, clock) if is_caching else None
-        self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages) if max_swap_pages else None
+        self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages)
         self.residency = WatchedResidency(
             cast(Any, make_loader(self.images, self.slab)),
             cast(Any, copier),

@@ -316,12 +316,8 @@ class Simulator(SimulatedEngine):
         return sum(resident.holds for resident in self.residency.residents())
 
     @property
-    def num_swapped(self) -> int:
-        return self.swap.num_used if self.swap is not None else 0
-
-    @property
     def num_preemptions(self) -> int:
-        return sum(self.scheduler.preemptions.values())
+        return sum(self.scheduler.table.preemptions.values())
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]

@@ -479,7 +479,7 @@ class Simulation(SimulatedEngine):
             and self.evictor.num_available == self.pool.capacity,
             f"held or running are {residents}": not any(resident.holds or resident.running for resident in residents),
             "the scheduler has some": self.scheduler.num_waiting == self.scheduler.num_running == 0,
-            "host pages are still theirs": self.swap is None or self.swap.num_used == 0,
+            "host pages are still theirs": self.swap.num_used == 0,
             "not everything can be evicted": self.evictor.make_room(self.pool.capacity),
             "host pages are lost": self.images.make_room(self.scenario.host_pages),
             "cached blocks are left without pages": self.prefixes is None or len(self.prefixes) == 0,

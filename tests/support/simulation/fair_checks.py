@@ -100,7 +100,7 @@ class FairChecks:
     def _check_service(self, tenants: frozenset[str]) -> None:
         """Counters of service only grow, whatever becomes of requests, weights and idle tenants."""
         for tenant in tenants:
-            units = self._scheduler.service(tenant)
+            units = self._scheduler.table.service.service(tenant)
             if units < self._service.get(tenant, 0.0):
                 self._fail(f"{tenant} was served {self._service[tenant]} units and now {units}")
             self._service[tenant] = units

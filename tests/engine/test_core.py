@@ -22,7 +22,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(caplog: pyt
     simulator = Simulator()
     simulator.runner.fail_on = {6}
     for name in ("a", "b"):
-        simulator.core.submit(request(name, max_tokens=20, ref=adapter("x") if name == "a" else None))
+        simulator.submit(request(name, max_tokens=20, ref=adapter("x") if name == "a" else None))
     with caplog.at_level(logging.ERROR):
         while simulator.core.num_steps < 6:
             simulator.pump()
@@ -32,7 +32,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(caplog: pyt
         assert error is not None
         assert (error.code, error.kind) == ("internal_error", "internal")
         assert "fire" not in error.message
-    simulator.core.submit(request("c"))
+    simulator.submit(request("c"))
     simulator.run()
     assert simulator.tokens("c") == expected_tokens(request("c"), 6)
     assert simulator.pool.counts()["kv"] == 0
@@ -46,7 +46,7 @@ def test_results_that_do_not_fit_the_plan_fail_the_step(monkeypatch: pytest.Monk
         return []
 
     monkeypatch.setattr(simulator.runner, "execute", execute)
-    simulator.core.submit(request("one"))
+    simulator.submit(request("one"))
     simulator.pump()
     assert simulator.last("one").finish_reason == "error"
 
@@ -61,8 +61,8 @@ def test_what_was_committed_before_a_step_failed_is_not_lost(monkeypatch: pytest
         return [first, second]
 
     monkeypatch.setattr(simulator.runner, "execute", break_the_second)
-    simulator.core.submit(request("fine", max_tokens=1))
-    simulator.core.submit(request("broken", max_tokens=1, prompt_logprobs=0))
+    simulator.submit(request("fine", max_tokens=1))
+    simulator.submit(request("broken", max_tokens=1, prompt_logprobs=0))
     simulator.pump()
     assert simulator.last("fine").finish_reason == "length"
     assert simulator.last("broken").finish_reason == "error"
@@ -70,28 +70,28 @@ def test_what_was_committed_before_a_step_failed_is_not_lost(monkeypatch: pytest
 
 def test_a_plan_that_fails_ends_what_runs_and_the_engine_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
-    simulator.core.submit(request("one", max_tokens=50))
+    simulator.submit(request("one", max_tokens=50))
     simulator.pump()
     with monkeypatch.context() as broken:
         broken.setattr(simulator.pool, "allocate", lambda *_: 1 / 0)
         while simulator.last("one").finish_reason is None:
             simulator.pump()
     assert simulator.last("one").finish_reason == "error"
-    simulator.core.submit(request("two"))
+    simulator.submit(request("two"))
     simulator.run()
     assert simulator.last("two").finish_reason == "length"
 
 
 def test_pages_of_a_step_that_was_planned_in_part_wait_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator(num_pages=4)
-    simulator.core.submit(request("one", prompt=4, max_tokens=8))
+    simulator.submit(request("one", prompt=4, max_tokens=8))
     simulator.pump()
     with monkeypatch.context() as broken:
         broken.setattr(Chunks, "plan", lambda *_: 1 / 0)
         simulator.pump()
     assert simulator.last("one").finish_reason == "error"
     assert simulator.pool.num_quarantined == 0
-    simulator.core.submit(request("two", prompt=12, max_tokens=1))
+    simulator.submit(request("two", prompt=12, max_tokens=1))
     simulator.run()
     assert simulator.last("two").finish_reason == "length"
 
@@ -101,9 +101,9 @@ def test_an_engine_that_fails_several_times_in_a_row_gives_up(part: str, monkeyp
     simulator = Simulator()
     monkeypatch.setattr(simulator.scheduler if part == "plan" else simulator.runner, part, lambda *_: 1 / 0)
     for index in range(MAX_FAILURES - 1):
-        simulator.core.submit(request(str(index)))
+        simulator.submit(request(str(index)))
         simulator.pump()
-    simulator.core.submit(request("last"))
+    simulator.submit(request("last"))
     with pytest.raises(EngineError, match="3 plans or steps in a row failed; the engine must be started again"):
         simulator.pump()
 
@@ -112,7 +112,7 @@ def test_steps_that_fail_with_good_ones_between_do_not_end_the_engine() -> None:
     simulator = Simulator()
     simulator.runner.fail_on = set(range(100)) - set(range(0, 100, MAX_FAILURES))
     for index in range(20):
-        simulator.core.submit(request(str(index), max_tokens=2))
+        simulator.submit(request(str(index), max_tokens=2))
         simulator.run()
         assert simulator.last(str(index)).finish_reason == "error"
     assert simulator.core.num_steps > 2 * MAX_FAILURES
@@ -133,14 +133,14 @@ def test_an_engine_that_has_lost_its_device_gives_up_at_once(error: Exception, m
         raise error
 
     monkeypatch.setattr(simulator.runner, "execute", execute)
-    simulator.core.submit(request("one"))
+    simulator.submit(request("one"))
     with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
         simulator.pump()
 
 
 def test_the_accounts_are_checked_when_the_engine_falls_idle() -> None:
     simulator = Simulator(checked=False)
-    simulator.core.submit(request("one", max_tokens=1))
+    simulator.submit(request("one", max_tokens=1))
     simulator.pump()
     simulator.pool.allocate(1, "kv")
     with pytest.raises(PageAccountingError):
@@ -160,7 +160,7 @@ def test_verifying_the_accounts_takes_a_small_share_of_the_time(monkeypatch: pyt
 
     monkeypatch.setattr(simulator.pool, "check", check_slowly)
     for index in range(500):
-        simulator.core.submit(request(f"r{index}", max_tokens=1))
+        simulator.submit(request(f"r{index}", max_tokens=1))
         simulator.run()
         simulator.pump()
     assert len(began_s) > 1
@@ -174,10 +174,9 @@ def test_verifying_the_accounts_takes_a_small_share_of_the_time(monkeypatch: pyt
 
 def test_status_tells_what_the_last_steps_did() -> None:
     simulator = Simulator(load_ticks=1)
-    simulator.core.submit(request("base", prompt=5, max_tokens=3))
-    simulator.core.submit(request("a", prompt=5, max_tokens=3, ref=adapter("a")))
-    for _ in range(3):
-        simulator.pump()
+    simulator.submit(request("base", prompt=5, max_tokens=3))
+    simulator.submit(request("a", prompt=5, max_tokens=3, ref=adapter("a")))
+    simulator.pump(3)
     simulator.now_s += 2.0
     status = simulator.core.status()
     assert (status.boot_id, status.seq, status.num_steps) == ("boot", 1, 3)
@@ -196,7 +195,7 @@ def test_status_says_who_runs_and_who_waits_for_whom() -> None:
     tenants = {"base": "t1", "a": "t1", "b": "t2", "late": "t2", "later": "t1", "last": "t2"}
     for name, tenant in tenants.items():
         ref = adapter(name) if name in ("a", "b") else None
-        simulator.core.submit(request(name, max_tokens=9, ref=ref, flow=FlowKey(tenant=tenant)))
+        simulator.submit(request(name, max_tokens=9, ref=ref, flow=FlowKey(tenant=tenant)))
         simulator.pump()
     status = simulator.core.status()
     running = status.base_running + sum(resident.running for resident in status.residents)
@@ -221,10 +220,9 @@ def test_batches_name_the_busiest_adapters_and_count_the_others() -> None:
     for index in range(NUM_SHOWN_ADAPTERS + 2):
         simulator.load_now(adapter(str(index)))
         for choice in range(1 + (index in (4, 7)) + (index == 7)):
-            simulator.core.submit(request(f"{index}-{choice}", max_tokens=20, ref=adapter(str(index))))
-    simulator.core.submit(request("base", max_tokens=10))
-    for _ in range(20):
-        simulator.pump()
+            simulator.submit(request(f"{index}-{choice}", max_tokens=20, ref=adapter(str(index))))
+    simulator.submit(request("base", max_tokens=10))
+    simulator.pump(20)
     batches = simulator.core.status(is_detailed=True).batches
     assert batches is not None
     others = [str(index) for index in range(NUM_SHOWN_ADAPTERS) if index not in (4, 7)]
@@ -238,7 +236,7 @@ def test_batches_name_the_busiest_adapters_and_count_the_others() -> None:
 
 def test_only_the_last_batches_are_kept() -> None:
     simulator = Simulator(checked=False)
-    simulator.core.submit(request("one", prompt=1, max_tokens=NUM_KEPT_BATCHES + 9))
+    simulator.submit(request("one", prompt=1, max_tokens=NUM_KEPT_BATCHES + 9))
     simulator.run()
     batches = simulator.core.status(is_detailed=True).batches
     assert batches == StepBatches(adapters=[], steps=[[step, 1, 0] for step in range(10, NUM_KEPT_BATCHES + 10)])
@@ -246,7 +244,7 @@ def test_only_the_last_batches_are_kept() -> None:
 
 def test_status_counts_backlog_and_service_by_tenant() -> None:
     simulator = Simulator(step_tokens=8)
-    simulator.core.submit(request("one", prompt=10, max_tokens=5))
+    simulator.submit(request("one", prompt=10, max_tokens=5))
     simulator.pump()
     status = simulator.core.status()
     load, prices = status.tenants[""], Prices()
@@ -262,9 +260,8 @@ def test_the_last_output_of_an_aborted_request_tells_what_was_computed_for_it(
     num_pumps: int, computed: int, outputs: int
 ) -> None:
     simulator = Simulator(step_tokens=8)
-    simulator.core.submit(request("one", prompt=20, max_tokens=9))
-    for _ in range(num_pumps):
-        simulator.pump()
+    simulator.submit(request("one", prompt=20, max_tokens=9))
+    simulator.pump(num_pumps)
     simulator.core.abort("one")
     simulator.pump()
     last = simulator.last("one")
@@ -275,7 +272,7 @@ def test_the_last_output_of_an_aborted_request_tells_what_was_computed_for_it(
 @pytest.mark.parametrize("max_tokens", [3, 0])
 def test_the_last_output_of_a_request_that_ends_by_itself_tells_of_its_whole_prompt(max_tokens: int) -> None:
     simulator = Simulator(step_tokens=8)
-    simulator.core.submit(request("one", prompt=20, max_tokens=max_tokens))
+    simulator.submit(request("one", prompt=20, max_tokens=max_tokens))
     simulator.run()
     outputs = simulator.outputs["one"]
     assert (outputs[-1].finish_reason, outputs[-1].computed_prompt_tokens) == ("length", 20)
@@ -284,7 +281,7 @@ def test_the_last_output_of_a_request_that_ends_by_itself_tells_of_its_whole_pro
 
 def test_only_the_last_steps_are_kept() -> None:
     simulator = Simulator(checked=False, max_model_len=2000, num_pages=512)
-    simulator.core.submit(request("one", prompt=5, max_tokens=NUM_KEPT_STEPS + 20))
+    simulator.submit(request("one", prompt=5, max_tokens=NUM_KEPT_STEPS + 20))
     simulator.run()
     steps = simulator.core.status().last_steps
     assert [step.step for step in steps] == list(range(21, NUM_KEPT_STEPS + 21))
@@ -299,8 +296,8 @@ def test_a_dropped_adapter_leaves_when_its_last_request_is_done() -> None:
 
 def test_closing_ends_the_loads_and_the_runner() -> None:
     simulator = Simulator()
-    simulator.core.submit(request("base", max_tokens=9))
-    simulator.core.submit(request("a", ref=adapter("a")))
+    simulator.submit(request("base", max_tokens=9))
+    simulator.submit(request("a", ref=adapter("a")))
     simulator.pump()
     assert simulator.store.num_loading
     assert simulator.runner.pages
@@ -320,8 +317,8 @@ def test_scores_that_are_no_numbers_end_their_own_request_only(monkeypatch: pyte
         ]
 
     monkeypatch.setattr(simulator.runner, "execute", spoil)
-    simulator.core.submit(request("fine", max_tokens=3))
-    simulator.core.submit(request("wild", max_tokens=3))
+    simulator.submit(request("fine", max_tokens=3))
+    simulator.submit(request("wild", max_tokens=3))
     simulator.run()
     error = simulator.last("wild").error
     assert error is not None

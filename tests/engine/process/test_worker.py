@@ -28,7 +28,7 @@ class Process:
         self._inner: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._inner.connect(address)
         for each in submitted:
-            self.simulator.core.submit(each)
+            self.simulator.submit(each)
         loop = EngineLoop(self.simulator.core, self._inner, self.wakeup, self.parent_gone)
         self.loads: list[EngineLoad] = []
         self.thread = threading.Thread(target=loop.run)

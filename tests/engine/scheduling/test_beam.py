@@ -98,8 +98,7 @@ def test_hypotheses_are_those_of_a_search_without_pages(prompt: int, num_groups:
     asked = [beam_request(f"w{width}", prompt, 10, width) for width in (1, 2, 4)]
     asked += [beam_request("adapter", prompt, 10, 3, adapter("a")), request("plain", prompt, 10)]
     simulator.max_running = 16
-    for each in asked:
-        simulator.core.submit(each)
+    simulator.submit(*asked)
     simulator.run()
     for each in asked[:-1]:
         check_search(simulator, each)
@@ -119,7 +118,7 @@ def test_sequences_that_end_early_follow_the_rule(
     for seed in range(6):
         simulator = Simulator(num_pages=256, eos=stops, step_tokens=16)
         asked = beam_request(f"seed{seed}", 5, 16, 3, length_penalty=length_penalty, early_stopping=early_stopping)
-        simulator.core.submit(asked)
+        simulator.submit(asked)
         simulator.run()
         check_search(simulator, asked, stops)
         (output,) = simulator.outputs[asked.request_id]
@@ -133,7 +132,7 @@ def test_beams_share_all_but_their_last_page() -> None:
     """A long prompt is there once, and each beam has pages for what it alone wrote."""
     width, prompt_blocks = 4, 25
     simulator = Simulator(num_pages=256, step_tokens=64)
-    simulator.core.submit(beam_request("search", prompt_blocks * PAGE_TOKENS + 2, 6, width))
+    simulator.submit(beam_request("search", prompt_blocks * PAGE_TOKENS + 2, 6, width))
     most = 0
     while simulator.core.has_work():
         simulator.pump()
@@ -149,7 +148,7 @@ def test_beams_share_all_but_their_last_page() -> None:
 def test_a_search_takes_a_step_in_every_step_of_the_engine() -> None:
     """Forks start in the step after the one that chose them, beside the beams that go on."""
     simulator = Simulator(num_pages=256, step_tokens=64)
-    simulator.core.submit(beam_request("search", 20, 12, 4))
+    simulator.submit(beam_request("search", 20, 12, 4))
     simulator.run()
     assert [len(plan.chunks) for plan in simulator.runner.plans] == [1] + [4] * 11
     computed = sum(len(chunk.token_ids) for plan in simulator.runner.plans for chunk in plan.chunks)
@@ -158,7 +157,7 @@ def test_a_search_takes_a_step_in_every_step_of_the_engine() -> None:
 
 def test_without_a_prefix_cache_forks_copy_all_pages() -> None:
     simulator = Simulator(num_pages=256, step_tokens=64, has_prefixes=False)
-    simulator.core.submit(beam_request("search", 22, 12, 4))
+    simulator.submit(beam_request("search", 22, 12, 4))
     simulator.run()
     check_search(simulator, beam_request("search", 22, 12, 4))
     computed = sum(len(chunk.token_ids) for plan in simulator.runner.plans for chunk in plan.chunks)
@@ -182,9 +181,9 @@ def refusals() -> list[tuple[GenerationRequest, type[Exception]]]:
 def test_what_cannot_be_searched_is_refused_on_arrival(asked: GenerationRequest, error: type[Exception]) -> None:
     simulator = Simulator(num_pages=64)
     with pytest.raises(error):
-        simulator.core.submit(asked)
+        simulator.submit(asked)
     assert not simulator.core.has_work()
-    simulator.core.submit(beam_request("x"))  # the id is free
+    simulator.submit(beam_request("x"))  # the id is free
     simulator.run()
     check_search(simulator, beam_request("x"))
 
@@ -192,7 +191,7 @@ def test_what_cannot_be_searched_is_refused_on_arrival(asked: GenerationRequest,
 def test_a_prompt_that_beams_share_counts_once_in_what_fits() -> None:
     asked = beam_request("x", 100, 9, width=4)  # 25 blocks, and 3 more for each: 24 + 4 * 3 pages
     simulator = Simulator(num_pages=36)
-    simulator.core.submit(asked)
+    simulator.submit(asked)
     simulator.run()
     check_search(simulator, asked)
     for tight in (Simulator(num_pages=35), Simulator(num_pages=36, has_prefixes=False)):
@@ -202,27 +201,26 @@ def test_a_prompt_that_beams_share_counts_once_in_what_fits() -> None:
 
 def test_an_id_in_use_is_refused_while_any_beam_lives() -> None:
     simulator = Simulator()
-    simulator.core.submit(beam_request("x2"))
+    simulator.submit(beam_request("x2"))
     while "x2" in simulator.scheduler.table.requests:  # until the first beam is given up for others
         simulator.pump()
     assert simulator.core.has_work()
     with pytest.raises(InvalidRequestError):
-        simulator.core.submit(request("x2"))
+        simulator.submit(request("x2"))
 
 
 @pytest.mark.parametrize("pumps", range(12))
 @pytest.mark.parametrize("has_prefixes", [True, False])
 def test_an_abort_at_any_moment_gives_everything_back(pumps: int, has_prefixes: bool) -> None:
     simulator = Simulator(num_pages=64, step_tokens=16, has_prefixes=has_prefixes)
-    simulator.core.submit(beam_request("search", 30, 20, 4, adapter("a")))
-    for _ in range(pumps):
-        simulator.pump()
+    simulator.submit(beam_request("search", 30, 20, 4, adapter("a")))
+    simulator.pump(pumps)
     simulator.core.abort("search")
     simulator.run()
     assert [output.finish_reason for output in simulator.outputs["search"]] == ["abort"]
     simulator.pump()
     assert is_empty(simulator)
-    simulator.core.submit(beam_request("search", 30, 6, 4, adapter("a")))
+    simulator.submit(beam_request("search", 30, 6, 4, adapter("a")))
     simulator.run()
     assert simulator.last("search").hypotheses is not None
 
@@ -230,7 +228,7 @@ def test_an_abort_at_any_moment_gives_everything_back(pumps: int, has_prefixes: 
 def test_a_failed_step_ends_the_search_once() -> None:
     simulator = Simulator()
     simulator.runner.fail_on = {4}
-    simulator.core.submit(beam_request("search"))
+    simulator.submit(beam_request("search"))
     simulator.run()
     (output,) = simulator.outputs["search"]
     assert (output.finish_reason, output.error) == ("error", INTERNAL)
@@ -249,7 +247,7 @@ def test_scores_that_are_no_numbers_end_the_whole_search(monkeypatch: pytest.Mon
         return results
 
     monkeypatch.setattr(simulator.runner, "carry_out", unsound)
-    simulator.core.submit(beam_request("search"))
+    simulator.submit(beam_request("search"))
     simulator.run()
     (output,) = simulator.outputs["search"]
     assert (output.finish_reason, output.error) == ("error", UNSOUND)
@@ -264,11 +262,9 @@ def test_beams_that_are_preempted_find_the_same(costs: object, has_prefixes: boo
     simulator = Simulator(num_pages=40, step_tokens=32, costs=costs, has_prefixes=has_prefixes)  # type: ignore[arg-type]
     old = request("old", 10, 120)
     asked = [beam_request("one", 12, 12, 3), beam_request("two", 9, 14, 4, length_penalty=0.5)]
-    simulator.core.submit(old)
-    for _ in range(90):
-        simulator.pump()
-    for each in asked:
-        simulator.core.submit(each)
+    simulator.submit(old)
+    simulator.pump(90)
+    simulator.submit(*asked)
     simulator.run()
     assert simulator.tokens("old") == expected_tokens(old, 120)
     for each in asked:
@@ -283,8 +279,7 @@ def test_searches_that_fill_the_pool_together_all_end() -> None:
     for num_pages in (14, 16, 20, 26):
         simulator = Simulator(num_pages=num_pages, max_running=6, step_tokens=12, policy="fair")
         asked = [beam_request(f"s{index}", 9, 12, 3, flow=FlowKey(tenant=f"t{index % 2}")) for index in range(5)]
-        for each in asked:
-            simulator.core.submit(each)
+        simulator.submit(*asked)
         simulator.run()
         for each in asked:
             check_search(simulator, each)
@@ -331,7 +326,7 @@ def test_anything_beside_anything_under_pressure(seed: int) -> None:
     for pump in range(60):
         for each in arrivals.get(pump, ()):
             try:
-                simulator.core.submit(each)
+                simulator.submit(each)
             except NeverFitsError:
                 continue
             asked.append(each)

@@ -16,8 +16,7 @@ def pressed(**settings: object) -> tuple[Simulator, list[GenerationRequest]]:
     """A pool in which two requests can start, and which is too small for what they grow to."""
     simulator = Simulator(**{"num_pages": 12, "step_tokens": 64, "costs": SWAPS, **settings})  # type: ignore[arg-type]
     requests = [request("old", prompt=18, max_tokens=20), request("new", prompt=18, max_tokens=12)]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     return simulator, requests
 
 
@@ -96,8 +95,7 @@ def test_pages_that_are_swapped_out_serve_others_only_after_the_step_that_copies
 def test_a_step_that_only_swaps_computes_nothing() -> None:
     simulator = Simulator(num_pages=8, step_tokens=64, costs=SWAPS, has_prefixes=False)
     requests = [request("old", prompt=16, max_tokens=12), request("new", prompt=13, max_tokens=12)]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     until_preempted(simulator)
     assert simulator.runner.plans[-1].chunks == []
     assert simulator.core.status().last_steps[-1].requests == 0
@@ -173,9 +171,9 @@ def sharing_a_beginning() -> tuple[Simulator, list[GenerationRequest]]:
     simulator = Simulator(num_pages=14, step_tokens=64, costs=SWAPS)
     prompt = [100 + i for i in range(16)]
     requests = [request("old", [*prompt, 1], 28), request("new", [*prompt, 2], 20)]
-    simulator.core.submit(requests[0])
+    simulator.submit(requests[0])
     simulator.pump()
-    simulator.core.submit(requests[1])
+    simulator.submit(requests[1])
     return simulator, requests
 
 
@@ -202,8 +200,7 @@ def test_a_swapped_request_whose_shared_beginning_is_gone_is_computed_anew() -> 
 def test_prompt_logprobs_survive_a_swap_in_the_middle_of_the_prompt() -> None:
     simulator = Simulator(num_pages=14, max_running=4, step_tokens=5, costs=SWAPS)
     requests = [request("old", prompt=4, max_tokens=40), request("new", prompt=46, max_tokens=4, prompt_logprobs=0)]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     until_preempted(simulator)
     state = simulator.scheduler.table.requests["new"]
     assert 0 < state.num_computed < 46
@@ -216,8 +213,7 @@ def test_prompt_logprobs_survive_a_swap_in_the_middle_of_the_prompt() -> None:
 def test_no_request_is_preempted_twice_without_a_page_of_progress(costs: PageCosts) -> None:
     simulator = Simulator(num_pages=14, step_tokens=16, max_running=8, costs=costs)
     requests = [request(f"r{index}", prompt=3, max_tokens=40, ref=adapter("a")) for index in range(8)]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     states = dict(simulator.scheduler.table.requests)
     seen: dict[str, tuple[int, int]] = {}
     while simulator.core.has_work():
@@ -233,20 +229,10 @@ def test_no_request_is_preempted_twice_without_a_page_of_progress(costs: PageCos
     finish(simulator, requests)
 
 
-def test_a_waiting_request_holds_no_device_page() -> None:
-    simulator, requests = pressed()
-    until_preempted(simulator)
-    for state in simulator.scheduler.table.waiting:
-        assert not state.pages.held
-        assert state.pages.table.num_blocks == 0
-        assert state.lease is None
-    finish(simulator, requests)
-
-
 def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator(num_pages=12, load_ticks=1, costs=RECOMPUTES)
-    simulator.core.submit(request("old", prompt=8, max_tokens=30))
-    simulator.core.submit(request("new", prompt=8, max_tokens=30, ref=adapter("a")))
+    simulator.submit(request("old", prompt=8, max_tokens=30))
+    simulator.submit(request("new", prompt=8, max_tokens=30, ref=adapter("a")))
     release = simulator.residency.release
     steps: list[int] = []
 
@@ -267,8 +253,8 @@ def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.M
 def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_request(on_host: bool) -> None:
     simulator = Simulator(num_pages=12, max_running=2, load_ticks=1, step_tokens=64, adapter_pages=2)
     (simulator.put_on_host if on_host else simulator.know)(adapter("a"))
-    simulator.core.submit(request("runs", prompt=8, max_tokens=24))  # 2 pages, 8 in the end: less than a quantum
-    simulator.core.submit(request("waits", prompt=36, max_tokens=2, ref=adapter("a")))  # 2 pages and 9
+    simulator.submit(request("runs", prompt=8, max_tokens=24))  # 2 pages, 8 in the end: less than a quantum
+    simulator.submit(request("waits", prompt=36, max_tokens=2, ref=adapter("a")))  # 2 pages and 9
     while not simulator.outputs.get("runs") or simulator.last("runs").finish_reason is None:
         assert simulator.num_holds == 0
         simulator.pump()
@@ -279,8 +265,8 @@ def test_an_adapter_of_known_size_comes_only_when_there_are_pages_for_its_reques
 
 def test_an_adapter_of_unknown_size_is_read_at_once() -> None:
     simulator = Simulator(num_pages=16, max_running=2, load_ticks=1, step_tokens=128, adapter_pages=2)
-    simulator.core.submit(request("runs", prompt=16, max_tokens=16))  # 4 pages
-    simulator.core.submit(request("waits", prompt=50, max_tokens=2, ref=adapter("a")))  # 13 pages, without the adapter
+    simulator.submit(request("runs", prompt=16, max_tokens=16))  # 4 pages
+    simulator.submit(request("waits", prompt=50, max_tokens=2, ref=adapter("a")))  # 13 pages, without the adapter
     simulator.pump()
     assert simulator.num_holds == 1
     simulator.run()
@@ -289,9 +275,9 @@ def test_an_adapter_of_unknown_size_is_read_at_once() -> None:
 def test_adapters_that_come_together_leave_pages_for_the_requests_of_all_of_them() -> None:
     simulator = Simulator(num_pages=11, max_running=3, step_tokens=64, adapter_pages=2)
     simulator.know(adapter("a"), adapter("b"))
-    simulator.core.submit(request("runs", prompt=8, max_tokens=16))  # 2 pages
+    simulator.submit(request("runs", prompt=8, max_tokens=16))  # 2 pages
     for name in ("a", "b"):
-        simulator.core.submit(request(name, prompt=16, max_tokens=2, ref=adapter(name)))  # 2 pages and 4
+        simulator.submit(request(name, prompt=16, max_tokens=2, ref=adapter(name)))  # 2 pages and 4
     simulator.pump()
     assert simulator.num_holds == 1
     simulator.run()
@@ -300,9 +286,9 @@ def test_adapters_that_come_together_leave_pages_for_the_requests_of_all_of_them
 def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapter() -> None:
     simulator = Simulator(num_pages=13, max_running=3, step_tokens=64, adapter_pages=2)
     simulator.put_on_host(adapter("a"), adapter("b"))
-    simulator.core.submit(request("runs", prompt=8, max_tokens=24))
-    simulator.core.submit(request("large", prompt=40, max_tokens=2, ref=adapter("a")))
-    simulator.core.submit(request("small", prompt=4, max_tokens=2, ref=adapter("b")))
+    simulator.submit(request("runs", prompt=8, max_tokens=24))
+    simulator.submit(request("large", prompt=40, max_tokens=2, ref=adapter("a")))
+    simulator.submit(request("small", prompt=4, max_tokens=2, ref=adapter("b")))
     ended: list[str] = []
     while len(ended) < 3:
         ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
@@ -314,11 +300,11 @@ def test_who_cannot_start_yet_keeps_no_smaller_request_behind_it_from_its_adapte
 def test_small_requests_pass_one_that_lacks_pages_for_its_adapter_only_so_often(on_host: bool) -> None:
     simulator = Simulator(num_pages=20, max_running=8, load_ticks=1, step_tokens=64, adapter_pages=2, policy="fcfs")
     (simulator.put_on_host if on_host else simulator.know)(adapter("a"))
-    simulator.core.submit(request("runs", prompt=8, max_tokens=9))
-    simulator.core.submit(request("large", prompt=66, max_tokens=2, ref=adapter("a")))  # 2 pages and 17
+    simulator.submit(request("runs", prompt=8, max_tokens=9))
+    simulator.submit(request("large", prompt=66, max_tokens=2, ref=adapter("a")))  # 2 pages and 17
     ended: list[str] = []
     for number in range(200):
-        simulator.core.submit(request(f"small-{number}", prompt=12, max_tokens=6))
+        simulator.submit(request(f"small-{number}", prompt=12, max_tokens=6))
         ended += [output.request_id for output in simulator.pump() if output.finish_reason is not None]
     assert "large" in ended
     simulator.run()
@@ -328,24 +314,21 @@ def test_a_tenant_behind_its_share_gets_an_adapter_from_the_host_and_pages_besid
     simulator = Simulator(num_pages=64, max_running=16, step_tokens=256, adapter_pages=4, costs=RECOMPUTES)
     simulator.put_on_host(adapter("a"))
     flood = [request(f"flood-{i}", prompt=12, max_tokens=200, flow=FlowKey(tenant="flood")) for i in range(12)]
-    for each in flood:
-        simulator.core.submit(each)
-    for _ in range(20):
-        simulator.pump()
+    simulator.submit(*flood)
+    simulator.pump(20)
     before = simulator.num_preemptions
     quiet = request("quiet", prompt=120, max_tokens=4, ref=adapter("a"), flow=FlowKey(tenant="quiet"))
-    simulator.core.submit(quiet)
-    for _ in range(8):
-        simulator.pump()
+    simulator.submit(quiet)
+    simulator.pump(8)
     assert simulator.last("quiet").finish_reason is not None
     assert simulator.num_preemptions - before <= len(flood)
 
 
 def test_a_running_request_that_lacks_pages_leaves_loads_alone_that_have_none() -> None:
     simulator = Simulator(num_pages=4, max_running=2, load_ticks=40, adapter_pages=2, costs=RECOMPUTES)
-    simulator.core.submit(request("old", prompt=4, max_tokens=9))
-    simulator.core.submit(request("new", prompt=4, max_tokens=9))
-    simulator.core.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
+    simulator.submit(request("old", prompt=4, max_tokens=9))
+    simulator.submit(request("new", prompt=4, max_tokens=9))
+    simulator.submit(request("waits", prompt=4, max_tokens=2, ref=adapter("a")))
     while simulator.num_preemptions == 0:
         simulator.pump()
         assert simulator.num_holds == 1
@@ -354,10 +337,10 @@ def test_a_running_request_that_lacks_pages_leaves_loads_alone_that_have_none() 
 
 def test_a_running_request_takes_the_adapter_of_the_newest_that_waits_and_leaves_the_others() -> None:
     simulator = Simulator(num_pages=32, max_running=1, load_ticks=1, adapter_pages=2, policy="fcfs")
-    simulator.core.submit(request("old", prompt=8, max_tokens=121))  # 32 pages in the end
+    simulator.submit(request("old", prompt=8, max_tokens=121))  # 32 pages in the end
     names = ("a", "b", "c")
     for name in names:
-        simulator.core.submit(request(name, prompt=4, max_tokens=2, ref=adapter(name)))
+        simulator.submit(request(name, prompt=4, max_tokens=2, ref=adapter(name)))
     resident = []
     while not simulator.outputs.get("old") or simulator.last("old").finish_reason is None:
         simulator.pump()

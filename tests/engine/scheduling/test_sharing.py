@@ -20,7 +20,7 @@ PROMPT = list(range(100, 114))
 def serve(simulator: Simulator, *requests: GenerationRequest) -> None:
     """Run requests one after another, and see that each gets its own tokens."""
     for each in requests:
-        simulator.core.submit(each)
+        simulator.submit(each)
         simulator.run()
     check_tokens(simulator, requests)
 
@@ -103,8 +103,7 @@ def test_without_a_prefix_cache_everything_is_computed() -> None:
 def test_blocks_that_two_requests_computed_are_kept_once() -> None:
     simulator = Simulator(step_tokens=64)
     requests = [request(name, PROMPT, 3) for name in ("one", "two", "three")]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     simulator.pump()
     counts = simulator.pool.counts()
     assert (counts["prefix"], counts["kv"]) == (3, 3)  # all three computed all blocks in that step
@@ -116,9 +115,9 @@ def test_blocks_that_two_requests_computed_are_kept_once() -> None:
 def test_cached_tokens_are_of_the_first_start_alone() -> None:
     simulator = Simulator(num_pages=12, step_tokens=64)
     serve(simulator, request("warm", PROMPT, 1))
-    simulator.core.submit(request("old", prompt=14, max_tokens=24))
+    simulator.submit(request("old", prompt=14, max_tokens=24))
     simulator.pump()
-    simulator.core.submit(request("new", PROMPT, 20))
+    simulator.submit(request("new", PROMPT, 20))
     simulator.run()
     assert simulator.num_preemptions > 0
     assert [output.cached_tokens for output in simulator.outputs["new"]] == [12] + [0] * 19
@@ -129,8 +128,7 @@ def test_cached_tokens_are_of_the_first_start_alone() -> None:
 def test_a_request_recovers_what_is_still_cached_after_a_preemption() -> None:
     simulator = Simulator(num_pages=12, step_tokens=64, costs=RECOMPUTES)
     requests = [request("old", prompt=20, max_tokens=20), request("new", prompt=19, max_tokens=12)]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     simulator.run()
     check_tokens(simulator, requests)
     assert simulator.scheduler.table.preemptions == {"swap": 0, "recompute": 1}
@@ -160,11 +158,10 @@ def test_the_prefixes_of_an_adapter_go_with_it() -> None:
 def test_an_admission_that_does_not_fit_evicts_nothing() -> None:
     simulator = Simulator(num_pages=12, step_tokens=64)
     serve(simulator, request("cached", PROMPT, 2))
-    simulator.core.submit(request("old", prompt=24, max_tokens=6))
+    simulator.submit(request("old", prompt=24, max_tokens=6))
     simulator.pump()
-    simulator.core.submit(request("large", prompt=30, max_tokens=2))
-    for _ in range(3):
-        simulator.pump()
+    simulator.submit(request("large", prompt=30, max_tokens=2))
+    simulator.pump(3)
     assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
     assert simulator.evictor.evictions == {}
 
@@ -174,13 +171,12 @@ def test_a_plan_names_the_blocks_of_few_long_prompts_and_those_behind_come_later
 ) -> None:
     monkeypatch.setattr(kv_pages, "MAX_NAMED_TOKENS", 30)
     simulator = Simulator(num_pages=20)
-    simulator.core.submit(request("first", 70, 10))  # leaves too few pages for those that follow
+    simulator.submit(request("first", 70, 10))  # leaves too few pages for those that follow
     while not simulator.outputs.get("first"):
         simulator.pump()
     waiting = [request(str(number), 30, 20) for number in range(4)]
     named = count_named_tokens(monkeypatch)
-    for each in waiting:
-        simulator.core.submit(each)
+    simulator.submit(*waiting)
     per_plan = []
     for _ in waiting:
         named.clear()
@@ -209,7 +205,7 @@ def test_what_a_waiting_request_could_share_is_not_evicted_for_it() -> None:
     simulator = Simulator(num_pages=9, step_tokens=64)
     serve(simulator, request("cached", [1] * 16, 1), request("other", [2] * 16, 1))
     assert simulator.pool.counts()["prefix"] == 8
-    simulator.core.submit(request("again", [1] * 16 + [3] * 12, 1))  # 4 blocks are there, 3 are lacking, 1 is free
+    simulator.submit(request("again", [1] * 16 + [3] * 12, 1))  # 4 blocks are there, 3 are lacking, 1 is free
     simulator.run()
     assert simulator.last("again").cached_tokens == 16
     assert simulator.evictor.evictions == {"prefix": 2}
@@ -218,15 +214,15 @@ def test_what_a_waiting_request_could_share_is_not_evicted_for_it() -> None:
 def test_admissions_and_adapters_leave_room_for_those_that_run() -> None:
     simulator = Simulator(num_pages=4 * GROWTH_SHARE, max_running=8, step_tokens=512, max_model_len=512)
     for index in range(3):
-        simulator.core.submit(request(f"r{index}", prompt=5 * PAGE_TOKENS, max_tokens=60))
+        simulator.submit(request(f"r{index}", prompt=5 * PAGE_TOKENS, max_tokens=60))
     simulator.pump()
     simulator.pump()  # now each has a new page that will do for four tokens
     assert simulator.residency.reserve_pages == 3
     free = simulator.pool.num_free
-    simulator.core.submit(request("large", prompt=(free - 3) * PAGE_TOKENS + 1, max_tokens=2))
+    simulator.submit(request("large", prompt=(free - 3) * PAGE_TOKENS + 1, max_tokens=2))
     simulator.pump()
     assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
-    simulator.core.submit(request("fits", prompt=(free - 3) * PAGE_TOKENS, max_tokens=2))
+    simulator.submit(request("fits", prompt=(free - 3) * PAGE_TOKENS, max_tokens=2))
     simulator.pump()
     assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
     assert simulator.scheduler.num_running == 4
@@ -270,8 +266,7 @@ def test_forks_wait_for_the_prompt_of_their_leader_and_share_it(length: int, num
     simulator = Simulator(num_groups=num_groups, num_pages=128)
     prompt = [100 + i for i in range(length)]
     requests = forks(4, prompt)
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     while "lead" not in simulator.outputs:
         simulator.pump()
         assert simulator.core.status().waiting_reasons in ({}, {"FORK": 3})
@@ -292,17 +287,15 @@ def test_forks_wait_for_the_prompt_of_their_leader_and_share_it(length: int, num
 
 def test_forks_take_their_full_blocks_from_their_leader_without_pages_of_their_own() -> None:
     simulator = Simulator(num_pages=64, step_tokens=64)
-    for each in forks(4, [100 + i for i in range(41)]):
-        simulator.core.submit(each)
-    simulator.pump()
-    simulator.pump()
+    simulator.submit(*forks(4, [100 + i for i in range(41)]))
+    simulator.pump(2)
     counts = simulator.pool.counts()
     assert (counts["prefix"], counts["kv"]) == (10, 4)
 
 
 def waits_for(simulator: Simulator, leader: GenerationRequest, fork: GenerationRequest) -> bool:
-    simulator.core.submit(leader)
-    simulator.core.submit(fork)
+    simulator.submit(leader)
+    simulator.submit(fork)
     simulator.pump()
     return "FORK" in simulator.core.status().waiting_reasons
 
@@ -331,8 +324,7 @@ def test_only_what_is_the_same_waits_for_its_leader(fork: GenerationRequest, wai
 def test_requests_that_name_each_other_do_not_wait_for_each_other() -> None:
     simulator = Simulator()
     requests = [request("one", PROMPT, fork_of="two"), request("two", PROMPT, fork_of="one")]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     simulator.run()
     check_tokens(simulator, requests)
 
@@ -341,8 +333,7 @@ def test_requests_that_name_each_other_do_not_wait_for_each_other() -> None:
 def test_forks_go_on_when_their_leader_is_aborted(moment: str) -> None:
     simulator = Simulator(step_tokens=8)
     _, *followers = requests = forks(3)
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     for _ in range({"waiting": 0, "prefill": 1, "decode": 2}[moment]):
         simulator.pump()
     simulator.core.abort("lead")
@@ -353,8 +344,7 @@ def test_forks_go_on_when_their_leader_is_aborted(moment: str) -> None:
 def test_a_leader_that_ends_with_its_first_token_leaves_its_full_blocks_to_its_forks() -> None:
     simulator = Simulator()
     requests = forks(3, max_tokens=1)
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     simulator.run()
     check_tokens(simulator, requests)
     assert [simulator.last(each.request_id).cached_tokens for each in requests[1:]] == [12, 12]
@@ -365,12 +355,10 @@ def test_forks_go_on_when_their_leader_is_preempted(costs: object) -> None:
     simulator = Simulator(num_pages=10, max_running=4, step_tokens=4, costs=costs)  # type: ignore[arg-type]
     old = request("old", prompt=4, max_tokens=30)
     requests = [old, *forks(2, [100 + i for i in range(30)], max_tokens=4)]
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     leader = simulator.scheduler.table.requests["lead"]
     while not leader.num_preemptions:
-        simulator.pump()
-    simulator.pump()
+        simulator.pump(2)
     assert leader.num_computed < leader.num_prompt
     assert "FORK" not in simulator.core.status().waiting_reasons
     simulator.run()
@@ -380,8 +368,7 @@ def test_forks_go_on_when_their_leader_is_preempted(costs: object) -> None:
 def test_a_page_that_forks_copy_is_kept_until_the_step_is_over_though_the_leader_is_gone() -> None:
     simulator = Simulator(step_tokens=64)
     requests = forks(2)
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     simulator.pump()
     plan = simulator.scheduler.plan()
     assert plan is not None
@@ -396,7 +383,6 @@ def test_a_page_that_forks_copy_is_kept_until_the_step_is_over_though_the_leader
 def test_a_full_house_makes_forks_wait_for_a_place_and_not_for_ever() -> None:
     simulator = Simulator(max_running=1)
     requests = forks(5)
-    for each in requests:
-        simulator.core.submit(each)
+    simulator.submit(*requests)
     simulator.run()
     check_tokens(simulator, requests)

@@ -110,23 +110,21 @@ def test_lines_that_wait_for_pages_leave_the_little_that_a_batch_may_compute_to_
     num_pages: int, num_lines: int
 ) -> None:
     simulator = Simulator(num_pages=num_pages, max_running=16, step_tokens=64)
-    simulator.core.submit(request("chat", max_tokens=8))
+    simulator.submit(request("chat", max_tokens=8))
     for index in range(num_lines):
         flow = FlowKey(tenant="batch", lane=1)
-        simulator.core.submit(request(f"line{index}", prompt=8, max_tokens=20, flow=flow))
+        simulator.submit(request(f"line{index}", prompt=8, max_tokens=20, flow=flow))
     simulator.run()
     assert {simulator.last(f"line{index}").finish_reason for index in range(num_lines)} == {"length"}
 
 
 def test_a_long_prompt_of_a_batch_does_not_keep_an_interactive_request_from_starting() -> None:
     simulator = Simulator(num_pages=400, max_running=16, step_tokens=64)
-    simulator.core.submit(request("chat", max_tokens=200))
-    simulator.core.submit(request("line", prompt=300, max_tokens=2, flow=FlowKey(tenant="batch", lane=1)))
-    for _ in range(20):
-        simulator.pump()
-    simulator.core.submit(request("next", prompt=60, max_tokens=2))
-    for _ in range(4):
-        simulator.pump()
+    simulator.submit(request("chat", max_tokens=200))
+    simulator.submit(request("line", prompt=300, max_tokens=2, flow=FlowKey(tenant="batch", lane=1)))
+    simulator.pump(20)
+    simulator.submit(request("next", prompt=60, max_tokens=2))
+    simulator.pump(4)
     assert simulator.last("next").finish_reason == "length"
     simulator.run()
 
@@ -135,10 +133,10 @@ def run_beside(num_batch: int) -> list[int]:
     """Tokens of the batch lane in each step of two interactive requests that decode, in steps that take no time."""
     simulator = Simulator(num_pages=400, max_running=16, step_tokens=64)
     for index in range(2):
-        simulator.core.submit(request(f"chat{index}", max_tokens=60))
+        simulator.submit(request(f"chat{index}", max_tokens=60))
     for index in range(num_batch):
         flow = FlowKey(tenant="batch", lane=1)
-        simulator.core.submit(request(f"line{index}", prompt=8, max_tokens=20, flow=flow))
+        simulator.submit(request(f"line{index}", prompt=8, max_tokens=20, flow=flow))
     counts = []
     for _ in range(50):
         before = sum(len(simulator.outputs.get(f"line{index}", ())) for index in range(num_batch))

@@ -140,7 +140,9 @@ class SimulatedEngine:
             draw_seed=lambda: 7,
         )
 
-    def start(self, runner: object) -> EngineCore:
+    def start(
+        self, runner: object, set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None
+    ) -> EngineCore:
         """The core, around a runner."""
         return EngineCore(
             self.scheduler,
@@ -151,5 +153,6 @@ class SimulatedEngine:
             prefixes=self.prefixes,
             swap=self.swap,
             boot_id="boot",
+            set_stepping=set_stepping,
             clock=self.clock,
         )

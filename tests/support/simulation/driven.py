@@ -264,19 +264,28 @@ class Simulator(SimulatedEngine):
             is_caching=has_prefixes,
             poison=self.runner.poison,
         )
-        self.core = self.start(self.runner)
+        self.stepping: list[tuple[int, int]] = []
+        """What each pump told loads of those that run and those that wait for loads."""
+        self.core = self.start(self.runner, lambda *counts: self.stepping.append(counts))
         self.outputs: dict[str, list[RequestOutput]] = {}
 
-    def pump(self) -> list[RequestOutput]:
-        self.now_s += 1.0
-        self.store.run_due()
-        outputs = self.core.pump()
-        for output in outputs:
-            self.outputs.setdefault(output.request_id, []).append(output)
-        if self.runner.wrong:
-            raise self.runner.wrong[0]
-        if self.checked:
-            self.core.check()
+    def submit(self, *requests: GenerationRequest) -> None:
+        for each in requests:
+            self.core.submit(each)
+
+    def pump(self, count: int = 1) -> list[RequestOutput]:
+        """Pump so many times; returns what the last one did."""
+        outputs: list[RequestOutput] = []
+        for _ in range(count):
+            self.now_s += 1.0
+            self.store.run_due()
+            outputs = self.core.pump()
+            for output in outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+            if self.runner.wrong:
+                raise self.runner.wrong[0]
+            if self.checked:
+                self.core.check()
         return outputs
 
     def run(self, max_pumps: int = 5000) -> None:

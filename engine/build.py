@@ -66,7 +66,7 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What holds pages, and what decides who has them."""
+    """Everything that holds pages or decides about them."""
 
     arena: Arena
     pool: PagePool
@@ -166,7 +166,7 @@ def build_engine(
 def _load(
     folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, num_positions: int
 ) -> tuple[Decoder, BaseShape]:
-    """Load the weights while a second thread hashes the same files, so that they are read from disk once."""
+    """Load the weights while a second thread hashes the same files; they are read from disk once."""
     with ThreadPoolExecutor(1, "base-digest") as hashing:
         digest = hashing.submit(base_digest, folder)
         decoder = load_decoder(folder, spec, dtype, device, num_positions=num_positions)

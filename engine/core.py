@@ -1,4 +1,4 @@
-"""The engine's heart: one call of `pump` is one step. Runs in the engine process, in `weft.LLM`, and in tests alike.
+"""The engine's loop: one call of `pump` is one step. It runs in the engine process, in `weft.LLM`, and in tests.
 
 Knows neither transport nor text. One request or step that fails does not end the engine. Where the device is lost, or
 plans or steps fail several times in a row, `pump` raises, and the supervisor starts a fresh engine.
@@ -35,7 +35,7 @@ MAX_FAILURES = 3
 DEVICE_LOST = ("CUDA error", "Triton Error [CUDA]")
 """What errors of a device say that are not of the class `torch.AcceleratorError`. After one, every step fails."""
 CHECK_SHARE = 100
-"""An engine that falls idle may verify its accounts for one in so many seconds; a request may come meanwhile."""
+"""An idle engine verifies its page counts for at most one second in so many, since a request may come meanwhile."""
 
 
 class EngineCore:
@@ -49,8 +49,8 @@ class EngineCore:
         evictor: Makes room in the pool.
         prefixes: KV pages of earlier requests; None is without.
         swap: Host memory of preempted requests.
-        boot_id: Names this life of the engine.
-        set_stepping: Told how many requests run in steps and how many more could, so that loads give way to steps.
+        boot_id: Id of this start of the engine.
+        set_stepping: Called with how many requests run in steps and how many more could; loads give way to steps.
         clock: Monotonic seconds.
     """
 
@@ -96,11 +96,11 @@ class EngineCore:
         self._scheduler.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request whose client is gone; unknown ids are fine."""
+        """End a request after its client left; unknown ids are ignored."""
         self._scheduler.finish(request_id, "abort")
 
     def drop_adapter(self, digest: str) -> None:
-        """Let go of a deleted adapter; requests that run with it finish."""
+        """Forget a deleted adapter; requests that run with it finish."""
         self._residency.forget(digest)
 
     def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
@@ -117,7 +117,7 @@ class EngineCore:
         return self._scheduler.has_work()
 
     def pump(self) -> list[RequestOutput]:
-        """Finish loads, plan a step, compute it, and return what it did; nothing to compute is fine.
+        """Take in finished loads, plan a step, compute it, and return its outputs; a step may have nothing to compute.
 
         Raises:
             EngineError: The device is lost, plans or steps failed `MAX_FAILURES` times in a row, or pages were lost.
@@ -166,7 +166,7 @@ class EngineCore:
         )
 
     def load(self) -> EngineLoad:
-        """What there is to do, by tenant; cheap enough for several times a second."""
+        """Work in the queue and in the steps, by tenant; cheap enough for several calls a second."""
         self._status_seq += 1
         return self._scheduler.load(self._boot_id, self._status_seq)
 

@@ -16,18 +16,18 @@ AdapterState = AdapterTier | Literal["base"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowKey:
-    """What the order of admission may look at; the engine knows no names."""
+    """What the order of admission depends on. The engine knows ids, no names."""
 
     lane: int = 0
     """0 is interactive; higher lanes go after it."""
     tenant: str = ""
-    """Opaque id of who is served."""
+    """Id of the tenant; it means nothing to the engine."""
     weight: float = 1.0
     """Share of the tenant under fair order."""
     priority: int = 0
     """Order among requests of one adapter of one tenant: lower goes first. It never changes a tenant's share."""
     deadline_s: float | None = None
-    """Seconds after arrival within which the first token is wanted; later the request ends with deadline.queue."""
+    """Seconds from arrival to the first step, at most; a request that starts no sooner ends with `deadline.queue`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,30 +73,30 @@ class RequestError:
     """Code of the `weft.errors` class that fits."""
     message: str
     kind: Literal["request", "adapter", "capacity", "internal"] = "request"
-    """Whose doing it is; the server maps it to a status."""
+    """What caused it; the server maps this to an HTTP status."""
 
 
 INTERNAL = RequestError(
     code=EngineError.code, message="The engine failed while it computed this request.", kind="internal"
 )
-"""Faults of ours say nothing about themselves to clients; the log does."""
+"""A fault of the engine. Clients are not told what it was; the log says it."""
 
-UNSOUND = RequestError(
+NON_FINITE = RequestError(
     code="scores_not_finite",
     message="The scores of the next token are not finite numbers. An adapter whose training diverged does that, and so "
     "does a repetition_penalty close to 0. Change it and send the request again.",
 )
-"""The doing of the request or its adapter; others in the step are not touched."""
+"""Caused by the request or its adapter; the other requests of the step go on."""
 
 EXPIRED = RequestError(
     code="deadline.queue",
-    message="The request waited for longer than its deadline allows and was not begun. Send it again later.",
+    message="The request waited for longer than its deadline allows and was not started. Send it again later.",
     kind="capacity",
 )
 
 
 def request_error(error: WeftError) -> RequestError:
-    """What the client is told: the error's own words, unless the fault is ours."""
+    """What the client is told: the error's message, or `INTERNAL` for a fault of the engine."""
     if isinstance(error, RefusedError):
         return RequestError(code=error.code, message=error.message, kind="request")
     if isinstance(error, AdapterError):

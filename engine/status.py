@@ -1,4 +1,4 @@
-"""What the engine tells about itself: once when it is ready, and as snapshots while it runs."""
+"""The engine's reports: one when it is ready, and snapshots while it runs."""
 
 from __future__ import annotations
 

@@ -93,14 +93,14 @@ class ModelRunner:
         for index, chunk in enumerate(plan.chunks):
             token_id, logprobs = sampled.get(index, (None, None))
             prompt_logprobs = self._prompt_logprobs(chunk, batch.first_rows[index], hidden)
-            is_unsound = token_id is None and chunk.sample is not None
+            is_non_finite = token_id is None and chunk.sample is not None
             results.append(
                 ChunkResult(
                     request_id=chunk.request_id,
                     token_id=token_id,
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
-                    is_unsound=is_unsound or not all(math.isfinite(entry.logprob) for entry in prompt_logprobs),
+                    is_non_finite=is_non_finite or not all(math.isfinite(entry.logprob) for entry in prompt_logprobs),
                 )
             )
         return results

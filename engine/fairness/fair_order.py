@@ -1,4 +1,4 @@
-"""Who gets the rows of a step: lanes by weight, in a lane tenants by weight, in a tenant its adapters, then arrival.
+"""The order in which requests get rows: lanes by weight, tenants of a lane by weight, a tenant's adapters, arrival.
 
 Every lane, tenant and adapter has a counter of the service that it got, divided by its weight. The least served goes
 first. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
@@ -306,7 +306,7 @@ class FairOrder:
         return (not state.has_row, state.request.flow.lane, flow.tenant.counter, flow.counter, state.arrival_index)
 
     def turn(self, state: RequestState) -> tuple[float, ...]:
-        """Sorts requests with rows, or about to have one, by who is next for tokens: a lane's weight counts here."""
+        """Sorts requests with rows, or about to get one, by their turn for tokens; a lane's weight counts here."""
         flow = _flow(state)
         return (flow.lane.counter, flow.tenant.counter, flow.counter, state.arrival_index)
 

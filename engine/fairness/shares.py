@@ -13,7 +13,7 @@ from weft.engine.fairness.inner_order import SortKey
 from weft.engine.scheduling.request_state import RequestState
 
 MAX_IDLE_SHARES = 4096
-"""More idle shares than this are remembered only while their counters are ahead of everybody who is active."""
+"""Of more idle shares than this, only those with a counter ahead of all active ones are remembered."""
 
 
 class Share:

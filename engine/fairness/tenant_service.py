@@ -1,4 +1,4 @@
-"""What each tenant was given and still asks for, in units. Knows tenants by id.
+"""Service that each tenant got and still asks for, in units. Knows tenants by id.
 
 Work is counted in units: one unit is the time of one prompt token in a full chunk. Fair shares are counted in units,
 bills never. The prices are measured at start (`weft.engine.execution.costs`); the idea of a cost per kind of work is
@@ -25,7 +25,7 @@ MAX_KNOWN_TENANTS = 4096
 RATE_HALF_LIFE_S = 1.0
 """What was computed so long ago counts half for a rate."""
 MAX_RATE_SPAN_S = 2.0
-"""A time without figures counts as this long, so that rates are right soon after it."""
+"""A longer time without figures counts as this long; rates are right again soon after it."""
 
 
 class Rate:

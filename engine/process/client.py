@@ -206,7 +206,7 @@ class EngineClient:
         return connection, first.ready
 
     async def _supervise(self, connection: EngineConnection) -> None:
-        """Read from the engine until it dies, tell everybody who waits, start another; for ever."""
+        """Read from the engine until it dies, end all open requests, start another engine; repeat for ever."""
         while True:
             await self._read_until_exit(connection)
             code = connection.exited.result()
@@ -229,7 +229,7 @@ class EngineClient:
                 return connection
 
     def _note_death(self, message: str) -> float:
-        """Tell everybody who waits; returns the seconds to wait before the next start."""
+        """End all open requests with an error; returns the seconds to wait before the next start."""
         delay_s = self._policy.died()
         if self._policy.is_crash_loop:
             message = (
@@ -292,7 +292,7 @@ class EngineClient:
                 if num_current and not current:
                     self._tell(messages.Taken(num_current))
                     num_current = 0
-        finally:  # what has come before an engine died is nobody's loss
+        finally:  # outputs that came before the engine died are passed on too
             for outputs in (*current.values(), *following.values()):
                 self._pass_on(outputs)
 
@@ -315,5 +315,5 @@ class EngineClient:
 
 
 def _copy_of(error: EngineUnavailableError) -> EngineUnavailableError:
-    """A fresh error for each who gets it: raising one object in several tasks would join their tracebacks."""
+    """A new error object for each receiver: one object raised in several tasks would join their tracebacks."""
     return EngineUnavailableError(error.message, retry_after_s=error.retry_after_s, code=error.code)

@@ -1,4 +1,4 @@
-"""What one task waits for from others of its event loop."""
+"""A queue between tasks of one event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine process and its client say to each other: tagged msgpack, with a limit on size. No pickle."""
+"""Messages between the engine process and its client: tagged msgpack, with a limit on size. No pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineLoad, EngineReady, EngineStatus
 
 MAX_MESSAGE_BYTES = 256 << 20
-"""No honest message is larger: prompt logprobs of a long prompt are tens of megabytes."""
+"""Real messages are smaller: prompt logprobs of a long prompt are tens of megabytes."""
 MAX_LAUNCH_BYTES = 1 << 20
 
 
@@ -38,7 +38,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
-    """Let go of a deleted adapter."""
+    """Forget a deleted adapter."""
 
     digest: str
 
@@ -82,7 +82,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     message: str
     code: str
     is_setting: bool
-    """Whether a setting is wrong, so that trying again is no use."""
+    """Whether a setting is wrong; then another try fails too."""
     param: str | None = None
 
 

@@ -24,7 +24,7 @@ SOCKET_NAME = "engine"
 MAX_SOCKET_PATH = 100
 """The system takes 107 characters; some room for the folder's random part."""
 KEPT_FROM_ENGINE = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_REGISTRY__DATABASE_URL"})
-"""Variables that the engine has no business with."""
+"""Environment variables that the engine does not need and does not get."""
 
 CRASH_LOOP_DEATHS = 3
 CRASH_LOOP_WINDOW_S = 60.0
@@ -36,7 +36,7 @@ ASKED_S = 5.0
 ENDED_INPUT_S = 7.0
 """And after its standard input was closed."""
 LAST_WORDS_S = 0.5
-"""How long a message of a process that has ended may still be on its way."""
+"""How long to wait for a last message of a process that has ended."""
 
 
 class EngineProcess:
@@ -92,7 +92,7 @@ class EngineProcess:
             self._popen.stdin.write(line)
             self._popen.stdin.flush()
         except BrokenPipeError:
-            return  # it died at once; its exit code tells
+            return  # it died at once; its exit code says so
 
     def _wait(self, popen: subprocess.Popen[bytes]) -> None:
         self._on_exit(popen.wait())

@@ -1,7 +1,7 @@
 """The engine process: `python -P -m weft.engine.process.worker`, started by the client, driven over ZeroMQ.
 
 The first line on standard input is the launch; standard input then stays open, and its end is the end of the process,
-so that no engine outlives its parent. SIGINT and SIGTERM are the parent's business: it drains, then closes.
+so no engine outlives its parent. SIGINT and SIGTERM are ignored: the parent drains, then closes the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.errors import ConfigError, WeftError
 
 
 class Wakeup:
-    """A pipe to oneself."""
+    """A pipe that wakes the poll of the same process."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -120,7 +120,7 @@ class EngineLoop:
         return self._num_ahead >= MAX_STEPS_AHEAD
 
     def _tell_load(self) -> None:
-        """Say what there is to do, now and then while there is something, and once when there is nothing any more."""
+        """Send the load every `LOAD_PERIOD_S` while there is work, and once when there is none any more."""
         has_work, now_s = self._core.has_work(), time.monotonic()
         if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
             self._send(messages.Load(self._core.load()))

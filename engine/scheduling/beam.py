@@ -1,7 +1,7 @@
 """Beam search over requests of the scheduler: each beam is one, and all take a step when all have their results.
 
-The rules are those of `generate(num_beams=...)` in transformers, so that results are the same token for token. Touches
-no pages and no queue: it says which beams end and which begin, and the scheduler acts on it.
+The rules are those of `generate(num_beams=...)` in transformers; results are the same token for token. This module
+touches no pages and no queue: it says which beams end and which begin, and the scheduler acts on it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class BeamSearch:
         return [RequestOutput(request_id=request_id, token_ids=list(state.output_token_ids)) for state in self.beams]
 
     def begin(self) -> GenerationRequest:
-        """The request of the first beam, whose state is to be given to `start`."""
+        """The request of the first beam. Give its state to `start`."""
         num_top = max(self._num_top, self._request.params.logprobs or 0)
         params = SamplingParams(max_tokens=self._request.params.max_tokens, temperature=0.0, logprobs=num_top)
         return replace(self._request, params=params)

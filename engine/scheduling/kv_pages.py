@@ -1,10 +1,10 @@
-"""The KV pages of all requests: which a request gets, shares and gives back. Who gets them is the scheduler's business.
+"""The KV pages of all requests: what a request gets, shares and gives back. The scheduler decides who gets pages.
 
 A running request begins with cached blocks, which it only reads, and goes on in blocks of its own. As soon as one of
 its own is full and the step that wrote it is complete, it is offered to the prefix cache and is never written again. A
 request that waits has no device pages. One that was preempted may have its KV cache in host memory, from the first
 block on that nobody shared; what stood before that is looked up again when it returns, and where it is gone, the
-request is computed anew from there.
+request is computed again from there.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class KvPages:
         evictor: Makes room in it.
         prefixes: Where full blocks are shared; None shares nothing.
         swap: Host memory of preempted requests.
-        costs: Decide between swapping and computing anew.
+        costs: Decide between swapping and computing again.
         prefix_seed: What a request's blocks depend on besides its tokens.
     """
 
@@ -114,7 +114,7 @@ class KvPages:
         self.note_complete()
 
     def may_look_up(self, state: RequestState) -> bool:
-        """Whether a waiting request can be looked up without keeping those that run waiting for names of blocks."""
+        """Whether this plan has time left to name the blocks of a waiting request."""
         return not self._num_named or self._num_named + self._num_unnamed(state) <= MAX_NAMED_TOKENS
 
     def check_fits(self, request: GenerationRequest, adapter_pages: int | None) -> None:
@@ -128,7 +128,7 @@ class KvPages:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or can be, now or when the steps under way are complete."""
+        """Pages that are free or can be evicted, now or when the steps under way are complete."""
         return self._evictor.num_available + self._pool.num_quarantined
 
     def lacking(self, state: RequestState, num_tokens: int) -> int:

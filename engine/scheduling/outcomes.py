@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from weft.engine.request import UNSOUND, FinishReason, RequestError, RequestOutput, TokenLogprobs
+from weft.engine.request import NON_FINITE, FinishReason, RequestError, RequestOutput, TokenLogprobs
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.plan import Chunk, ChunkResult
 from weft.engine.scheduling.request_limits import ModelLimits
@@ -57,8 +57,8 @@ class Outcomes:
 
     def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
         """Take in what a step computed for a request."""
-        if result.is_unsound:
-            self.finish(state.request_id, "error", UNSOUND)
+        if result.is_non_finite:
+            self.finish(state.request_id, "error", NON_FINITE)
             return
         state.num_computed = chunk.start + len(chunk.token_ids)
         output = _output(state, chunk, result, self._limits) if state.beam is None else None

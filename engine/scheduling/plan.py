@@ -107,13 +107,13 @@ class ChunkResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One per entry of `prompt_targets`."""
-    is_unsound: bool = False
+    is_non_finite: bool = False
     """Whether the model's scores were NaN or overflowed, which is the end of the request."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PlanBuilder:
-    """Filled by the scheduler and by what it asks for pages."""
+    """A step plan while the scheduler makes it."""
 
     step: int
     budget: int = 0
@@ -131,15 +131,15 @@ class PlanBuilder:
     swap_in: list[PageMove] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     promised: int = 0
-    """Pages that requests which sit this step out get when what is swapped out in it is on the host."""
+    """Pages that are free once this step has swapped them out; requests that sit this step out get them."""
     by_place: list[RequestState] | None = None
     """Requests with pages, the most entitled first; None until somebody asks for others' pages."""
     unobtainable: int | None = None
-    """The fewest pages that could not be had from others in this plan."""
+    """The smallest number of pages that this plan failed to take from others."""
     has_looked_for_slot: bool = False
     """Whether the plan has looked for an adapter slot that others give up."""
     leaving_adapter: str | None = None
-    """The adapter whose requests give its slot up: nobody may start with it, or hold it, in this plan."""
+    """The adapter that gives up its slot: no request may start with it, or hold it, in this plan."""
 
     def may_preempt(self, state: RequestState) -> bool:
         """Whether a request with pages may lose them in this step: not what the step itself is to fill."""

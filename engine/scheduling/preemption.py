@@ -17,7 +17,7 @@ GROWTH_SHARE = 16
 
 
 class Preemption:
-    """Finds who gives pages, rows or an adapter slot up, and takes them.
+    """Chooses requests that give up pages, rows or an adapter slot, and takes these from them.
 
     Args:
         table: The requests.
@@ -97,7 +97,7 @@ class Preemption:
         return bool(victims)
 
     def _victims(self, state: RequestState, num_pages: int, draft: PlanBuilder) -> list[RequestState]:
-        """Who gives up pages so that there are so many; nobody where there are, or where all have too few."""
+        """Requests that give up pages until `num_pages` are there; none if they are already, or if all have too few."""
         lack = num_pages - self._kv.num_available
         if lack <= 0 or (draft.unobtainable is not None and lack >= draft.unobtainable):
             return []
@@ -119,7 +119,7 @@ class Preemption:
         """Whether there are pages for the adapter of a waiting request and for what it computes first, or could be.
 
         An adapter that came without them would lose its pages to what the running requests grow, and come again. One
-        whose size is not known is read in any case; to a request that is overdue the pages come.
+        of unknown size is read in any case. A request that is overdue gets the pages that come free.
         """
         if state.adapter_pages is None or state.num_bypasses >= MAX_BYPASSES or not self._table.running:
             return True
@@ -156,7 +156,7 @@ class Preemption:
                 return
 
     def _less_entitled(self, state: RequestState, draft: PlanBuilder) -> RequestState | None:
-        """Whom to preempt for the growth of a request: of all behind it the last, paused ones first."""
+        """The request to preempt for the growth of `state`: the least entitled one behind it, paused ones first."""
         by_place = self._by_place(draft)
         while by_place and not (by_place[-1].status == "running" and draft.may_preempt(by_place[-1])):
             by_place.pop()

@@ -1,4 +1,4 @@
-"""One request inside the scheduler: its tokens, pages, lease and place in life. The scheduler acts on it."""
+"""One request inside the scheduler: its tokens, pages, lease and state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK"]
 
 
 class OutputFacts(NamedTuple):
-    """What is told once."""
+    """Facts that only the first output carries."""
 
     adapter_state: AdapterState | None = None
     queue_s: float | None = None
@@ -124,7 +124,7 @@ class RequestState:
     queued_units: float = 0.0
     """Predicted price of what is to be computed, as counted when it began to wait."""
     start_by_s: float = math.inf
-    """The last second at which a start keeps its deadline."""
+    """The latest second at which it can start and keep its deadline."""
     share: object = None
     """Its place in the fair order; the order's own."""
     queue_key: tuple[float, ...] = ()
@@ -215,7 +215,7 @@ class RequestState:
 
     @property
     def tokens_to_reserve(self) -> int:
-        """Tokens for which a preempted request takes pages on return, so that it needs none while protected."""
+        """Tokens for which a preempted request takes pages on return; then it needs no more pages while protected."""
         if not self.num_preemptions:
             return 0
         return max(self.num_tokens, min(self.progress_mark, kv_tokens(self.request)))
@@ -278,7 +278,7 @@ class RequestState:
         self.status, self.waiting_reason, self.lease, self.next_chunk = "waiting", "NO_PAGES", None, None
 
     def lose_kv(self) -> None:
-        """All its tokens are to be computed anew."""
+        """Mark all its tokens as not computed."""
         self.num_computed = 0
         self.prompt_logprobs = []
 

@@ -1,6 +1,6 @@
-"""All requests of the engine: each is in one of waiting and running, and in the fair order, with its pages and lease.
+"""All requests of the engine: each is either waiting or running, and in the fair order, with its pages and lease.
 
-What moves a request from one place to another is decided elsewhere; here it is written down in all books at once.
+Other modules decide when a request moves from one state to another. This one updates all records of it at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPARE_ENTRIES = 64
 
 
 class Deadlines:
-    """Seconds by which requests are to start.
+    """The seconds by which requests must start.
 
     Args:
         requests: All that live, by id.
@@ -150,7 +150,7 @@ class WaitingQueue:
         return heir is not None
 
     def keep_holds(self, looked_at: Collection[str]) -> None:
-        """Drop the holds of all other requests, so that their adapters are not in the way."""
+        """Drop the holds of all other requests; their adapters can then be evicted."""
         for state in [state for name, state in self._holders.items() if name not in looked_at]:
             self._unhold(state)
 
@@ -192,7 +192,7 @@ class WaitingQueue:
 
 
 class RequestTable:
-    """The requests and the books that have them.
+    """The requests and everything that keeps a record of them.
 
     Args:
         order: Who is next for a row.

@@ -1,7 +1,6 @@
-"""Who sits in the step: rows, and pages to begin with, for the first in the fair order.
+"""Gives rows, and the first pages, to the first requests in the fair order. Acts when nothing can be computed.
 
-Waiting is a reason, not a place: each plan looks at the first requests in the fair order, and one that is blocked does
-not block those behind it.
+Each plan looks at the first requests in the fair order. One that is blocked does not block those behind it.
 """
 
 from __future__ import annotations

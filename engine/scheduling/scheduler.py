@@ -59,7 +59,7 @@ class Scheduler:
         evictor: Makes room in the pool.
         prefixes: KV pages of earlier requests; None does without.
         swap: Host memory of preempted requests.
-        costs: Decide between swapping and computing anew.
+        costs: Decide between swapping and computing again.
         prefix_seed: What a request's KV cache depends on besides its tokens, and who may share it.
         prices: What the work of a step costs its tenant.
         clock: Monotonic seconds.
@@ -134,7 +134,7 @@ class Scheduler:
 
     @property
     def num_held_up(self) -> int:
-        """Requests that wait for their adapters to be loaded though there are places for them in a step."""
+        """Requests that wait for nothing but the load of their adapter: a step has places for them."""
         places = self._config.max_running - self.num_rows
         return min(places, self.table.waiting.num_loading()) if places > 0 else 0
 
@@ -200,7 +200,7 @@ class Scheduler:
             self.finish(state.request_id, "error", EXPIRED)
         self.table.order.tick(now_s)
         draft = PlanBuilder(step=self._step + 1)
-        # Each fork of a beam has a token for itself, so that a search takes a step in every step.
+        # Each fork of a beam has its own token: then every beam of a search advances in every step.
         num_forks = sum(search.num_forks for search in self._outcomes.searches.values())
         draft.budget = self._chunks.tokens_left() - num_forks
         self._rows.fill(draft)
@@ -247,7 +247,7 @@ class Scheduler:
         self._chunks.note_step(seconds)
 
     def complete(self, step: int) -> None:
-        """Note that a step is complete, so that pages which it read may be used again."""
+        """Note that a step is complete; pages that it read may be used again."""
         self._pool.complete(step)
         self.table.kv.note_complete()
 

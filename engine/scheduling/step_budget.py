@@ -2,8 +2,7 @@
 
 Without `scheduler.itl_target_ms` prompts take what `scheduler.step_tokens` leaves. The batch lane makes the decoding
 part of a step with interactive requests longer by at most `scheduler.batch_stretch`. For a minute after such a step,
-its own steps are kept as short, so that the next interactive request does not wait long. With a target, all steps
-keep it.
+its own steps are kept as short, and the next interactive request does not wait long. With a target, all steps keep it.
 
 How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
 steps. Units are those of `weft.engine.fairness.tenant_service`; one is the time of a prompt token, so the slope is
@@ -100,7 +99,7 @@ class StepBudget:
 
     @property
     def keeps_short(self) -> bool:
-        """Whether interactive requests were there of late, so that steps of the batch lane are kept short."""
+        """Whether there were interactive requests in the last minute: then steps of the batch lane are kept short."""
         return self._batch_s < KEEPS_SHORT_S
 
     def tokens(self, num_decoding: int) -> int:

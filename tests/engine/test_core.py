@@ -312,7 +312,7 @@ def test_scores_that_are_no_numbers_end_their_own_request_only(monkeypatch: pyte
 
     def spoil(plan: StepPlan) -> list[ChunkResult]:
         return [
-            replace(result, token_id=None, is_unsound=True) if result.request_id == "wild" else result
+            replace(result, token_id=None, is_non_finite=True) if result.request_id == "wild" else result
             for result in execute(plan)
         ]
 

@@ -143,8 +143,8 @@ def test_an_adapter_that_overflows_ends_its_own_chunk_only(model: Path, tmp_path
     driver.tables.host_scalings[wild.slot] = 1e30
     requests = [driver.request(tokens, each, params=SamplingParams()) for each in (wild, None)]
     spoilt, sound = driver.run(requests)
-    assert (spoilt.is_unsound, spoilt.token_id) == (True, None)
-    assert (sound.is_unsound, sound.token_id) == (False, alone)
+    assert (spoilt.is_non_finite, spoilt.token_id) == (True, None)
+    assert (sound.is_non_finite, sound.token_id) == (False, alone)
 
 
 def test_prompt_scores_that_overflow_are_told(model: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_prompt_scores_that_overflow_are_told(model: Path, tmp_path: Path) -> No
     request = driver.request(prompt(6), wild)
     chunk = driver.chunk(request, 4, prompt_logprobs=2)
     (result,) = driver.runner.execute(driver.plan([chunk], request.new_pages))
-    assert result.is_unsound
+    assert result.is_non_finite
 
 
 def moves(pages: Sequence[int], host_pages: Sequence[int]) -> list[PageMove]:

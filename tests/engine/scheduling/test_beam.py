@@ -20,7 +20,7 @@ from simulation.driven import (
     request,
 )
 from weft.adapters.ref import AdapterRef
-from weft.engine.request import INTERNAL, UNSOUND, FlowKey, GenerationRequest
+from weft.engine.request import INTERNAL, NON_FINITE, FlowKey, GenerationRequest
 from weft.engine.sampling_params import BeamParams
 from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError
@@ -243,14 +243,14 @@ def test_scores_that_are_no_numbers_end_the_whole_search(monkeypatch: pytest.Mon
     def unsound(plan: StepPlan) -> list[ChunkResult]:
         results = carry_out(plan)
         if plan.step == 4:
-            results[1] = ChunkResult(request_id=results[1].request_id, is_unsound=True)
+            results[1] = ChunkResult(request_id=results[1].request_id, is_non_finite=True)
         return results
 
     monkeypatch.setattr(simulator.runner, "carry_out", unsound)
     simulator.submit(beam_request("search"))
     simulator.run()
     (output,) = simulator.outputs["search"]
-    assert (output.finish_reason, output.error) == ("error", UNSOUND)
+    assert (output.finish_reason, output.error) == ("error", NON_FINITE)
     simulator.pump()
     assert is_empty(simulator)
 

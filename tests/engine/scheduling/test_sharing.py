@@ -358,7 +358,8 @@ def test_forks_go_on_when_their_leader_is_preempted(costs: object) -> None:
     simulator.submit(*requests)
     leader = simulator.scheduler.table.requests["lead"]
     while not leader.num_preemptions:
-        simulator.pump(2)
+        simulator.pump()
+    simulator.pump()
     assert leader.num_computed < leader.num_prompt
     assert "FORK" not in simulator.core.status().waiting_reasons
     simulator.run()

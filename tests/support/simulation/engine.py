@@ -21,7 +21,7 @@ from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
 from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.images import HostImages
 from weft.config import SchedulerConfig
-from weft.engine.request import EXPIRED, INTERNAL, UNSOUND, RequestOutput
+from weft.engine.request import EXPIRED, INTERNAL, NON_FINITE, RequestOutput
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError, WeftError
 from weft.memory.pool import PageState
@@ -338,7 +338,7 @@ class Simulation(SimulatedEngine):
             reasons = {
                 AdapterUnavailableError.code: digest in self.loader.failed,
                 EXPIRED.code: request.flow.deadline_s is not None and not any(part.token_ids for part in life.outputs),
-                UNSOUND.code: output.request_id in self.runner.unsound,
+                NON_FINITE.code: output.request_id in self.runner.unsound,
                 INTERNAL.code: output.request_id in self.runner.hit,
                 NeverFitsError.code: self._never_fits(truth) or too_large,
                 CapacityError.code: self._num_kept > 0,

@@ -177,7 +177,7 @@ class SimulatedRunner:
         keys = self._read(chunk, truth)
         if self._rng.random() < self._unsound:
             self.unsound.add(chunk.request_id)
-            return ChunkResult(request_id=chunk.request_id, is_unsound=True)
+            return ChunkResult(request_id=chunk.request_id, is_non_finite=True)
         sample = chunk.sample
         token_id = None if sample is None else next_token(keys, sample.choice_index)
         targets = chunk.prompt_targets or []

@@ -18,7 +18,7 @@ from weft.registry.db import database as database_module
 from weft.registry.db import postgres, postgres_connection, sqlite
 from weft.registry.db.database import Database
 from weft.registry.db.database import database_url as parse_url
-from weft.registry.db.migrations import OLDEST, upgrade
+from weft.registry.db.migrations import upgrade
 from weft.registry.db.models import AuditRow, KeyRow
 from weft.registry.usage.write import insert_events
 
@@ -61,7 +61,7 @@ def _schema(connection: Connection) -> dict[str, object]:
 @pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
 def test_a_new_database_is_like_one_of_the_oldest_revision_after_its_upgrade(backend: str) -> None:
     """A change of the models without a revision that makes the same change fails here."""
-    old = (Path(__file__).parent / f"schema_{OLDEST}.{backend}.sql").read_text()
+    old = (Path(__file__).parent / f"schema_0001.{backend}.sql").read_text()
     schemas = []
     for statements in ("", *old.split(";\n")), [""]:
         engine = create_engine("sqlite://" if backend == "sqlite" else with_driver(fresh_database()))
@@ -70,7 +70,7 @@ def test_a_new_database_is_like_one_of_the_oldest_revision_after_its_upgrade(bac
                 connection.exec_driver_sql(statement)
         with engine.begin() as connection:
             before, after = upgrade(connection)
-            assert (before, after) == (None if statements == [""] else OLDEST, NEWEST)
+            assert (before, after) == (None if statements == [""] else "0001", NEWEST)
             schemas.append(_schema(connection))
             assert len(schemas[-1]) > 15
         engine.dispose()
@@ -92,27 +92,19 @@ async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path, database
         await database.close()
 
 
-async def test_a_database_of_a_newer_weft_is_refused(tmp_path: Path, database_url: str | None) -> None:
-    database = await Database.open(database_url, tmp_path)
-    async with database.write() as session:
-        await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    await database.close()
-    with pytest.raises(ConfigError, match="newer Weft"):
-        await Database.open(database_url, tmp_path)
-
-
-async def test_a_database_older_than_the_history_is_refused_and_left_as_it_is(
-    tmp_path: Path, database_url: str | None
+@pytest.mark.parametrize("revision", ["9999", "0006"])
+async def test_a_database_with_an_unknown_schema_is_refused_and_left_as_it_is(
+    tmp_path: Path, database_url: str | None, revision: str
 ) -> None:
     database = await Database.open(database_url, tmp_path)
     async with database.write() as session:
-        await session.execute(text("UPDATE alembic_version SET version_num = '0005'"))
+        await session.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
         await session.execute(text("DROP TABLE files"))
     for _ in range(2):
-        with pytest.raises(ConfigError, match=f"at schema 0005.*takes {OLDEST} and later.*empty database"):
+        with pytest.raises(ConfigError, match=f"has schema {revision}.* newer Weft or a pre-release .*empty database"):
             await Database.open(database_url, tmp_path)
     async with database.read() as session:
-        assert await session.scalar(text("SELECT version_num FROM alembic_version")) == "0005"
+        assert await session.scalar(text("SELECT version_num FROM alembic_version")) == revision
     await database.close()
 
 

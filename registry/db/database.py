@@ -1,7 +1,6 @@
-"""The database: one async engine, short read and write transactions, errors in Weft's own words.
+"""The database: SQLite or PostgreSQL, short read and write transactions, errors as Weft's errors.
 
-SQLite or PostgreSQL, by the URL; both let one writer in at a time and show readers one snapshot. Knows nothing of
-what the tables mean.
+Both databases have one writer at a time, and readers see one snapshot. Nothing here knows what the tables mean.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from weft.registry.db.migrations import upgrade
 
 RETRY_MS = 50
 TURN_S = 30.0
-"""Longest wait for the writers before us in this process: a long queue is no outage, one behind a dead database is."""
+"""Longest wait for other writers of this process: a long queue is no outage, but a queue behind a dead database is."""
 CLOSE_S = 1.0
-"""Seconds that reads may still take when the database closes; then they are cancelled."""
+"""Seconds that reads may take when the database is closed; then they are cancelled."""
 _WRITER = {"weft_writer": True}
 
 
@@ -42,14 +41,14 @@ class Database:
 
     def __init__(self, engine: AsyncEngine, reader: Engine | None, revisions: tuple[str | None, str | None]) -> None:
         self.revision_before, self.revision = revisions
-        """The schema's revision when it was found, and now; None for an empty database."""
+        """The schema's revision before the upgrade (None: the database was empty), and after it."""
         self._engine = engine
         self._reader = reader
-        """Reads in a thread what one statement finds, where that is quicker."""
+        """For SQLite: runs single statements in a thread, which is faster."""
         self._threads = ThreadPoolExecutor(sqlite.MAX_READERS, "registry-reader")
         self._writer = asyncio.Lock()
         self._reads: dict[asyncio.Future[None], asyncio.Task[object] | None] = {}
-        """The end of each read under way, and the task that reads."""
+        """The reads under way: a future for the end of each, and its task."""
         self._read_sessions = async_sessionmaker(engine, expire_on_commit=False)
         self._write_sessions = async_sessionmaker(engine.execution_options(**_WRITER), expire_on_commit=False)
 
@@ -81,7 +80,7 @@ class Database:
         return cls(engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions)
 
     async def close(self) -> None:
-        """Close all connections, after what is being read, which has `CLOSE_S` seconds."""
+        """Wait up to `CLOSE_S` seconds for the reads under way, and close all connections."""
         reads = {end: task for end, task in self._reads.items() if task not in (None, asyncio.current_task())}
         if reads:
             _, slow = await asyncio.wait(reads, timeout=CLOSE_S)
@@ -120,7 +119,7 @@ class Database:
             end.set_result(None)
 
     async def rows(self, statement: Executable, values: Mapping[str, object] | None = None) -> Sequence[Any]:
-        """What one statement finds, with these values for its parameters.
+        """The rows of one statement, with these values for its parameters.
 
         Raises:
             CapacityError: The database cannot answer; code db.unavailable.
@@ -187,7 +186,7 @@ def database_url(url: str | None, data_dir: Path) -> URL:
 
 
 def insert_into(session: AsyncSession, table: Any) -> postgresql_dialect.Insert | sqlite_dialect.Insert:  # noqa: ANN401 - a table or its class
-    """INSERT in the database's own dialect, which says what to do with rows that are there already."""
+    """INSERT of the database's own dialect, which has ON CONFLICT."""
     if session.get_bind().dialect.name == "postgresql":
         return postgresql_dialect.insert(table)
     return sqlite_dialect.insert(table)
@@ -200,10 +199,10 @@ def _reason(error: DBAPIError) -> str:
 
 @asynccontextmanager
 async def turn(lock: asyncio.Lock) -> AsyncIterator[None]:
-    """Hold a lock that others hold for the length of a transaction: wait no longer for it than for the database's own.
+    """Hold a lock that others hold during a transaction; wait at most `TURN_S` seconds for it.
 
     Raises:
-        CapacityError: Those before us wait for the database too; code db.unavailable.
+        CapacityError: The lock was not free in time; code db.unavailable.
     """
     try:
         async with asyncio.timeout(TURN_S):
@@ -233,5 +232,5 @@ def _own_errors() -> Iterator[None]:
 
 
 def unavailable() -> CapacityError:
-    """The refusal while the database cannot answer."""
+    """The error while the database cannot answer."""
     return CapacityError("The database cannot answer now; try again.", code="db.unavailable")

@@ -1,8 +1,7 @@
 """PostgreSQL: bounded waits, snapshots for readers, one writer at a time across all servers.
 
-Writers take an advisory lock as their first statement, so each sees all that was committed before it: what SQLite's
-BEGIN IMMEDIATE gives. Nothing has to be retried for serialisation, and a counter read is a counter written. Knows
-nothing of what the tables mean.
+A writer takes an advisory lock as its first statement, so it sees everything that was committed before. SQLite's BEGIN
+IMMEDIATE gives the same. No transaction has to be retried.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def open_postgres(url: URL) -> AsyncEngine:
             "async_creator_fn": BoundedConnection.connect,
             "connect_timeout": CONNECT_S,
             "options": _SESSION,
-            # Without these, a server that vanished would be waited for until the kernel gives up, after a quarter hour.
+            # Else the kernel waits a quarter of an hour for a server that vanished.
             "keepalives_idle": 10,
             "keepalives_interval": 5,
             "keepalives_count": 3,

@@ -1,7 +1,7 @@
-"""A connection to PostgreSQL that waits for no answer without end.
+"""A connection to PostgreSQL with a limit on every wait for an answer.
 
-A server whose disk or machine hangs neither answers nor goes away: its own limits do not fire, and the network sees
-nothing wrong. Imported only where the driver is installed.
+A server with a hanging disk or machine neither answers nor closes the connection: its own timeouts do not fire, and the
+network looks fine. Imported only if the driver is installed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from psycopg.pq import TransactionStatus
 from psycopg.waiting import wait_async
 
 LIVENESS_S = 5.0
-"""For the pool's question whether a connection lives; the only statement outside of transactions."""
+"""For the pool's check that a connection lives: the only statement outside of transactions."""
 ANSWER_S = 35.0
-"""For any other statement: more than the server's own limit."""
+"""For other statements; more than the server's own limit."""
 POLL_S = 0.1
 
 ResultT = TypeVar("ResultT")
 
 
 class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
-    """Ends itself when an answer does not come in time, or is not waited for any longer."""
+    """Closes itself when an answer does not come in time, or when the caller stops waiting for it."""
 
     async def wait(self, gen: PQGen[ResultT], interval: float = POLL_S, *_: object, **__: object) -> ResultT:
-        """Carry out one exchange with the server: all of the driver's go through here.
+        """One exchange with the server; the driver makes all exchanges through this method.
 
         Raises:
             OperationalError: No answer.

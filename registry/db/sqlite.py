@@ -1,6 +1,6 @@
 """SQLite: WAL mode with an fsync per commit; writers take their lock at BEGIN.
 
-So a transaction that has read never fails when it comes to write. Knows nothing of what the tables mean.
+A transaction that has read can always write: it never finds that another one wrote in between.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 BUSY_TIMEOUT_MS = 5000
 MAX_READERS = 2
-"""Connections, and threads, of the engine that reads in one go."""
+"""Connections, and threads, of the engine for single reads."""
 CACHE_KIB = 512
-"""Pages of the database that each connection keeps; the system keeps them for all of them anyway."""
+"""Cache of each connection; the operating system caches the file for all of them."""
 
 
 def open_sqlite(url: URL) -> AsyncEngine:
     """An engine for a SQLite file."""
-    # Prepared statements are not kept: one with many rows takes 100 kB, each number of rows makes another, and
-    # each connection has its own. Preparing again costs less than the way to the connection's thread.
+    # No cache of prepared statements: an INSERT of many rows takes 100 kB, for each number of rows and each
+    # connection. Preparing a statement again costs less than the way to the connection's thread.
     engine = create_async_engine(
         url.set(drivername="sqlite+aiosqlite"), pool_size=4, max_overflow=4, connect_args={"cached_statements": 0}
     )
@@ -32,7 +32,7 @@ def open_sqlite(url: URL) -> AsyncEngine:
 
 
 def open_sqlite_reader(url: URL) -> Engine:
-    """A second engine for the same file, for reads in a thread: with aiosqlite a statement takes six ways to one."""
+    """A second engine for the same file, for reads in our threads: aiosqlite changes threads six times a statement."""
     engine = create_engine(url.set(drivername="sqlite"), pool_size=MAX_READERS)
     event.listen(engine, "connect", _set_up_connection)
     return engine
@@ -49,7 +49,7 @@ def is_full(error: DBAPIError) -> bool:
 
 
 def _set_up_connection(connection: DBAPIConnection, _record: object) -> None:
-    # Without this the driver would begin transactions by itself, too late and never IMMEDIATE.
+    # Else the driver begins transactions by itself: too late, and never IMMEDIATE.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")

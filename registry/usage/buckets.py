@@ -1,7 +1,7 @@
-"""The minutes, hours and days of a time zone that usage is cut into: in SQL, and back to moments.
+"""Buckets of usage: minutes, hours and days of a time zone, as SQL expressions and as moments.
 
-Between two transitions a zone's offset is constant, so a bucket is arithmetic on `at` with one CASE over the
-transitions of the range. An hour is a real one: where clocks go back, two bear one name. Knows no table.
+A zone has a constant offset between two transitions: a bucket is arithmetic on `at` with one CASE over the transitions
+of the range. Hours are real hours: where clocks go back, two hours have the same name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from weft.registry.names import check_text
 from weft.registry.records import Bucket
 
 WIDTHS: dict[Bucket | None, int] = {None: 0, "1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}
-"""Microseconds, but for the days on which clocks change."""
+"""Microseconds; days on which clocks change are longer or shorter."""
 
 
 def zone(name: str) -> ZoneInfo:
     """The time zone of this IANA name.
 
     Raises:
-        InvalidRequestError: There is none.
+        InvalidRequestError: There is no such zone.
     """
     try:
         return ZoneInfo(check_text(name, "tz", 64))
@@ -39,13 +39,13 @@ def zone(name: str) -> ZoneInfo:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The buckets of one width in one zone, valid for a range."""
+    """Buckets of one width in one zone, for one range."""
 
     bucket: Bucket | None
     zone: ZoneInfo
     pieces: tuple[tuple[int, int], ...] = ((0, 0),)
-    """First microsecond and offset (microseconds east of UTC); of hours, what the offset has beyond whole hours. The
-    first piece has no beginning."""
+    """Times of constant offset: first microsecond (that of the first one does not count), and offset in microseconds
+    east of UTC, for hours modulo an hour."""
 
     @classmethod
     def between(cls, bucket: Bucket | None, zone: ZoneInfo, first: int, last: int) -> Buckets:
@@ -61,22 +61,22 @@ class Buckets:
 
     @property
     def hold_hours(self) -> bool:
-        """Whether some hours of UTC lie in one bucket each."""
+        """Whether there are hours of UTC that lie in one bucket."""
         return self.bucket != "1m" and not (self.bucket == "1h" and all(offset for _, offset in self.pieces))
 
     @property
     def cut_hours(self) -> bool:
-        """Whether some hours of UTC lie in more than one bucket."""
+        """Whether there are hours of UTC that lie in more than one bucket."""
         moments = (*(begin for begin, _ in self.pieces[1:]), *(offset for _, offset in self.pieces))
         return any(moment % HOUR_US for moment in moments)
 
     def key(self, at: ColumnElement[int]) -> ColumnElement[int]:
-        """What all moments of a bucket have in common; grows with time."""
+        """A number that is the same for all moments of a bucket; later buckets have larger ones."""
         local, width = at + self._offset(at), WIDTHS[self.bucket]
         return local // width * width if self.bucket == "1d" else at - local % width
 
     def is_cut(self, hour: ColumnElement[int]) -> ColumnElement[bool]:
-        """Whether an hour of UTC, given by its first microsecond, lies in more than one bucket."""
+        """Condition on the first microsecond of an hour of UTC: the hour lies in more than one bucket."""
         return self.key(hour) != self.key(hour + (HOUR_US - 1))
 
     def span(self, key: int) -> tuple[datetime, datetime]:
@@ -91,7 +91,7 @@ class Buckets:
         return from_micros(begin), from_micros(end)
 
     def _midnight(self, day: date) -> datetime:
-        """Where clocks skip midnight or have it twice, the first moment of the day."""
+        """The first moment of a day, also where clocks skip midnight or have it twice."""
         return datetime.combine(day, time(), self.zone).astimezone(UTC)
 
     def _offset(self, at: ColumnElement[int]) -> ColumnElement[int]:
@@ -101,7 +101,7 @@ class Buckets:
 
 
 def _pieces(zone: ZoneInfo, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The times of constant offset: since when, and the offset, both in microseconds."""
+    """The times of constant offset: begin and offset, both in microseconds."""
 
     def offset(micros: int) -> int:
         return (from_micros(micros).astimezone(zone).utcoffset() or timedelta()) // timedelta(microseconds=1)

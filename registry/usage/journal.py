@@ -1,7 +1,6 @@
-"""An append-only journal on disk: lines with a checksum, one fsync for all who wait.
+"""An append-only journal on disk: lines with a checksum, and one fsync for all callers that wait.
 
-A folder of numbered files, each written by one process until it is closed and never again. Knows nothing of what a
-line means, nor of databases.
+The journal is a folder of numbered files. One process writes a file until it is closed; nobody writes to it after that.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class JournalLines:
-    """What one file holds."""
+    """The content of a file."""
 
     payloads: list[bytes]
     damaged: int
-    """Complete lines whose checksum is wrong; an unfinished last line is none."""
+    """Number of complete lines with a wrong checksum; an unfinished last line does not count."""
 
 
 def encode_line(payload: bytes) -> bytes:
@@ -52,7 +51,7 @@ def encode_line(payload: bytes) -> bytes:
 
 
 def read_lines(path: Path) -> JournalLines:
-    """Read a file as far as it can be trusted. A crash may leave half a line at the end, which is left out."""
+    """Read a file. Leaves out damaged lines, and the half line that a crash may leave at the end."""
     *complete, _torn = path.read_bytes().split(b"\n")
     payloads = [payload for line in complete if (payload := _decode_line(line)) is not None]
     return JournalLines(payloads, len(complete) - len(payloads))
@@ -67,10 +66,7 @@ def _decode_line(line: bytes) -> bytes | None:
 
 
 class JournalFiles:
-    """The folder: the file being written, and the closed ones that nobody removed yet.
-
-    Blocks; not thread-safe: one thread at a time.
-    """
+    """The folder: the file being written, and the closed files. Blocks. Thread: one at a time."""
 
     def __init__(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,17 +74,17 @@ class JournalFiles:
         self._max_file_bytes = max_file_bytes
         self._lock_fd = _lock(folder)
         self.closed = sorted(folder.glob(f"*{_SUFFIX}"))
-        """Files with nothing more to come, oldest first; at the start what the last process left."""
+        """Closed files, oldest first; at the start those of the last process."""
         self._next_number = 1 + max((int(path.stem) for path in folder.glob("[0-9]*.*")), default=0)
         self._fd: int | None = None
         self._path = folder
         self._size = 0
 
     def write(self, lines: bytes, *, durable: bool) -> None:
-        """Append whole lines; with `durable` they survive a power cut from the return on.
+        """Append whole lines; with `durable` they survive a power cut after this returns.
 
         Raises:
-            OSError: Nothing of `lines` counts as written.
+            OSError: None of the lines was written.
         """
         if self._fd is None:
             self._fd = self._open_next()
@@ -97,7 +93,7 @@ class JournalFiles:
             if durable:
                 os.fsync(self._fd)
         except OSError:
-            # After a failed write or fsync nobody knows what the file's tail holds: cut it, and go on in a new file.
+            # After a failed write or fsync the end of the file is unknown: cut it off, and go on in a new file.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             self.close_current()
@@ -107,19 +103,19 @@ class JournalFiles:
             self.close_current()
 
     def close_current(self) -> None:
-        """Close the file being written, if there is one; the next write begins another."""
+        """Close the file being written, if there is one; the next write begins a new file."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self.closed.append(self._path)
             os.close(fd)
 
     def remove(self, path: Path) -> None:
-        """Delete a closed file: everything in it is safe elsewhere."""
+        """Delete a closed file, after its events are in the database."""
         path.unlink()
         self.closed.remove(path)
 
     def set_aside(self, path: Path) -> None:
-        """Keep a closed file that has damaged lines under another name, for people to look at."""
+        """Rename a closed file with damaged lines to `.damaged`: it is kept for the operator."""
         path.rename(path.with_suffix(".damaged"))
         self.closed.remove(path)
 
@@ -145,10 +141,7 @@ class JournalFiles:
 
 
 class Journal:
-    """The same folder for an event loop: appends wait together for one fsync, made in a thread.
-
-    Thread: one event loop.
-    """
+    """The journal for an event loop: appends wait together for one fsync in a thread. Thread: one event loop."""
 
     def __init__(self, files: JournalFiles) -> None:
         self._files = files
@@ -161,23 +154,23 @@ class Journal:
 
     @classmethod
     async def open(cls, folder: Path) -> Journal:
-        """Take the folder.
+        """Lock the folder.
 
         Raises:
-            ConfigError: Another process has it.
+            ConfigError: Another process uses it.
         """
         return cls(await asyncio.to_thread(JournalFiles, folder))
 
     @property
     def closed(self) -> tuple[Path, ...]:
-        """Files with nothing more to come, oldest first."""
+        """Closed files, oldest first."""
         return tuple(self._files.closed)
 
     async def append(self, payload: bytes, *more: bytes) -> None:
-        """Append payloads, all in one group; returns when they are on disk for good.
+        """Append payloads as one group; returns when they are durable.
 
         Raises:
-            CapacityError: They are not; code storage.full, or storage.unavailable.
+            CapacityError: They are not on disk; code storage.full or storage.unavailable.
         """
         self.append_soon(payload, *more)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -185,9 +178,9 @@ class Journal:
         await waiter
 
     def append_soon(self, *payloads: bytes) -> None:
-        """Append payloads with the next group, without waiting and without an fsync of their own.
+        """Append payloads with the next group; does not wait, and causes no fsync.
 
-        They survive the death of the process once written; a power cut may take them until the next `append`.
+        Written payloads survive the death of the process. A power cut before the next `append` may lose them.
 
         Raises:
             CapacityError: The journal was closed; code storage.unavailable.
@@ -199,22 +192,22 @@ class Journal:
             self._writer = asyncio.create_task(self._write_all_groups())
 
     async def seal(self) -> tuple[Path, ...]:
-        """Write what was appended until now, close the file, and return all closed files, oldest first."""
+        """Write what was appended, close the file, and return all closed files, oldest first."""
         async with self._turn:
             await self._write_group()
             await self._run(self._files.close_current)
         return self.closed
 
     async def remove(self, path: Path) -> None:
-        """Delete a closed file: everything in it is safe elsewhere."""
+        """Delete a closed file, after its events are in the database."""
         await self._run(lambda: self._files.remove(path))
 
     async def set_aside(self, path: Path) -> None:
-        """Keep a closed file that has damaged lines under another name."""
+        """Rename a closed file with damaged lines to `.damaged`."""
         await self._run(lambda: self._files.set_aside(path))
 
     async def close(self) -> None:
-        """Write what was appended, and close the folder."""
+        """Write what was appended, and unlock the folder."""
         self._is_closed = True
         try:
             await self.seal()
@@ -228,7 +221,7 @@ class Journal:
                 await self._write_group()
 
     async def _write_group(self) -> None:
-        """Write everything that waits, as one group; those who wait for it learn how it went."""
+        """Write everything that waits as one group, and tell the waiting callers the result."""
         lines, self._lines = self._lines, []
         waiters, self._waiters = self._waiters, []
         if not lines:

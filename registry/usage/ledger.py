@@ -1,8 +1,7 @@
-"""Every token once: usage events from the journal into the database.
+"""The usage ledger: every event counts once, from the journal on disk to the database.
 
-An event is acknowledged when the journal has it on disk. One task moves the journal to SQL in batches; at start the
-files that a crash left are replayed, and requests that never got their final event are billed from their last
-progress mark. Knows nothing of how requests run.
+An event is acknowledged when the journal has it on disk. One task moves the journal to SQL in batches. At the start the
+files that a crash left are replayed, and a request without a final event is billed from its last progress mark.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a journal line says: how a request ended, or how far it has come."""
+    """A journal line: the end of a request (`final`), or its progress (`mark`)."""
 
     kind: Literal["final", "mark"]
     event: UsageEvent
@@ -61,11 +60,11 @@ class _File:
 
 
 class UsageLedger:
-    """Records usage durably, and answers what was used.
+    """Records usage durably, and answers queries.
 
-    Invariant: a final event that was acknowledged is in the database or in a journal file, and a file is removed only
-    after the transaction that holds its events. Marks of requests still running are written again before the file
-    that holds them goes. So a crash at any moment loses nothing, and the event's id keeps it from counting twice.
+    Invariant: an acknowledged final event is in the database or in a journal file. A file is removed only after the
+    transaction with its events has been committed, and after the marks in it of running requests were written again. So
+    a crash at any moment loses nothing, and the event's id prevents that it counts twice.
 
     Thread: the event loop that started it.
     """
@@ -97,7 +96,7 @@ class UsageLedger:
         self._mover: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Replay what a crash left in the journal's folder, and start moving.
+        """Replay what a crash left in the journal's folder, and start the task that moves events.
 
         Raises:
             CapacityError: The database cannot answer; the journal is closed then.
@@ -110,9 +109,9 @@ class UsageLedger:
         self._mover = asyncio.create_task(self._move_forever(), name="weft-usage-mover")
 
     async def close(self) -> None:
-        """Move what the journal holds, if the database lets us; what stays is replayed at the next start."""
+        """Move the rest of the journal if the database answers; else it is replayed at the next start."""
         if self._mover is not None:
-            async with self._moving:  # never in the middle of a transaction
+            async with self._moving:  # not in the middle of a transaction
                 self._mover.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._mover
@@ -126,9 +125,9 @@ class UsageLedger:
         return f"use_{to_micros(self._clock()):014x}{secrets.token_hex(8)}"
 
     async def record(self, event: UsageEvent) -> None:
-        """Write down how a request ended. Only then may its client see the end.
+        """Record the end of a request. Its client may see the end only after this.
 
-        The same id counts once, however often it is recorded; the first that is written wins.
+        An id counts once, however often it is recorded; the first event that is written counts.
 
         Raises:
             CapacityError: The event is not on disk; code storage.full or storage.unavailable. The request is billed
@@ -139,14 +138,14 @@ class UsageLedger:
         if self._unsealed_since is None:
             self._unsealed_since = self._monotonic()
         self._has_unmoved.set()
-        # A caller that is cancelled while it waits has recorded all the same.
+        # The event is recorded even if the caller is cancelled while it waits.
         await asyncio.shield(self._append_final(event))
 
     def progress(self, event: UsageEvent) -> None:
-        """Write down how far a request has come, after its tokens were sent; counts only if no end follows.
+        """Record the progress of a request after its tokens were sent. Counts only if no `record` follows.
 
         Args:
-            event: The event as it would be if the request ended now, under the same id; never after `record`.
+            event: The event as if the request ended now, under the id of its final event.
 
         Raises:
             InvalidRequestError: A field cannot be stored.
@@ -165,18 +164,18 @@ class UsageLedger:
         asked_at = self._num_flushes
         async with turn(self._moving):
             if self._last_good_flush > asked_at:
-                return  # one that began after this was asked for has moved all of it
+                return  # a flush that began after this call has moved everything
             self._num_flushes = this = self._num_flushes + 1
             if self._sealed_since is None:
                 self._sealed_since = self._unsealed_since
             self._unsealed_since = None
             self._has_unmoved.clear()
             try:
-                # One file at a time: after a long outage they may be more than fits into memory.
+                # One file at a time: after a long outage all files may not fit into memory.
                 for path in await self._journal.seal():
                     file = await asyncio.to_thread(_read_file, path)
                     await self._insert(entry.event for entry in file.entries if entry.kind == "final")
-                    # On a full disk a file stays for its marks, and those without make room.
+                    # On a full disk a file with marks stays; files without marks are removed and make room.
                     with contextlib.suppress(CapacityError):
                         await self._carry_marks(file)
                         await self._discard(file)
@@ -187,45 +186,45 @@ class UsageLedger:
             self._last_good_flush = this
 
     async def query(self, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
-        """Usage as the database has it, with its cost; `flush` first for what was acknowledged just now.
+        """Sums of usage in the database, with their cost. Call `flush` first to include the latest events.
 
         Raises:
-            InvalidRequestError: Range, grouping, limit or cursor make no sense.
+            InvalidRequestError: The query is wrong.
         """
         async with self._database.read() as session:
             return await usage_query.query(session, query, prices)
 
     async def events(self, query: UsageQuery) -> Page[UsageEvent]:
-        """The events themselves, oldest first, as the database has them.
+        """Single events in the database, oldest first.
 
         Raises:
-            InvalidRequestError: Range, limit or cursor make no sense.
+            InvalidRequestError: The query is wrong.
         """
         async with self._database.read() as session:
             return await usage_query.list_events(session, query)
 
     async def latency(self, query: UsageQuery) -> LatencyReport:
-        """Times to the first token and where adapters were, as the database has them, for whole hours.
+        """Times to the first token, and where adapters were, of the whole hours of a range.
 
         Raises:
-            InvalidRequestError: Range, grouping or filters make no sense, or the answer would be too long.
+            InvalidRequestError: The query is wrong, or the answer would be too long.
         """
         async with self._database.read() as session:
             return await latency.query(session, query)
 
     async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
-        """All that was ever asked of these adapters; ids without usage are missing."""
+        """All usage of these adapters by all tenants; ids without usage are absent."""
         async with self._database.read() as session:
             return await usage.summary(session, adapter_ids)
 
     async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
-        """Tokens billed to a tenant or a key until now, with what was acknowledged just now.
+        """Tokens billed to a tenant or a key, with the latest events.
 
         Args:
             holder: `{"tenant_id": ...}` or `{"key_id": ...}`.
             start: A full hour.
-            end: The full hour that no longer counts.
-            but: Ids of events that are counted elsewhere; may grow meanwhile.
+            end: The first full hour that does not count.
+            but: Ids of events that do not count; ids may be added during the call.
 
         Raises:
             CapacityError: Database or journal cannot answer now.
@@ -235,13 +234,13 @@ class UsageLedger:
             return await usage.count_tokens(session, holder, to_micros(start), to_micros(end), but)
 
     async def erase(self, key_ids: Collection[str]) -> int:
-        """Forget all that was used with these keys until now, as if it had never been: events and sums.
+        """Delete the events of these keys, and what they added to the sums.
 
-        For keys of which no request runs any more: one that ends later is recorded all the same. The audit log says
-        how much went. Other servers over this database may still have usage in their own journals.
+        A request that ends later is recorded as usual, so no request of the keys should be running. The audit log says
+        how many events were deleted. Other servers over this database may have more in their own journals.
 
         Returns:
-            How many events went.
+            Number of deleted events.
 
         Raises:
             CapacityError: Database or journal cannot be written now; nothing was erased, try again.
@@ -249,7 +248,7 @@ class UsageLedger:
         """
         await self.flush()
         async with turn(self._moving):
-            # Its events are in the database already, but it would be moved again and bring them back.
+            # The events of a file that stays are in the database, and would be inserted again after the delete.
             if self._journal.closed:
                 raise CapacityError(
                     "The usage journal cannot be emptied now; free some space.", code="storage.unavailable"
@@ -258,12 +257,12 @@ class UsageLedger:
                 return await usage.erase_keys(session, key_ids, self._clock())
 
     async def check(self) -> int:
-        """How many hourly sums differ from the events they were made of: 0, or there is a bug."""
+        """Number of rows of sums that differ from the sum of their events: 0, or there is a bug."""
         async with self._database.read() as session:
             return await usage.count_differences(session)
 
     def lag_s(self) -> float:
-        """Age in seconds of the oldest event that is not in the database yet; 0 when all are."""
+        """Age in seconds of the oldest event that is not in the database; 0 if there is none."""
         moments = [moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None]
         return max(self._monotonic() - min(moments), 0.0) if moments else 0.0
 
@@ -276,7 +275,7 @@ class UsageLedger:
         self._open_marks.pop(event.id, None)
 
     async def _bill_unwritten(self) -> None:
-        """Bill from their last marks those whose end the journal did not take."""
+        """Bill the requests with an end that the journal could not write, from their last marks."""
         ids = frozenset(self._unwritten)
         marks = [self._open_marks[each] for each in ids & self._open_marks.keys()]
         await self._insert(replace(mark, status=INTERRUPTED) for mark in marks)
@@ -285,7 +284,7 @@ class UsageLedger:
             self._open_marks.pop(each, None)
 
     async def _replay(self) -> None:
-        """Move what the last process left; whoever has marks but no end was cut off by its death."""
+        """Move what the last process left. A request with marks and no end was cut off when that process died."""
         marks: dict[str, UsageEvent] = {}
         paths = self._journal.closed
         num_ends = 0
@@ -299,7 +298,7 @@ class UsageLedger:
                     marks[event.id] = event
             for event in ends:
                 marks.pop(event.id, None)
-        # A mark may stand behind its end, but the end is in the database by now, and there the first one counts.
+        # A mark may come after its end in the journal. The end is in the database by now, and the first event counts.
         await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
         for path in paths:
             await self._discard(await asyncio.to_thread(_read_file, path))
@@ -307,7 +306,7 @@ class UsageLedger:
             _logger.info("usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks))
 
     async def _carry_marks(self, file: _File) -> None:
-        """Write the marks of requests that still run again before the file goes that holds them."""
+        """Write the marks of running requests again, before the file with them is removed."""
         marked = {entry.event.id for entry in file.entries if entry.kind == "mark"}
         marks = [_encoder.encode(_Entry("mark", self._open_marks[each])) for each in marked & self._open_marks.keys()]
         if marks:

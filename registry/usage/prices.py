@@ -1,7 +1,7 @@
-"""What tokens cost: whole numbers, so that the parts of a bill add up to the bill.
+"""Prices of tokens. Costs are whole numbers: the parts of a bill add up to the bill.
 
-A price is per million tokens with at most four decimal places, so a token costs a whole number of 10^-10 of the
-currency. Prices hold for the whole history: a question asked later with another table gets another answer.
+A price is per million tokens with at most four decimal places, so one token costs a whole number of 10^-10 of the
+currency. The current prices apply to the whole history.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from sqlalchemy import BigInteger, ColumnElement, FromClause, and_, case, cast, 
 UNITS = 10**10
 """Units of cost in one of the currency."""
 PART = 10**5
-"""Prices are summed up in parts, above and below so many units: a database's integers end at 2^63 units, which are
-no more than 900 million of a currency; in parts it is 9 * 10^13 tokens at any price."""
+"""Costs are summed in two parts, multiples of so many units and the rest. 2^63 units, the largest integer of databases,
+are only 900 million of a currency. In parts the sum of 9 * 10^13 tokens fits at any price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Units that one token costs, by what it was."""
+    """Units that one token costs, by its kind."""
 
     prompt: int
     """A prompt token that was computed."""
@@ -32,7 +32,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTable:
-    """Prices; the closest one counts: of the adapter, of its caller's tenant, of the base, the default."""
+    """Prices. The first that exists counts: of the adapter, of the caller's tenant, of the base, the default."""
 
     currency: str
     """Such as `EUR`."""
@@ -43,7 +43,7 @@ class PriceTable:
     adapters: Mapping[tuple[str, str], Price] = field(default_factory=dict)
     """By the caller's tenant and the adapter's name."""
     batch: PriceTable | None = None
-    """Of lines of batches; None charges them like all else."""
+    """Prices of lines of batches; None: as of other requests."""
 
     def costs(self, facts: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
         """The cost of each row of `facts` in two parts: the first in `PART` units, the second in units."""
@@ -76,7 +76,7 @@ class PriceTable:
 
 
 def cost_sums(prices: PriceTable | None, facts: FromClause) -> tuple[ColumnElement[int], ...]:
-    """The cost of all rows together, in the parts of `PriceTable.costs`; 0 without prices."""
+    """The sum of the costs of all rows, in the parts of `PriceTable.costs`; 0 without prices."""
     if prices is None:
         return literal(0, BigInteger), literal(0, BigInteger)
     return tuple(cast(func.coalesce(func.sum(cost), 0), BigInteger) for cost in prices.costs(facts))

@@ -1,7 +1,8 @@
-"""Holds callers to their rates and quotas: the dependency of every route that generates or tokenizes.
+"""Rates and quotas: the dependency of every route that generates or tokenizes.
 
-It runs before a byte of the body is read. 429 is the caller's own share; what Weft lacks is 503. The limits are the
-tenant's, whoever acts for it, and the key's; both come with the identity and are forgotten with it when they change.
+It runs before a byte of the body is read. 429 means that the caller has used its limits. The limits of the tenant
+count, also for an admin with `?tenant=`, and those of the key. Both come with the identity, and a change of them drops
+it.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from weft.server.services import Services, services_of
 
 
 def lease_of(request: Request) -> LimitReservation:
-    """What this request holds of the limits; `Boundary` has made it, and ends it with the request."""
+    """The request's reservation. `Boundary` makes it, and ends it with the request."""
     lease: LimitReservation = request.state.lease
     return lease
 
 
 async def shares_of(services: Services, caller: Caller, *, with_month: bool = False) -> list[Share]:
-    """The accounts of the tenant and the key, with what they may take.
+    """The accounts of tenant and key, with their limits.
 
     Args:
         services: Accounts, ledger and clocks.
-        caller: Who asks, and for whom.
-        with_month: Read the sum of the month also where nothing limits it.
+        caller: The caller and its tenant.
+        with_month: Read the sum of the month even if it has no limit.
 
     Raises:
-        CapacityError: The month's sum is not known, and the database cannot tell it now.
+        CapacityError: The month's sum is not known, and the database cannot answer now.
     """
     identity = caller.identity
     held: list[tuple[Holder, str, Limits]] = []
@@ -59,7 +60,7 @@ async def shares_of(services: Services, caller: Caller, *, with_month: bool = Fa
 
 
 async def _read_month(services: Services, share: Share, month: datetime) -> None:
-    """Have the month's sum from the ledger, and let what ends meanwhile count once."""
+    """Read the month's sum from the ledger; requests that end meanwhile count once."""
     account = share.account
     async with account.reading:
         if account.month == month:
@@ -80,7 +81,7 @@ class Admitted:
     """Dependency: a caller with the scope `infer`, within the limits.
 
     Args:
-        tokens: What a request takes at least.
+        tokens: Least tokens of a request.
 
     Raises:
         RateLimitError: The tenant or the key has reached a limit.
@@ -91,7 +92,7 @@ class Admitted:
         self._acting = CallerDependency("infer")
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
-        """Called by FastAPI for each request. One dependency: each costs about as much as the rest of a refusal."""
+        """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
         services, caller = services_of(request), await self._acting(request, tenant)
         shares = await shares_of(services, caller)
         lease_of(request).admit(shares, services.monotonic, services.metrics.limited, self._tokens)

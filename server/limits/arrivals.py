@@ -1,7 +1,7 @@
-"""The order in which requests that come at the same time are taken apart: tenants in turns, a few in each round.
+"""Order of requests that arrive at the same time: tenants in turns, a few requests per round of the event loop.
 
-To check, resolve and plan a request takes the event loop half a millisecond. When the streams of a flood end together,
-hundreds of its next requests are there at once, and the request of another tenant would stand behind all of them.
+Checking and planning a request takes the event loop half a millisecond. When the streams of a busy tenant end together,
+hundreds of its next requests arrive at once, and another tenant's request would wait behind all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 
 REQUESTS_A_ROUND = 4
-"""Requests that are let in in one round of the event loop."""
+"""Requests per round of the event loop."""
 
 
 class Arrivals:
@@ -19,11 +19,11 @@ class Arrivals:
     def __init__(self) -> None:
         self._room = REQUESTS_A_ROUND
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        """Who waits, by tenant; the tenant that is next is the first."""
+        """Waiting requests by tenant; the first tenant is the next one."""
         self._is_counting = False
 
     async def turn(self, tenant: str) -> None:
-        """Return when a request of this tenant may go on: at once, unless others came in the same round."""
+        """Wait for the turn of this request; returns at once unless others arrived in the same round."""
         loop = asyncio.get_running_loop()
         if not self._is_counting:
             self._is_counting = True
@@ -36,7 +36,7 @@ class Arrivals:
         await waiter
 
     def _begin_round(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the next in. Rounds are counted as long as somebody comes or waits."""
+        """Let the next requests in. There are rounds as long as requests arrive or wait."""
         self._is_counting = self._room < REQUESTS_A_ROUND or bool(self._lines)
         self._room = REQUESTS_A_ROUND
         while self._room and self._lines:

@@ -1,8 +1,8 @@
-"""Decides in front of the engine who may wait in it: by the predicted wait for the first token, tenant by tenant.
+"""Admission to the engine's queue, by the predicted wait for the first token of each tenant.
 
-The engine shares its steps fairly among tenants, so a tenant waits behind its own requests only, and its wait is what
-it has waiting divided by its rate. Requests that would wait too long are refused here, before they are tokenized, and
-are told when to come back (`weft.server.limits.return_slots`). All decisions are O(1) in requests and tenants.
+The engine shares its steps fairly among tenants: a tenant waits only behind its own requests, and its wait is its
+waiting work divided by its rate. A request that would wait too long is refused before it is tokenized, with the time to
+come back (`weft.server.limits.return_slots`). Each decision is O(1) in requests and tenants.
 
 Predicted waits from measured throughput: Patke et al., "Queue Management for SLO-Oriented Large Language Model Serving"
 (arXiv:2407.00047). Each tenant's part of the queue goes by what is free: Choudhury and Hahne, "Dynamic Queue Length
@@ -28,66 +28,67 @@ if TYPE_CHECKING:
 OVER_SHARE = "limit.queue"
 OVERLOADED = "server.overloaded"
 QUEUED_IN_VAIN = frozenset({"deadline.queue", "engine_overloaded"})
-"""The engine's own refusals for want of time or room."""
+"""Codes of the engine's refusals when its queue is full or a deadline has passed."""
 WAIT_SHARES = {-1: 0.1, 0: 0.22, 1: 0.65, 2: 0.9}
-"""Shares of the longest wait up to which requests are let in, by `ReturnSlots.turn`: those who come before their time;
-while refused ones have slots, all who have none; those whose time has come; those who came in time once before, in
-vain. So the engine never runs dry, a told time is kept to, and who comes back in time finds room. The rest is for
-errors of the prediction."""
+"""Share of the longest wait up to which a request is let in, by `ReturnSlots.turn`: -1 it came before its time; 0 it
+has no slot, while other requests have slots; 1 its time has come; 2 it came in time before and found no room. So the
+engine never runs dry, and a request that comes back at its time finds room. The rest is for errors of the
+prediction."""
 BOOKED_SHARE = 0.85
-"""Share of a tenant's rate that is given out as slots."""
+"""Share of a tenant's rate that is given to slots."""
 ACTIVE_S = 10.0
-"""A tenant counts among those who share the engine until so long after its last request."""
+"""A tenant counts as active for so long after its last request."""
 KEPT_S = 600.0
-"""What was learned and counted of a tenant is forgotten so long after its last request."""
+"""The state of a tenant is deleted so long after its last request."""
 FREE_FACTOR = 2
-"""A tenant may have so many times as many requests waiting as places are free: two thirds of all, if it is alone. So
-however many tenants fill the queue, there is a place for another."""
+"""A tenant may have so many times as many requests waiting as there are free places: two thirds of all places if it is
+alone. So there is always a place for another tenant."""
 OVER_FACTOR = 1.05
 START_FACTOR = 1.25
-"""Answers are longer on average than in the median, by which they are predicted."""
+"""Predictions use the median length of answers; the mean is longer."""
 FACTOR_UP, FACTOR_DOWN = 1.05, 0.995
 FACTOR_BOUNDS = (0.1, 10.0)
 LEARN_SHARE = 0.05
-"""Predictions below this share of the longest wait teach nothing: a step's length is as much."""
+"""Predictions below this share of the longest wait are not learned from: they are as short as a step."""
 MEAN_MEMORY = 64
 MIN_ANSWERS = 64
-"""Predictions teach nothing until the lengths of so many answers were seen."""
+"""Predictions are not learned from before so many answers were seen."""
 MAX_SLOTS = 65_536
-"""Open slots of all tenants, about 300 bytes each; beyond, refused requests are told a time but not recognised."""
+"""Most open slots of all tenants, about 300 bytes each. Without a slot a refused request is told a time, too, but it is
+not recognised when it comes back."""
 MAX_ADAPTERS = 4096
-"""Adapters remembered as loaded."""
+"""Most adapters that are remembered as loaded."""
 BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One HTTP request for a generation, as far as it is known before it is tokenized."""
+    """An HTTP request for a generation, before it is tokenized."""
 
     tenant: str
-    """Id; empty for an admin who stands for nobody."""
+    """Id; empty for an admin without a tenant."""
     name: str | None
     """The tenant's name, for the metrics."""
     weight: float
     adapter: str | None
-    """Digest; None is the base."""
+    """Digest; None: the base model."""
     num_bytes: int
     """Length of the body."""
     num_choices: int
-    """Requests that the engine gets."""
+    """Number of engine requests."""
     max_tokens: int
-    """Bound of each answer."""
+    """Longest answer of a choice."""
     deadline_s: float | None
-    """Seconds within which the client wants the first token."""
+    """Seconds in which the client wants the first token."""
     key: int
-    """The same for a request that is sent again."""
+    """Recognises a request that is sent again."""
 
 
 class TenantState(TypedDict):
     """What the gate knows of a tenant."""
 
     wait_s: float
-    """Predicted wait of a request that came now."""
+    """Predicted wait of a request that comes now."""
     refused: dict[str, int]
     """Refusals by error code."""
 
@@ -112,7 +113,7 @@ class _Tenant:
 
 
 class Admission:
-    """A request that was let in. Whoever gets one ends it, whatever happens in between."""
+    """A request that was let in. Its owner must call `end`, whatever happens."""
 
     __slots__ = ("_ask", "_gate", "_has_row", "_is_loaded", "_num_running", "_num_waiting", "_raw_s", "_units")
 
@@ -127,7 +128,7 @@ class Admission:
         self._num_running = 0
 
     def started(self, queue_s: float | None) -> None:
-        """One of the choices has its first output, after so many seconds in the engine."""
+        """One of the choices has its first output, after `queue_s` seconds in the engine."""
         if self._num_waiting > 0:
             if self._num_waiting == self._ask.num_choices and queue_s is not None:
                 self._gate._learn(self._ask, self._raw_s, queue_s, has_row=self._has_row, is_loaded=self._is_loaded)
@@ -136,18 +137,18 @@ class Admission:
             self._count_running(1)
 
     def finished(self, num_computed: int, num_prompt: int, num_output: int) -> None:
-        """One of the choices was generated to its end, with so many tokens; of the prompt's not all were computed."""
+        """One of the choices is complete. Of `num_prompt` tokens `num_computed` were computed, the rest was cached."""
         self._count_running(-min(1, self._num_running))
         self._gate._finished(self._ask, self._units / self._ask.num_choices, num_computed, num_prompt, num_output)
 
     def refused(self, error: WeftError) -> WeftError:
-        """The error, with the time to come back if the engine had no time or room for the request."""
+        """The engine's error; with the time to come back if its queue was full or the deadline passed."""
         if isinstance(error, CapacityError) and error.code in QUEUED_IN_VAIN:
             error.retry_after_s = self._gate._refuse_late(self._ask, error.code)
         return error
 
     def end(self) -> None:
-        """Forget the request; later calls change nothing."""
+        """The request has ended; later calls do nothing."""
         if self._num_waiting >= 0:
             share = self._units / self._ask.num_choices
             self._gate._leave_queue(self._ask, self._num_waiting, share * self._num_waiting)
@@ -165,10 +166,10 @@ class Gate:
 
     Args:
         max_wait_s: Longest predicted wait for a first token.
-        max_waiting: Most engine requests that wait.
-        load: What the engine last said; None where it said nothing yet.
+        max_waiting: Most engine requests that wait without a free row.
+        load: Returns the engine's last report; None before the first.
         clock: Monotonic seconds.
-        on_refusal: Told the error code and the tenant's name.
+        on_refusal: Called with the error code and the tenant's name.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Gate:
     ) -> None:
         self.lengths = Lengths()
         self.factor = START_FACTOR
-        """Actual over predicted wait, as few requests exceed."""
+        """Actual over predicted wait; few requests exceed it."""
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
         self._read_load = load
@@ -200,14 +201,15 @@ class Gate:
         self._next_sweep_s = -math.inf
         self._num_answers = 0
         self._num_untaught: int | None = None
-        """Starts to come that waited behind requests of which no length was known; None before any was known."""
+        """Number of starts still to come that waited behind requests of unknown length; None before any length is
+        known."""
 
     def admit(self, ask: Ask) -> Admission:
         """Let a request in.
 
         Raises:
-            RateLimitError: It would wait too long, since its tenant takes more than its share; code limit.queue.
-            CapacityError: It would wait too long, though its tenant does not; code server.overloaded.
+            RateLimitError: It would wait too long because its tenant takes more than its share; code limit.queue.
+            CapacityError: It would wait too long although its tenant does not; code server.overloaded.
         """
         now_s = self._clock()
         self._refresh(now_s)
@@ -223,7 +225,7 @@ class Gate:
         is_full = self._is_full(tenant)
         is_crowded = tenant.waiting > 0 and (is_late or is_full)
         if turn > 0 and not is_crowded:
-            tenant.slots.claim(ask.key)  # also where its own deadline forbids to wait: it came as it was told
+            tenant.slots.claim(ask.key)  # it came at its time, even if its own deadline forbids to wait
         if is_crowded or (tenant.waiting and wait_s > _deadline_s(ask)):
             after_s = _after_s(ask, wait_s, WAIT_SHARES[0] * self._max_wait_s)
             if is_crowded:
@@ -242,7 +244,7 @@ class Gate:
         return Admission(self, ask, units, raw_s, has_row=has_row, is_loaded=is_loaded)
 
     def snapshot(self) -> dict[str, TenantState]:
-        """What the gate knows of the tenants that have requests waiting or were refused lately, by id."""
+        """The tenants with waiting requests or recent refusals, by id."""
         self._refresh(self._clock())
         return {
             name: {
@@ -254,7 +256,7 @@ class Gate:
         }
 
     def _refresh(self, now_s: float) -> None:
-        """Take in the engine's last word, and once a second forget who is gone."""
+        """Read the engine's last report; once a second delete the state of tenants that are gone."""
         load = self._read_load()
         if load is not self._load:
             self._load = load
@@ -281,18 +283,20 @@ class Gate:
         return tenant
 
     def _rate(self, name: str, tenant: _Tenant) -> float:
-        """Units per second that the engine computes for a tenant with requests; 0 until it was measured."""
+        """Units per second that the engine computes for a tenant; 0 before it was measured."""
         if self._load is None:
             return 0.0
         told = self._load.tenants.get(name)
-        return max(
-            told.rate if told else 0.0, self._load.rate * tenant.weight / max(self._active_weight, tenant.weight)
-        )
+        return max(told.rate if told else 0.0, self._load.rate * self._share(tenant))
+
+    def _share(self, tenant: _Tenant) -> float:
+        """The tenant's part of the engine, by the weights of the active tenants."""
+        return tenant.weight / max(self._active_weight, tenant.weight)
 
     def _has_rows(self, tenant: _Tenant) -> bool:
-        """Whether the tenant's share of a step has room for all its requests. Then none waits long, at any rate."""
+        """Whether the tenant's share of the rows is enough for all its requests; then none of them waits long."""
         rows = self._load.rows if self._load else 0
-        return tenant.live < rows * tenant.weight / max(self._active_weight, tenant.weight)
+        return tenant.live < rows * self._share(tenant)
 
     def _is_full(self, tenant: _Tenant) -> bool:
         """Whether the tenant has its part of the queue. With a free row a request waits for the next step only."""
@@ -301,7 +305,7 @@ class Gate:
         return tenant.waiting - num_free_rows >= FREE_FACTOR * (self._max_waiting - num_queued)
 
     def _raw_wait_s(self, name: str, tenant: _Tenant, adapter: str | None, *, whole: bool = False) -> float:
-        """Wait by the estimates alone. Adapters of a tenant share what it gets, so a new one does not wait for all."""
+        """Wait by the estimates alone. A tenant's adapters share its rate: a new one does not wait for all others."""
         rate = self._rate(name, tenant)
         if not rate:
             return 0.0
@@ -312,13 +316,13 @@ class Gate:
         return units / rate
 
     def _units(self, ask: Ask) -> float:
-        """What a request is predicted to cost."""
+        """Predicted cost of a request."""
         prompt = ask.num_bytes / BYTES_PER_TOKEN
         output = self.lengths.p50(ask.tenant, ask.adapter, ask.max_tokens)
         return self._cost(prompt, prompt, output) + (ask.num_choices - 1) * self._cost(0, prompt, output)
 
     def _cost(self, computed: float, prompt: float, output: float) -> float:
-        """Units of an answer. Prompt tokens found in the prefix cache are not computed, but attended to."""
+        """Units of an answer. Cached prompt tokens are not computed, but attention reads them."""
         prices = self._load.prices if self._load else Prices()
         per_output = prices.output + prices.context * (prompt + output / 2)
         return computed * (prices.prompt + prices.prompt_context * prompt / 2) + output * per_output
@@ -336,13 +340,13 @@ class Gate:
         return CapacityError(message, retry_after_s=after_s, code=code)
 
     def _slot_after_s(self, ask: Ask, tenant: _Tenant, now_s: float, after_s: float, turn: int) -> float:
-        """Seconds after which the request has a slot, not less than `after_s`."""
+        """Seconds until the request's slot, at least `after_s`."""
         units, units_per_s = self._units(ask), self._rate(ask.tenant, tenant) / tenant.mean_cost
         if not units_per_s:
             return after_s
         if turn > 0:
             return tenant.slots.give_again(ask.key, now_s + after_s, units, units_per_s) - now_s
-        self._num_slots += 1  # counted anew once a second
+        self._num_slots += 1  # counted again once a second
         num_left, booked_per_s = MAX_SLOTS - self._num_slots, BOOKED_SHARE * units_per_s
         slot_s = tenant.slots.give(ask.key, now_s, now_s + after_s, units, booked_per_s, num_left=num_left)
         return slot_s - now_s
@@ -351,10 +355,10 @@ class Gate:
         told = self._load.tenants.get(name) if self._load else None
         of_rate = told.rate / self._sum_rates if told and self._sum_rates else 0.0
         of_backlog = tenant.live_units / self._live_units if self._live_units else 0.0
-        return max(of_rate, of_backlog) > OVER_FACTOR * tenant.weight / max(self._active_weight, tenant.weight)
+        return max(of_rate, of_backlog) > OVER_FACTOR * self._share(tenant)
 
     def _refuse_late(self, ask: Ask, code: str) -> float:
-        """Count a refusal by the engine; returns the seconds after which the request will be let in."""
+        """Count a refusal by the engine; returns the seconds after which the request may come back."""
         now_s = self._clock()
         self._refresh(now_s)
         tenant = self._enter(ask, now_s)
@@ -377,14 +381,14 @@ class Gate:
                 self._num_untaught = 2 * self._waiting
 
     def _learn(self, ask: Ask, raw_s: float, queue_s: float, *, has_row: bool, is_loaded: bool) -> None:
-        """Compare a prediction with what became of it."""
+        """Learn from the actual wait of a request."""
         if ask.adapter is not None:
             self._loaded.pop(ask.adapter, None)
             self._loaded[ask.adapter] = None
             if len(self._loaded) > MAX_ADAPTERS:
                 del self._loaded[next(iter(self._loaded))]
         if not is_loaded:
-            if has_row:  # else it waited for more than its adapter
+            if has_row:  # else it waited for a row, too
                 self._load_s += (max(0.0, queue_s - self.factor * raw_s) - self._load_s) / 8
         elif self._num_untaught is None or self._num_untaught > 0:
             self._num_untaught = self._num_untaught and self._num_untaught - 1
@@ -420,5 +424,5 @@ def _deadline_s(ask: Ask) -> float:
 
 
 def _after_s(ask: Ask, wait_s: float, limit_s: float) -> float:
-    """Seconds until the wait has fallen to what is allowed, if no more came."""
+    """Seconds until the wait is as short as allowed, if no more requests come."""
     return max(1.0, wait_s - min(limit_s, _deadline_s(ask)))

@@ -1,7 +1,6 @@
-"""One request's part of its tenant's and its key's limits: taken before it runs, settled when it ends.
+"""A request's part of the limits of its tenant and key: taken before it runs, settled when it ends.
 
-Decides by plain sums, so that a refusal costs nothing; the limit that is tighter answers. Knows no HTTP but the headers
-that OpenAI's clients read.
+The decision is a comparison of sums, so a refusal is cheap. If several limits refuse, the error tells the longest wait.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
     from weft.registry.limits import Limits
 
 BUSY_S = 1.0
-"""When to come again where it depends on when others end."""
+"""Retry-After in seconds where a limit becomes free only when other requests end."""
 Holder = Literal["tenant", "key"]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """An account, and what its holder may take."""
+    """An account, and the limits of its holder."""
 
     holder: Holder
     holder_id: str
@@ -33,20 +32,14 @@ class Share:
     limits: Limits
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    limit: str
-    error: RateLimitError
-
-    def weight(self) -> float:
-        """The one that lasts longest is told."""
-        return math.inf if self.error.retry_after_s is None else self.error.retry_after_s
+_Refusal = tuple[str, RateLimitError]
+"""Name of the limit that refuses, and the error."""
 
 
 class LimitReservation:
-    """One request's part of its tenant's and its key's limits, from its admission to its end.
+    """One request's part of the limits of its tenant and key, from its admission to its end.
 
-    Whoever makes it ends it, whatever happens in between; the steps between may each be left out.
+    Its owner must call `end`, whatever happens; each of the other steps may be left out.
     """
 
     def __init__(self) -> None:
@@ -62,16 +55,16 @@ class LimitReservation:
     def admit(
         self, shares: Sequence[Share], monotonic: Callable[[], float], on_refusal: Callable[[str], None], tokens: int
     ) -> None:
-        """Take one request, if there would be room for `tokens` too.
+        """Count one request, if there is room for it and for `tokens`.
 
         Args:
-            shares: All whose limits hold.
+            shares: The accounts with their limits.
             monotonic: Seconds that never jump.
-            on_refusal: Told the name of the limit that is reached.
-            tokens: What the request takes at least; nothing is reserved yet.
+            on_refusal: Called with the name of the limit that is reached.
+            tokens: Least tokens of the request; they are not reserved yet.
 
         Raises:
-            RateLimitError: A limit is reached; nothing was taken.
+            RateLimitError: A limit is reached; nothing was counted.
         """
         self._shares, self._monotonic, self._on_refusal = shares, monotonic, on_refusal
         self.admitted_s = now_s = monotonic()
@@ -81,16 +74,16 @@ class LimitReservation:
             share.account.in_flight += 1
 
     def reserve(self, least: int, most: int, *, is_open: bool) -> None:
-        """Take tokens before they are used.
+        """Reserve tokens before they are used.
 
         Args:
-            least: Tokens without which the request makes no sense.
-            most: Tokens that it can use.
-            is_open: Whether the client set no bound: then no more is reserved than the limits allow, and `grow`
-                reserves what is used beyond it.
+            least: Fewest tokens with which the request can run.
+            most: Most tokens that it can use.
+            is_open: Whether the client set no bound: then at most what the limits allow is reserved, and `grow`
+                reserves more later.
 
         Raises:
-            RateLimitError: There is no room now, or never; the request no longer counts either.
+            RateLimitError: There is no room now, or never; the request does not count any more.
         """
         bounds = [most, *(bound for share in self._shares for bound in _token_bounds(share.limits))]
         tokens = max(least, min(bounds)) if is_open else most
@@ -108,10 +101,10 @@ class LimitReservation:
         """Reserve more while the request runs.
 
         Args:
-            tokens: What the request is to have in all.
+            tokens: What the request needs in all.
 
         Returns:
-            Whether it has as many now; False where a limit has no room for them, or where the request has ended.
+            Whether it has so many now; False if a limit has no room, or if the request has ended.
         """
         if self._reserved is None:
             return False
@@ -126,11 +119,11 @@ class LimitReservation:
         return True
 
     def settle(self, ledger_id: str, tokens: int, at: datetime) -> None:
-        """Replace what was reserved by what was used; later calls change nothing.
+        """Replace the reserved tokens by the used ones; later calls do nothing.
 
         Args:
-            ledger_id: The usage event that says so, already recorded.
-            tokens: What was billed.
+            ledger_id: Id of the usage event, which is recorded already.
+            tokens: Billed tokens.
             at: The event's time.
         """
         if self._reserved is None:
@@ -146,7 +139,7 @@ class LimitReservation:
                 account.arrived[ledger_id] = (month_of(at), tokens)
 
     def end(self) -> None:
-        """Give back what the request still holds; later calls change nothing."""
+        """Give back what the request still holds; later calls do nothing."""
         if self._reserved is not None:
             self._give_back(self._reserved)
         if self._request_slot is not None:
@@ -155,13 +148,13 @@ class LimitReservation:
             self._request_slot = None
 
     def withdraw(self) -> None:
-        """Do not count a request that was refused for want of room."""
+        """Do not count the request: it was refused because the server is full."""
         if self._request_slot is not None:
             for share in self._shares:
                 share.account.requests.give_back(self._request_slot, 1)
 
     def headers(self) -> dict[str, str]:
-        """`x-ratelimit-*` as OpenAI writes them, of the holder who has less left; none where nothing limits."""
+        """Headers `x-ratelimit-*` as OpenAI writes them, of the holder that has less left; none without a limit."""
         now_s = self._monotonic()
         headers = {}
         for kind in ("requests", "tokens"):
@@ -187,7 +180,7 @@ class LimitReservation:
         self._reserved = (self._reserved or 0) + tokens
 
     def _give_back(self, tokens: int) -> None:
-        """Let so many of the reserved tokens no longer count, those taken last first; then nothing is reserved."""
+        """Give back so many of the reserved tokens, the latest first; nothing is reserved after that."""
         for share in self._shares:
             share.account.reserved -= self._reserved or 0
         for slot, taken in reversed(self._taken.items()):
@@ -200,9 +193,13 @@ class LimitReservation:
     def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
         refusals = [refusal for share in self._shares for refusal in _refusals(share, now_s, tokens, is_new)]
         if refusals:
-            worst = max(refusals, key=_Refusal.weight)
-            self._on_refusal(worst.limit)
-            raise worst.error
+            limit, error = max(refusals, key=lambda refusal: _wait_s(refusal[1]))
+            self._on_refusal(limit)
+            raise error
+
+
+def _wait_s(error: RateLimitError) -> float:
+    return math.inf if error.retry_after_s is None else error.retry_after_s
 
 
 def _token_bounds(limits: Limits) -> list[int]:
@@ -243,13 +240,13 @@ def _of_month(share: Share, tokens: int) -> _Refusal | None:
         why = f"{why} {account.reserved} are reserved by requests that run."
         return _refusal(share, "tokens_per_month", why, BUSY_S)
     message = f"The {share.holder}'s limit tokens_per_month is {limit}. {why} The next month (UTC) begins with none."
-    return _Refusal("tokens_per_month", QuotaExceededError(message))
+    return "tokens_per_month", QuotaExceededError(message)
 
 
 def _refusal(share: Share, name: str, why: str, wait_s: float | None) -> _Refusal:
     again = "" if wait_s is None else f" Try again in {math.ceil(wait_s)} s."
     message = f"The {share.holder}'s limit {name} is {getattr(share.limits, name)}. {why}{again}"
-    return _Refusal(name, RateLimitError(message, retry_after_s=wait_s))
+    return name, RateLimitError(message, retry_after_s=wait_s)
 
 
 def _duration(seconds: float) -> str:

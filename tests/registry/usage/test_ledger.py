@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from sqlalchemy.exc import ProgrammingError
 
 from postgres_server import fresh_database
 from registry_samples import NOON, StandingClock, usage_event
-from weft.errors import CapacityError, ConfigError, InvalidRequestError
+from weft.errors import CapacityError, InvalidRequestError
 from weft.registry.db import database as database_module
 from weft.registry.db.database import Database
 from weft.registry.db.models import UsageEventRow
-from weft.registry.records import UsageQuery, UsageTotals
+from weft.registry.records import UsageQuery
 from weft.registry.usage import ledger as ledger_module
 from weft.registry.usage import write as usage
 from weft.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
@@ -87,45 +86,6 @@ async def test_a_recorded_event_is_on_disk_before_the_database_has_it(
     assert await _stored(database) == {}
 
 
-async def test_a_flush_moves_everything_and_leaves_no_file(
-    ledger: UsageLedger, database: Database, tmp_path: Path
-) -> None:
-    await asyncio.gather(*(ledger.record(usage_event(f"use_{i}")) for i in range(1200)))
-    await ledger.flush()
-    assert len(await _stored(database)) == 1200
-    assert _files(tmp_path) == []
-    assert (await ledger.query(ALL)).totals == UsageTotals(
-        requests=1200, prompt_tokens=12_000, cached_tokens=4800, completion_tokens=24_000
-    )
-    assert (await ledger.summary(["adp_support"]))["adp_support"].requests == 1200
-    assert (await ledger.latency(ALL)).totals.states["device"] == 1200
-    assert await ledger.check() == 0
-
-
-async def test_every_field_arrives_unchanged(ledger: UsageLedger, database: Database) -> None:
-    event = usage_event("use_1", at=NOON + timedelta(microseconds=123_457), request_id="grüße\n🧵\x00")
-    await ledger.record(event)
-    await ledger.record(
-        replace(
-            event, id="use_2", tenant_id=None, tenant=None, key_id=None, adapter_id=None, adapter=None,
-            adapter_version=None, adapter_digest=None, adapter_state=None, queue_s=None, ttft_s=None, duration_s=None,
-        )
-    )  # fmt: skip
-    await ledger.flush()
-    async with database.read() as session:
-        full, empty = (await session.scalars(select(UsageEventRow).order_by(UsageEventRow.id))).all()
-    assert full.at == 1_777_636_800_123_457
-    assert full.request_id == "grüße\n🧵\ufffd"
-    assert (full.queue_s, full.ttft_s, full.duration_s, full.adapter_state) == (0.001, 0.02, 0.5, "device")
-    assert (full.key_id, full.adapter, full.adapter_version, full.endpoint) == (
-        "key_1",
-        "support",
-        1,
-        "/v1/completions",
-    )
-    assert (empty.tenant_id, empty.adapter, empty.adapter_version, empty.queue_s) == ("", "", 0, None)
-
-
 async def test_the_same_id_counts_once(ledger: UsageLedger, database: Database) -> None:
     await ledger.record(usage_event("use_1", completion_tokens=7))
     await ledger.record(usage_event("use_1", completion_tokens=8))
@@ -168,19 +128,6 @@ async def test_closing_moves_the_rest(database: Database, tmp_path: Path, clock:
     with pytest.raises(CapacityError):
         await ledger.record(usage_event("use_2"))
     ledger.progress(usage_event("use_3"))
-
-
-async def test_acknowledged_events_survive_the_process(
-    database: Database, tmp_path: Path, clock: StandingClock
-) -> None:
-    ledger = await _open(database, tmp_path, clock)
-    for number in range(3):
-        await ledger.record(usage_event(f"use_{number}"))
-    await _die(ledger)
-    assert await _stored(database) == {}
-    await (await _open(database, tmp_path, clock)).close()
-    assert len(await _stored(database)) == 3
-    assert _files(tmp_path) == []
 
 
 async def test_a_request_that_was_cut_off_is_billed_from_its_last_mark(
@@ -236,18 +183,6 @@ async def test_a_file_that_comes_back_changes_nothing(database: Database, tmp_pa
         path.write_bytes(leftover)
         await (await _open(database, tmp_path, clock)).close()
     assert await _stored(database) == {"use_1": ("stop", 2)}
-
-
-async def test_half_a_line_at_the_end_is_left_out(database: Database, tmp_path: Path, clock: StandingClock) -> None:
-    ledger = await _open(database, tmp_path, clock)
-    await ledger.record(usage_event("use_1"))
-    await ledger.record(usage_event("use_2"))
-    await _die(ledger)
-    (path,) = _files(tmp_path)
-    path.write_bytes(path.read_bytes()[:-5])
-    await (await _open(database, tmp_path, clock)).close()
-    assert list(await _stored(database)) == ["use_1"]
-    assert _files(tmp_path) == []
 
 
 @pytest.mark.parametrize("damage", [b"00000000 3 abc\n", encode_line(b"{}"), encode_line(b"not json")])
@@ -444,13 +379,6 @@ async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLe
     assert await ledger.tokens({"tenant_id": "ten_nobody"}, NOON, NOON + hour) == 0
 
 
-async def test_a_folder_in_use_is_refused(
-    ledger: UsageLedger, database: Database, tmp_path: Path, clock: StandingClock
-) -> None:
-    with pytest.raises(ConfigError):
-        await _open(database, tmp_path, clock)
-
-
 async def test_a_replay_that_fails_lets_go_of_the_folder(
     database: Database, tmp_path: Path, clock: StandingClock
 ) -> None:
@@ -474,21 +402,6 @@ async def test_closing_before_the_mover_was_started_is_safe(
     await ledger.record(usage_event("use_1"))
     await ledger.close()
     assert list(await _stored(database)) == ["use_1"]
-
-
-async def test_when_the_database_is_lost_what_was_not_moved_survives(
-    database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
-) -> None:
-    ledger = await _open(database, tmp_path, clock)
-    await ledger.record(usage_event("use_moved"))
-    await ledger.flush()
-    await ledger.record(usage_event("use_waiting"))
-    ledger.progress(usage_event("use_running", completion_tokens=3))
-    await _die(ledger)
-    ledger = await _open(other_database, tmp_path, clock)
-    assert await _stored(other_database) == {"use_waiting": ("stop", 20), "use_running": ("interrupted", 3)}
-    assert await ledger.check() == 0
-    await ledger.close()
 
 
 async def test_an_older_backup_gets_what_it_lacks_and_nothing_twice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -286,50 +285,6 @@ def test_accounts_of_those_who_left_are_forgotten_and_no_others(monkeypatch: pyt
     assert accounts.of("key_kept", 1000.0) is kept
     assert len(accounts._accounts) < 250
     assert accounts.of("key_999", 1000.0).requests.total(1000.0) == 1
-
-
-def test_ten_thousand_mixed_ends_leave_exactly_what_was_used() -> None:
-    chance = random.Random(7)
-    limits = Limits(requests_per_minute=400, tokens_per_minute=9000, concurrent_requests=25, tokens_per_month=1_500_000)
-    desk = Desk(tenant=limits, key=Limits(tokens_per_minute=8000))
-    running: list[tuple[LimitReservation, int]] = []
-    billed = refused = 0
-    for index in range(10_000):
-        desk.now_s += chance.random()
-        try:
-            lease = desk.admit(least=1)
-        except RateLimitError:
-            refused += 1
-        else:
-            end = chance.choice(["invalid", "running", "running"])
-            try:
-                tokens = chance.randint(2, 600)
-                if end == "running":
-                    lease.reserve(2, tokens, is_open=chance.random() < 0.2)
-                    running.append((lease, tokens))
-                else:
-                    lease.end()
-            except RateLimitError:
-                refused += 1
-                lease.end()
-        if running and chance.random() < 0.7:
-            lease, tokens = running.pop(chance.randrange(len(running)))
-            if chance.random() < 0.8:
-                used = chance.randint(0, tokens)
-                billed += used
-                lease.settle(f"use_{index}", used, NOON)
-            lease.end()
-    for lease, _ in running:
-        lease.end()
-    assert refused > 100
-    for account in desk.accounts:
-        assert (account.in_flight, account.reserved, account.month_tokens) == (0, 0, billed)
-        assert account.used(desk.now_s + 61) == {
-            "requests_per_minute": 0,
-            "tokens_per_minute": 0,
-            "concurrent_requests": 0,
-            "tokens_per_month": billed,
-        }
 
 
 COUNTS = st.one_of(st.none(), st.integers(0, 12))

@@ -53,39 +53,40 @@ class Usage:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Who sent a request, and how."""
+
+    services: Services
+    caller: Caller
+    lease: LimitReservation
+    """Admitted, nothing reserved."""
+    endpoint: str
+    request_id: str
+    session: str | None = None
+    raw: bytes = b""
+    """The body as it came."""
+    deadline_s: float | None = None
+    """Seconds within which the client wants the first token."""
+    line_id: str | None = None
+    """For a line of a batch: its ledger id. Such a request does not pass the gate."""
+
+
 class Meter:
     """Counts the tokens of one HTTP request, and records its usage event.
 
     Args:
-        services: Ledger, metrics and clocks.
-        caller: Who asked, and for which tenant.
-        model: What was asked.
-        lease: What was reserved of the limits; settled when the event is recorded. Times count from its admission.
-        endpoint: The route.
-        request_id: The id that the client knows.
-        line_id: The event's id, for a line of a batch: the same whenever the line runs again.
+        origin: The request. Its limits are settled when the event is recorded; times count from its admission.
+        model: The model that was asked for.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        caller: Caller,
-        model: ResolvedModel,
-        lease: LimitReservation,
-        *,
-        endpoint: str,
-        request_id: str,
-        line_id: str | None = None,
-    ) -> None:
-        self.ledger_id = line_id or services.registry.usage.mint_id()
-        self._service_class: ServiceClass = "interactive" if line_id is None else "batch"
-        self._services = services
-        self._caller = caller
+    def __init__(self, origin: Origin, model: ResolvedModel) -> None:
+        self.ledger_id = origin.line_id or origin.services.registry.usage.mint_id()
+        self._service_class: ServiceClass = "interactive" if origin.line_id is None else "batch"
+        self._origin = origin
+        self._services = origin.services
         self._model = model
-        self._lease = lease
-        self._endpoint = endpoint
-        self._request_id = request_id[:MAX_REQUEST_ID]
-        self._started_s = lease.admitted_s
+        self._started_s = origin.lease.admitted_s
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens = 0
         self._tokens: dict[int, int] = {}
@@ -170,7 +171,7 @@ class Meter:
 
     def settle(self, event: UsageEvent) -> None:
         """Count a recorded event against the limits, and in the metrics."""
-        self._lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
+        self._origin.lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
         self._count(event.status)
 
     async def finish_quietly(self, status: str) -> None:
@@ -191,7 +192,7 @@ class Meter:
         usage = self.usage
         adapter = self._model.adapter
         self._services.metrics.request_ended(
-            self._caller.tenant,
+            self._origin.caller.tenant,
             f"{adapter.tenant}/{adapter.name}" if adapter else None,
             status,
             {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "completion": usage.completion_tokens},
@@ -203,15 +204,15 @@ class Meter:
         return UsageEvent(
             id=self.ledger_id,
             at=at,
-            tenant_id=self._caller.tenant_id,
-            tenant=self._caller.tenant,
-            key_id=self._caller.identity.key_id,
+            tenant_id=self._origin.caller.tenant_id,
+            tenant=self._origin.caller.tenant,
+            key_id=self._origin.caller.identity.key_id,
             adapter_id=adapter.id if adapter else None,
-            adapter=adapter.name_for(self._caller.tenant_id) if adapter else None,
+            adapter=adapter.name_for(self._origin.caller.tenant_id) if adapter else None,
             adapter_version=version.version if version else None,
             adapter_digest=version.digest if version else None,
-            request_id=self._request_id,
-            endpoint=self._endpoint,
+            request_id=self._origin.request_id[:MAX_REQUEST_ID],
+            endpoint=self._origin.endpoint,
             service_class=self._service_class,
             status=status,
             **asdict(usage),

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -18,7 +17,7 @@ from weft.engine.text.text_stream import TextStream
 from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.choices import Choice, Generation
-from weft.server.generation.meter import Meter
+from weft.server.generation.meter import Meter, Origin
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat
 from weft.server.generation.prompts import Prompt, prompts_and_params
 from weft.server.generation.response import GenerationResponse, PlannedGeneration
@@ -29,7 +28,7 @@ from weft.server.limits.admission import GeneratingCaller, admit_generation, lea
 from weft.server.limits.gate import Admission, Ask
 from weft.server.limits.reservation import LimitReservation
 from weft.server.model_name import ResolvedModel, resolve_model
-from weft.server.services import Services, services_of
+from weft.server.services import services_of
 
 
 class GenerationRoute(APIRoute):
@@ -99,25 +98,6 @@ def deadline_s(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Who sent a request, and how."""
-
-    services: Services
-    caller: Caller
-    lease: LimitReservation
-    """Admitted, nothing reserved."""
-    endpoint: str
-    request_id: str
-    session: str | None = None
-    raw: bytes = b""
-    """The body as it came."""
-    deadline_s: float | None = None
-    """Seconds within which the client wants the first token."""
-    line_id: str | None = None
-    """For a line of a batch: its ledger id. Such a request does not pass the gate."""
-
-
 async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> PlannedGeneration:
     """Make a body a generation.
 
@@ -130,15 +110,7 @@ async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> Pl
     with _admitted(origin, model, body) as admission:
         prompts = await _off_loop(lambda: prompts_and_params(body, services), body.num_characters)
         num_prompt = _reserve(lease, body, prompts)
-        meter = Meter(
-            services,
-            origin.caller,
-            model,
-            lease,
-            endpoint=origin.endpoint,
-            request_id=origin.request_id,
-            line_id=origin.line_id,
-        )
+        meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
 
         def may_grow(num_output: int) -> bool:

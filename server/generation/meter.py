@@ -64,8 +64,10 @@ class Origin:
     endpoint: str
     request_id: str
     session: str | None = None
-    raw: bytes = b""
-    """The body as it came."""
+    num_bytes: int = 0
+    """Length of the body."""
+    digest: int = 0
+    """Hash of the key and the body: the same when a client sends a request again."""
     deadline_s: float | None = None
     """Seconds within which the client wants the first token."""
     line_id: str | None = None

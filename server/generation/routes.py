@@ -21,7 +21,14 @@ from weft.server.generation.meter import Meter, Origin
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat
 from weft.server.generation.prompts import Prompt, prompts_and_params
 from weft.server.generation.response import GenerationResponse, PlannedGeneration
-from weft.server.generation.schemas import ChatBody, ChatView, CompletionBody, CompletionView, GenerationBody
+from weft.server.generation.schemas import (
+    ChatBody,
+    ChatView,
+    CompletionBody,
+    CompletionView,
+    GenerationBody,
+    StreamOptions,
+)
 from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.http.openapi import takes
 from weft.server.limits.admission import GeneratingCaller, admit_generation, lease_of
@@ -122,7 +129,9 @@ async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> Pl
             generation=Generation(services.engine, choices, may_grow, admission),
             shape=shape,
             meter=meter,
-            body=body,
+            n=body.n,
+            stream=body.stream,
+            stream_options=body.stream_options or StreamOptions(),
             head={
                 "id": shape.id_prefix + secrets.token_hex(16),
                 "created": int(services.now().timestamp()),
@@ -144,7 +153,8 @@ async def _planned(request: Request, caller: Caller, kind: type[CompletionBody |
         endpoint=request.url.path,
         request_id=str(request.state.request_id),
         session=request.headers.get(SESSION_HEADER),
-        raw=raw,
+        num_bytes=len(raw),
+        digest=hash((caller.tenant_id, caller.identity.key_id, raw)),
         deadline_s=deadline_s(request.headers),
     )
     return await plan_generation(origin, body)
@@ -184,11 +194,11 @@ def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatB
         name=caller.tenant,
         weight=caller.weight,
         adapter=model.ref.digest if model.ref else None,
-        num_bytes=len(origin.raw),
+        num_bytes=origin.num_bytes,
         num_choices=body.num_candidates * num_prompts,
         max_tokens=services.ready.max_model_len if body.token_limit is None else body.token_limit,
         deadline_s=origin.deadline_s,
-        key=hash((caller.tenant_id, caller.identity.key_id, origin.raw)),
+        key=origin.digest,
     )
     try:
         admission = services.gate.admit(ask)

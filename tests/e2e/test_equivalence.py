@@ -213,6 +213,12 @@ def test_in_one_mixed_batch(bench: Bench, case: Case, roomy: EngineParts) -> Non
     )
 
 
+def test_in_shuffled_order(bench: Bench, case: Case, roomy: EngineParts) -> None:
+    requests = case.requests(bench.refs(roomy))
+    random.Random(3).shuffle(requests)
+    assert run_all(roomy.core, requests) == case.expected
+
+
 def test_with_chunked_prefill(bench: Bench, case: Case) -> None:
     parts = bench.engine(prefix_cache=True, max_running=6, step_tokens=9)
     assert run_all(parts.core, case.requests(bench.refs(parts))) == case.expected

@@ -162,5 +162,5 @@ def test_chats_without_a_bound_have_no_more_computed_than_the_limit(roomy: WeftS
     with roomy.client(key) as client:
         totals = client.get("/v1/usage").json()["totals"]
     most = minutes_since(started) * LIMIT
-    assert 0 < totals["prompt_tokens"] + totals["completion_tokens"] <= most
+    assert LIMIT // 4 < totals["prompt_tokens"] + totals["completion_tokens"] <= most
     assert roomy.engine()["service_tokens"]["talkative"] <= 1.1 * most  # a few steps pass until the engine is told

@@ -30,7 +30,7 @@ MEMORY_BYTES = 64 << 20
 LIMIT = 128 << 20
 """Of the server's uploads."""
 GIB = 1 << 30
-MUTANTS = 60
+MUTANTS = 200
 BASE = demo_ready().base
 GOOD = good_upload(BASE)
 CASES = {case.name: case for case in bad_uploads(BASE)}
@@ -268,7 +268,7 @@ def test_adapters_with_a_few_changes(server: WeftServer, client: httpx.Client) -
     with ThreadPoolExecutor(2) as pool:
         ends = Counter(pool.map(lambda seed: end_of(client, seed), range(MUTANTS)))
     assert set(ends) <= {201, 413, 422}
-    assert ends[201] > 0
+    assert ends[201] > 5
     assert ends[422] > MUTANTS / 2
 
 

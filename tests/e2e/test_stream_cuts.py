@@ -1,4 +1,4 @@
-"""Hundreds of streams cut at random moments: every page comes back, and what was computed is billed."""
+"""A thousand streams cut at random moments: every page comes back, and what was computed is billed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stream_client import Cut, Manner, Seen, stream
 from usage_events import Billed, usage_events
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, weft_server
 
-NUM_STREAMS = 500
+NUM_STREAMS = 1000
 AT_ONCE = 32
 PAGES = 90
 PAGE_BYTES = 32 * 1024

@@ -20,7 +20,6 @@ from weft.server.http.dashboard import add_dashboard
 from weft.server.http.openapi import openapi_of
 from weft.server.services import Services
 from weft.server.status import routes as routes_status
-from weft.server.tenants import audit as routes_audit
 from weft.server.tenants import grants as routes_grants
 from weft.server.tenants import routes as routes_tenants
 from weft.server.usage import routes as routes_usage
@@ -32,7 +31,7 @@ ROUTERS = (
     routes_adapters.router,
     routes_grants.router,
     routes_tenants.router,
-    routes_audit.router,
+    routes_tenants.audit_router,
     routes_session.router,
     routes_usage.router,
     routes_tokens.router,

@@ -13,7 +13,7 @@ from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages
 from weft.engine.status import EngineReady
 from weft.memory.geometry import PageGeometry
-from weft.server.adapters.schemas import AdapterFitView, FitItem, FitNumbers
+from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView, FitNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class AdapterFit:
     """The answer."""
 
     room: Room
-    items: tuple[FitItem, ...]
+    items: tuple[AdapterFitItem, ...]
     pages_needed: int
     slots_needed: int
 
@@ -109,7 +109,7 @@ class AdapterFit:
         )
 
 
-def find_fit(items: Sequence[FitItem], room: Room) -> AdapterFit:
+def find_fit(items: Sequence[AdapterFitItem], room: Room) -> AdapterFit:
     """Add up what the adapters need; equal digests count once."""
     distinct = {item.digest or index: item for index, item in enumerate(items)}.values()
     return AdapterFit(
@@ -120,7 +120,7 @@ def find_fit(items: Sequence[FitItem], room: Room) -> AdapterFit:
     )
 
 
-def planned_item(rank: int, target_modules: Sequence[str], count: int, base: BaseShape, room: Room) -> FitItem:
+def planned_item(rank: int, target_modules: Sequence[str], count: int, base: BaseShape, room: Room) -> AdapterFitItem:
     """Adapters that are not there yet: of one rank on these modules of every layer.
 
     Args:
@@ -136,7 +136,7 @@ def planned_item(rank: int, target_modules: Sequence[str], count: int, base: Bas
         {(layer, index): rank for layer in range(base.num_layers) for index in modules}, base, room.geometry
     )
     parameters = sum(base.modules[index].in_features + base.modules[index].out_features for index in modules)
-    return FitItem(
+    return AdapterFitItem(
         rank=rank,
         target_modules=[base.modules[index].name for index in modules],
         pages=pages,

@@ -35,7 +35,7 @@ from weft.engine.model.spec import (
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.server.adapters.fit import AdapterFit, Room, waste
-from weft.server.adapters.schemas import FitItem
+from weft.server.adapters.schemas import AdapterFitItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def _free(device: torch.device, free_gib: float | None) -> FreeMemory:
     return FreeMemory(num_bytes, num_bytes if device.type == "cpu" else free_memory().host)
 
 
-def item_on_disk(name: str, config: Path | None, weights: Path, planned: PlannedRoom) -> FitItem:
+def item_on_disk(name: str, config: Path | None, weights: Path, planned: PlannedRoom) -> AdapterFitItem:
     """What an adapter on disk would take on the device; its values are not looked at.
 
     Args:
@@ -124,7 +124,7 @@ def item_on_disk(name: str, config: Path | None, weights: Path, planned: Planned
     pages = adapter_pages(found.ranks, planned.base, geometry)
     with weights.open("rb") as file:
         digest = content_digest(found.spec, hashlib.file_digest(file, "sha256").hexdigest())
-    return FitItem(
+    return AdapterFitItem(
         adapter=name,
         digest=digest,
         rank=found.largest_rank,

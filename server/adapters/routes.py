@@ -20,11 +20,11 @@ from weft.server.adapters.publish import VersionDraft, checked_name, owner_of, p
 from weft.server.adapters.resumable_upload import announce, complete, receive_file, show
 from weft.server.adapters.schemas import (
     AdapterFitBody,
+    AdapterFitItem,
     AdapterFitView,
     AdapterList,
     AdapterPatchBody,
     AdapterView,
-    FitItem,
     ImportBody,
     PlannedAdapters,
     UploadBody,
@@ -258,7 +258,7 @@ async def _check_pin(services: Services, caller: TenantCaller, name: str, body: 
     await check_pinned_pages(services, adapter, kept or [adapter.current])
 
 
-async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> FitItem:
+async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> AdapterFitItem:
     try:
         model = await resolve_model(services.registry, caller, services.served_name, selector)
     except NotFoundError as error:
@@ -269,7 +269,7 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
     pages = await services.check.pages(version)
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
-    return FitItem(
+    return AdapterFitItem(
         adapter=adapter.name_for(caller.tenant_id),
         version=version.version,
         digest=version.digest,
@@ -280,7 +280,7 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
     )
 
 
-def _planned_items(ready: EngineReady, planned: Sequence[PlannedAdapters], room: Room) -> list[FitItem]:
+def _planned_items(ready: EngineReady, planned: Sequence[PlannedAdapters], room: Room) -> list[AdapterFitItem]:
     for wanted in planned:
         if wanted.rank > ready.max_rank:
             raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {wanted.rank}.", param="ranks")

@@ -134,7 +134,7 @@ class FitNumbers(View):
     left: int
 
 
-class FitItem(View):
+class AdapterFitItem(View):
     """One adapter, or several that do not exist yet and would look alike."""
 
     adapter: str | None = None
@@ -162,7 +162,7 @@ class AdapterFitView(View):
     slots: FitNumbers
     kv_tokens_left: int
     """Tokens of KV cache that fit beside all of them."""
-    adapters: list[FitItem]
+    adapters: list[AdapterFitItem]
     message: str
 
 

@@ -1,4 +1,4 @@
-"""Tenants and their keys; for admins only."""
+"""Tenants, their keys, and the audit log of all changes; for admins only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from weft.registry.names import MAX_INTEGER
 from weft.registry.records import SCOPES
 from weft.server.auth.callers import Admin, AnyCaller
 from weft.server.garbage import remove_unreferenced
@@ -17,6 +18,8 @@ from weft.server.limits.admission import shares_of
 from weft.server.pins import pinned_pages
 from weft.server.services import Wired
 from weft.server.tenants.schemas import (
+    AuditList,
+    AuditView,
     KeyBody,
     KeyList,
     KeyPatchBody,
@@ -31,7 +34,9 @@ from weft.server.tenants.schemas import (
 )
 
 router = APIRouter(tags=["tenants"])
+audit_router = APIRouter(tags=["audit"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
+Before = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="`next` of the page before.")]
 
 
 @router.post("/v1/tenants", status_code=201, openapi_extra=takes(TenantBody))
@@ -131,4 +136,20 @@ async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
         key=KeyView.model_validate(await services.registry.keys.get_key(key_id)) if key_id is not None else None,
         limits=HeldView(**limits),
         used=HeldView(**used),
+    )
+
+
+@audit_router.get("/v1/audit")
+async def list_audit(
+    services: Wired,
+    _: Admin,
+    tenant: Annotated[str | None, Query(max_length=512, description="Only changes of this tenant's objects.")] = None,
+    before: Before = None,
+    limit: Limit = 100,
+) -> AuditList:
+    """List changes of tenants, keys, adapters, aliases and grants, newest first."""
+    entries = await services.registry.list_audit(before, limit, tenant)
+    more = len(entries) == limit and entries[-1].id > 1
+    return AuditList(
+        data=[AuditView.model_validate(entry) for entry in entries], next=str(entries[-1].id) if more else None
     )

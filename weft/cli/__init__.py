@@ -8,12 +8,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+import weft
 from weft.cli.options import fail_with
 from weft.errors import WeftError
 
 COMMANDS = (
     *("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage"),
-    *("audit", "config", "dashboard", "db", "version", "whoami"),
+    *("audit", "config", "dashboard", "db", "whoami"),
 )
 """Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
 
@@ -26,6 +27,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except WeftError as error:
             fail_with(error)
+
+
+def version() -> None:
+    """Print Weft's version."""
+    typer.echo(f"weft {weft.__version__}")
 
 
 def make_app() -> typer.Typer:
@@ -47,6 +53,7 @@ def make_app() -> typer.Typer:
             app.add_typer(module.app, name=name)
         else:
             app.command(name)(getattr(module, name))
+    app.command()(version)
     bench.register(app)
     return app
 

@@ -17,7 +17,7 @@ from weft.cli.table import print_table
 if TYPE_CHECKING:
     from weft.server.adapters.fit import AdapterFit
     from weft.server.adapters.offline_fit import PlannedRoom
-    from weft.server.adapters.schemas import FitItem
+    from weft.server.adapters.schemas import AdapterFitItem
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
@@ -99,7 +99,7 @@ def _check_count(count: int) -> None:
         fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.")
 
 
-def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> FitItem:
+def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> AdapterFitItem:
     from weft.errors import AdapterError, PayloadTooLargeError
     from weft.server.adapters.offline_fit import item_on_disk
 
@@ -115,7 +115,7 @@ def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> FitItem:
         fail(f"{path} cannot be read: {error.strerror}.")
 
 
-def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) -> FitItem:
+def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) -> AdapterFitItem:
     from weft.config import MAX_RANK_LIMIT
     from weft.server.adapters.fit import planned_item
 
@@ -148,7 +148,7 @@ def _show(found: AdapterFit, planned: PlannedRoom, as_json: bool) -> None:
         typer.echo(advice)
 
 
-def _row(item: FitItem, page_bytes: int) -> tuple[str, ...]:
+def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
     targets = ",".join(name.removesuffix("_proj") for name in item.target_modules)
     return (
         item.adapter or "(to come)",

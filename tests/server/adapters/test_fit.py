@@ -14,7 +14,7 @@ from weft.adapters.base_shape import MODULE_PATHS
 from weft.adapters.lora.layout import adapter_pages
 from weft.engine.status import ResidentAdapter
 from weft.server.adapters.fit import Room, find_fit, planned_item
-from weft.server.adapters.schemas import AdapterFitView, FitItem
+from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 pytestmark = pytest.mark.anyio
 FIT = "/v1/adapters:fit"
@@ -157,8 +157,8 @@ def room(pages: int, slots: int = 8) -> Room:
     return Room.of(replace(ready, memory=replace(ready.memory, slots=slots)))
 
 
-def item(pages: int, count: int = 1, digest: str | None = None) -> FitItem:
-    return FitItem(rank=8, target_modules=[], pages=pages, waste=0.0, count=count, digest=digest)
+def item(pages: int, count: int = 1, digest: str | None = None) -> AdapterFitItem:
+    return AdapterFitItem(rank=8, target_modules=[], pages=pages, waste=0.0, count=count, digest=digest)
 
 
 def test_a_set_fits_as_long_as_one_block_of_kv_cache_does() -> None:

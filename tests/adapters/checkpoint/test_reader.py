@@ -7,9 +7,11 @@ import math
 import resource
 import subprocess
 import sys
-import time
 import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -75,14 +77,33 @@ def test_tensor_positions_are_those_of_the_bytes(tmp_path: Path) -> None:
         assert (found.shape, found.dtype) == (raw.shape, raw.dtype)
 
 
+MOST_CALLS = 2_000_000
+"""Of functions, for any file that may be uploaded: about a second of work."""
+
+
+@contextmanager
+def counted_calls() -> Iterator[Callable[[], int]]:
+    """Count calls of functions, in Python and in C: the work that was done, on however busy a machine."""
+    count = 0
+
+    def on_event(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(on_event)
+    try:
+        yield lambda: count
+    finally:
+        sys.setprofile(None)
+
+
 @pytest.mark.parametrize("case", BAD_UPLOADS, ids=[case.name for case in BAD_UPLOADS])
 def test_bad_uploads_are_refused_by_name(tmp_path: Path, case: BadUpload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     upload = case.make()
-    started = time.process_time()
-    with pytest.raises((PayloadTooLargeError, AdapterError)) as caught:
+    with pytest.raises((PayloadTooLargeError, AdapterError)) as caught, counted_calls() as calls:
         read(tmp_path, upload)
-    assert time.process_time() - started < 1.0
+    assert calls() < MOST_CALLS
     assert not (tmp_path / "PWNED").exists()
     error = caught.value
     assert isinstance(error, PayloadTooLargeError) == (case.status == 413)
@@ -128,33 +149,33 @@ def test_the_costliest_uploads_take_little_memory(tmp_path: Path, name: str) -> 
         tracemalloc.stop()
 
 
-def test_a_header_full_of_empty_objects_takes_little_time_and_memory(tmp_path: Path) -> None:
+def test_a_header_full_of_empty_objects_takes_little_work_and_memory(tmp_path: Path) -> None:
     raw = b'{"a":[' + b"{}," * 349_000 + b"{}]}"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
-    error = refusal(tmp_path, len(raw).to_bytes(8, "little") + raw)
+    with counted_calls() as calls:
+        error = refusal(tmp_path, len(raw).to_bytes(8, "little") + raw)
     assert error.code == "weights.header_invalid"
-    assert time.process_time() - started < 1.0
+    assert calls() < MOST_CALLS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
+@pytest.mark.timeout(60)
 def test_a_hostile_target_pattern_is_never_run(tmp_path: Path) -> None:
-    started = time.process_time()
+    """It would run for ages."""
     config = config_bytes(target_modules=EVIL_REGEX, exclude_modules=EVIL_REGEX, layers_pattern=EVIL_REGEX)
     checkpoint = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE))))
     assert checkpoint.applied == 4
-    assert time.process_time() - started < 0.5
 
 
-def test_the_largest_legal_config_of_patterns_is_quick(tmp_path: Path) -> None:
+def test_the_largest_legal_config_of_patterns_takes_little_work(tmp_path: Path) -> None:
     base = base_shape(hidden=8, intermediate=8, kv=8, num_layers=500)
     ranks = {(layer, module): 1 for layer in range(500) for module in range(7)}
     pattern = {f"m{index}": 1 for index in range(1022)} | {"self_attn.q_proj": 1, "q_proj": 1}
     config = config_bytes(r=1, lora_alpha=1, rank_pattern=pattern, alpha_pattern=pattern)
     upload = Upload(config, weights_bytes(lora_tensors(base, ranks)))
-    started = time.process_time()
-    assert read(tmp_path, upload, base=base).applied == 3500
-    assert time.process_time() - started < 1.0
+    with counted_calls() as calls:
+        assert read(tmp_path, upload, base=base).applied == 3500
+    assert calls() < MOST_CALLS
 
 
 def test_mixed_dtypes_are_served(tmp_path: Path) -> None:
@@ -378,12 +399,12 @@ def test_the_report_tells_what_looks_like_a_mistake(tmp_path: Path) -> None:
     assert loaded.report == {}
 
 
-def test_a_report_of_the_largest_config_is_quick_and_short(tmp_path: Path) -> None:
+def test_a_report_of_the_largest_config_takes_little_work_and_is_short(tmp_path: Path) -> None:
     keys = {f"m{index}.a.b.c.d": 1 for index in range(1024)}
     config = config_bytes(rank_pattern=keys, alpha_pattern=keys, target_modules=["x" * 4000])
-    started = time.process_time()
-    report = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE)))).report
-    assert time.process_time() - started < 0.5
+    with counted_calls() as calls:
+        report = read(tmp_path, Upload(config, weights_bytes(q_and_v(BASE)))).report
+    assert calls() < MOST_CALLS
     assert len(json.dumps(report)) < 4000
     assert json.dumps(report).isprintable()
 

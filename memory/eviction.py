@@ -77,7 +77,7 @@ class Evictable(Protocol):
 
     @property
     def depth(self) -> int:
-        """How much stands below it; of equals the deepest goes first."""
+        """How much stands below it; with equal scores the deepest goes first."""
 
     @property
     def evict_last(self) -> bool:
@@ -203,7 +203,7 @@ class Evictor:
 
         Args:
             num_free: Pages.
-            also: From `first`: it goes in any case, for something else that it has.
+            also: From `first`: this item is always evicted, because the caller needs its slot.
 
         Returns:
             Whether they are free; if not, nothing was evicted.

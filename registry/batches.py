@@ -221,7 +221,7 @@ class Batches:
             is_open = (BatchRow.tenant_id == tenant_id, BatchRow.status.in_(OPEN))
             if (await session.scalar(select(func.count()).where(*is_open)) or 0) >= MAX_OPEN:
                 raise ConflictError(
-                    f"A tenant may have {MAX_OPEN} batches open; cancel one, or wait for an end.",
+                    f"A tenant may have {MAX_OPEN} batches open; cancel one, or wait until one ends.",
                     code="batch.too_many_open",
                 )
             row = BatchRow(

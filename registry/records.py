@@ -165,7 +165,7 @@ class Adapter(AdapterIdentity):
     description: str | None
     pinned: bool
     aliases: Mapping[str, Shares]
-    """What each alias means; `default` is what the plain name means, and may be missing."""
+    """What each alias means; the name without @ means `default`, which may be missing."""
     current: AdapterVersion
     """The version that was asked for; where none was, what `default` means most often, else the latest."""
 

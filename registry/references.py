@@ -1,4 +1,4 @@
-"""Which content a delete leaves without any reference. Content is shared: two tenants may upload the same bytes."""
+"""Finds the content that nothing refers to after a delete. Content is shared: two tenants may upload the same bytes."""
 
 from __future__ import annotations
 

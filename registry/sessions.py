@@ -1,6 +1,6 @@
 """Browser sessions, and links that begin one: random tokens, kept only as keyed digests, each standing for a secret.
 
-A token is worth what the key is worth that it was made with: it stops when that key does. A link works once.
+A token has the rights of the key that it was made with, and stops working when that key does. A link works once.
 """
 
 from __future__ import annotations

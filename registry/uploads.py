@@ -1,7 +1,7 @@
-"""Uploads in pieces: announced, filled file by file, and at the end a version, refused, or forgotten after 24 hours.
+"""Uploads in pieces: announced, filled file by file, and ended as a version, by a refusal, or by expiry after 24 hours.
 
-Knows what is due and how it ended; the bytes lie with whoever takes them. Another tenant's upload looks like one that
-does not exist.
+Knows what is due and how it ended; the bytes are kept by the server that receives them. Another tenant's upload
+looks like one that does not exist.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The HTTP API and the command line. Knows neither tensors nor pages."""
+"""The HTTP API. Knows no tensors."""

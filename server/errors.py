@@ -68,7 +68,7 @@ LAST_BYTES = frozenset({401, 408, 413, 415, 431})
 LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
 """The same by error code, where the status alone does not tell."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-INTERNAL_MESSAGE = "The server had an internal error. The request id names it in the server's log."
+INTERNAL_MESSAGE = "The server had an internal error. Look for the request id in the server's log."
 
 
 def answer(error: WeftError) -> tuple[int, str]:

@@ -110,7 +110,7 @@ async def _with_hint(
         version = (await registry.adapters.get_adapter(tenant_id, name)).current.version
         hint = f"Your adapter `{name}` has no such version or alias: ask for `{name}@{version}`, or set the alias"
         return NotFoundError(
-            f"{error.message} {hint} (`{DEFAULT_ALIAS}` is what the plain name means).",
+            f"{error.message} {hint} (the name without @ means `{DEFAULT_ALIAS}`).",
             code=error.code,
             param=error.param,
         )
@@ -120,4 +120,4 @@ async def _with_hint(
     if not near:
         return error
     hint = ", ".join(f"`{name}`" for name in near)
-    return NotFoundError(f"{error.message} Near names: {hint}.", code=error.code, param=error.param)
+    return NotFoundError(f"{error.message} Similar names:  {hint}.", code=error.code, param=error.param)

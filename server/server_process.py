@@ -142,7 +142,7 @@ def choose_port(wanted: int | None) -> int:
                 reason = error.strerror
                 continue
             return int(probe.getsockname()[1])
-    raise ConfigError(f"Port {wanted} cannot be used: {reason}. Give another with --port, or none.", param="port")
+    raise ConfigError(f"Port {wanted} cannot be used: {reason}. Choose another --port, or leave it out.", param="port")
 
 
 def prepare_folder(folder: Path) -> None:

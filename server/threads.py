@@ -1,4 +1,4 @@
-"""Work in a thread, whose end is awaited also when the caller is cancelled."""
+"""Runs work in a thread, and waits for its end even if the caller is cancelled."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class Client:
         """Change `description`, `pinned` or `aliases` of an adapter.
 
         `aliases` maps an alias to a version, to weights of versions that share its requests as `{"1": 95, "2": 5}`, or
-        to None, which deletes it. The alias `default` is what the plain name means.
+        to None, which deletes it. The name without @ means the alias `default`.
         """
         return self.request("PATCH", _path("adapters", name), json=fields)
 

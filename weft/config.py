@@ -1,7 +1,7 @@
 """The settings, as frozen dataclasses that need nothing but the standard library.
 
-Each part receives its own section. Where the values come from (command line, environment, YAML, defaults) is the
-business of `weft.server.settings`. Values the machine decides (how many pages fit) are results, not settings.
+Each part receives its own section. Where the values come from (command line, environment, YAML, defaults) is decided
+in `weft.server.settings`. Values the machine decides (how many pages fit) are results, not settings.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class MemoryConfig:
     prefix_cache: bool = True
     """Whether to keep the KV cache of earlier requests for requests that begin with the same tokens."""
     eviction: Eviction = "gdsf"
-    """What is evicted first when pages run short: with gdsf what takes the fewest seconds per page to load or compute
-    again, weighted by how often it is used; with lru what was used longest ago."""
+    """What is evicted first when pages run short: gdsf evicts what costs least: seconds per page
+    to load or compute it again, times how often it is used. lru evicts what was used longest ago."""
     poison: bool = False
     """For debugging: fill freed pages with 0xFF, so that a read of freed memory shows as NaN."""
 
@@ -116,7 +116,7 @@ class AdapterConfig:
     """Threads that read, check and pack adapters."""
     load_share: float = 0.06
     """On a CPU: part of one core that loading adapters may take while steps run and no request waits for a load, 0.01
-    to 1; 1 is no bound. It grows with the share of requests that wait for loads, and an idle core may always be
+    to 1; 1 means no limit. It grows with the share of requests that wait for loads, and an idle core may always be
     used."""
 
     def __post_init__(self) -> None:
@@ -138,7 +138,8 @@ class SchedulerConfig:
     step_tokens: int = 512
     """Most tokens in one step; longer prompts are computed in chunks."""
     max_waiting: int = 4096
-    """Most requests that may wait, which bounds memory. One tenant may have twice as many as there are free places."""
+    """Most requests that may wait; this limits memory. One tenant may have twice as many waiting as there are free
+    places."""
     max_wait_s: float = 10.0
     """Longest predicted wait for a first token, in seconds. A request that would wait longer is refused at once, with
     429 or 503 and Retry-After."""
@@ -153,7 +154,7 @@ class SchedulerConfig:
     """Longest time that a step should take, in milliseconds: to keep it, prompts are computed in smaller chunks and
     batches get what is left. When not set, each step is filled up to `scheduler.step_tokens`."""
     batch_stretch: float = 1.25
-    """How many times longer batches may make a step in which interactive requests decode. Counts only where
+    """By what factor batches may lengthen a step in which interactive requests decode. Counts only where
     `scheduler.itl_target_ms` is not set."""
 
     def __post_init__(self) -> None:
@@ -264,10 +265,11 @@ class RegistryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantDefaults:
-    """Limits of a new tenant where its creation names none; null is no limit. Changes do not affect old tenants."""
+    """Limits of a new tenant, unless the request that creates it sets others; null is no limit. Changes affect new
+    tenants only."""
 
     requests_per_minute: int | None = 60_000
-    """Requests in any 60 seconds. Also a refused request costs the server time."""
+    """Requests in any 60 seconds. Refused requests do not count."""
     tokens_per_minute: int | None = None
     """Prompt and generated tokens in any 60 seconds."""
     concurrent_requests: int | None = 2048
@@ -275,7 +277,7 @@ class TenantDefaults:
     tokens_per_month: int | None = None
     """Billed tokens in a calendar month (UTC)."""
     adapters: int | None = 4096
-    """Adapters."""
+    """Number of adapters."""
     stored_bytes: int | None = 64 * GIB
     """Bytes of all versions of its adapters."""
     adapter_pages: int | None = None
@@ -292,7 +294,7 @@ class TenantDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """Batches: files of requests that run in what interactive traffic leaves."""
+    """Batches: files of requests that run on the capacity that interactive traffic leaves."""
 
     max_file_bytes: int = 200 * MIB
     """Largest file of requests, in bytes."""

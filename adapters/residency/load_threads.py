@@ -200,7 +200,7 @@ class LoadQueue:
 LOAD_NICENESS = 10
 """What loads add to the niceness of the engine: where both compete for a core, one tenth of it."""
 COPY_NICENESS = 5
-"""What copies add: a quarter of it, because a copy is short and a request may be ready but for it."""
+"""What copies add: a quarter of it, because a copy is short, and a request may wait for nothing else."""
 MAX_NICENESS = 19
 
 

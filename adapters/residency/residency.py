@@ -544,7 +544,7 @@ class Residency:
             self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
-        """Forget an entry, with its pages, slot and image given back, and the KV that was cached with it."""
+        """Free all that an evicted or deleted entry has: pages, slot, image, and the KV that was cached with it."""
         if self._prefixes is not None and entry.stage is Stage.DEVICE:
             self._prefixes.evict_group(entry.ref.digest)
         self.entries.remove(entry)

@@ -276,7 +276,7 @@ class FairOrder:
         return row
 
     def is_behind(self, other: RequestState, state: RequestState) -> bool:
-        """Whether `other` comes so far behind `state` that it gives its pages up for it."""
+        """Whether `other` must give its pages to `state`, because its share is far enough ahead."""
         share, mine = _apart(_flow(other), _flow(state))
         return share is not mine and self._is_ahead(share, share.now if other.has_row else share.after, mine)
 
@@ -349,10 +349,11 @@ class FairOrder:
         return self._quantum / share.weight
 
     def _far(self, share: Share) -> float:
-        """The place from which on another share of as many rows gives one to `share`.
+        """The count of service from which on another share with as many rows gives one to `share`.
 
-        The more requests wait to go on the farther that is: between equals rows only take turns. Those count that were
-        preempted, too: else equals that lack pages would take them from each other, and each turn would cost loads.
+        It grows with the number of stopped requests, because rows between equal shares only take turns. Preempted
+        requests count too: otherwise equal shares that lack pages would take them from each other, and each turn
+        would cost loads.
         """
         num_rows = sum(lane.rows for lane in self.root.children.values())
         free = 1 - len(self._stopped) / max(STOPPED_SHARE * num_rows, MIN_STOPPED)
@@ -445,7 +446,7 @@ class FairOrder:
 
 
 def _apart(flow: Flow, other: Flow) -> tuple[Share, Share]:
-    """The shares of one parent that the two are in, or are; twice the same only for the same two."""
+    """The two shares to compare: the ancestors of both flows, or the flows themselves, that have the same parent."""
     share: Share = flow
     sibling: Share = other
     while share.parent is not sibling.parent and share.parent is not None and sibling.parent is not None:

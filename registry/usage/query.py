@@ -70,7 +70,7 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
     """
     check_query(query)
     if query.top is not None and query.rank_by == "cost" and prices is None:
-        raise InvalidRequestError("This server has no prices, so rank_by takes no cost.", param="rank_by")
+        raise InvalidRequestError("This server has no prices, so rank_by cannot be cost.", param="rank_by")
     buckets = await _buckets(session, query)
     needed = NAMES if "adapter" in _names(query) else _names(query)
     facts = _facts(query, buckets, needed if prices is None else (*NAMES, "service_class"))

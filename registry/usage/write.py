@@ -1,4 +1,4 @@
-"""Usage in SQL: events, the sums that are kept of them, and which of both a question means.
+"""Usage in SQL: events, the sums that are kept of them, and which rows a query reads.
 
 An event's id is its identity: inserting it again changes nothing, and the sums move only for events that were really
 inserted, in the same transaction. An event adds to one row of each table of sums: by hour, by time to the first token,
@@ -185,9 +185,9 @@ def _check_top(query: UsageQuery) -> None:
         return
     check_integer(query.top, "top", low=1, high=MAX_TOP)
     if not query.group_by:
-        raise InvalidRequestError("top ranks groups: say by what with group_by.", param="top")
+        raise InvalidRequestError("top ranks groups, so it needs group_by.", param="top")
     if query.after is not None:
-        raise InvalidRequestError("With top all rows come at once: leave out after.", param="after")
+        raise InvalidRequestError("With top there are no further pages: leave out after.", param="after")
 
 
 def _check_filters(query: UsageQuery) -> None:

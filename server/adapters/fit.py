@@ -1,7 +1,8 @@
 """Would these adapters be on the device all at once, and how much KV cache is left beside them?
 
-Answered from the memory plan and the layout planner alone: what is resident now has no say, and idle adapters reserve
-nothing. Adapters that do not fit at once can still be served; they take turns. Knows neither HTTP nor torch.
+Answered from the memory plan and the layout planner alone: it does not matter what is resident now, and idle
+adapters reserve nothing. Adapters that do not fit at once can still be served; they take turns. Knows neither HTTP nor
+torch.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class AdapterFit:
                 f"{_count(self.requests_left, 'request')} of {self.room.max_model_len:,} tokens."
             )
         return (
-            f"Not all fit at once: {numbers}. They can still be served: an adapter has pages only while it is of use, "
+            f"Not all fit at once: {numbers}. They can still be served: idle adapters give up their pages,  "
             "so they take turns."
         )
 

@@ -77,7 +77,9 @@ async def _from_hub(repository: str, revision: str | None, file: str) -> AsyncIt
     from huggingface_hub.errors import HFValidationError
 
     if constants.HF_HUB_OFFLINE:
-        raise InvalidRequestError("The server runs with HF_HUB_OFFLINE, so it asks no hub.", param="source")
+        raise InvalidRequestError(
+            "The server runs with HF_HUB_OFFLINE, so it cannot import from a hub.", param="source"
+        )
     token = get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
@@ -133,7 +135,7 @@ def _not_found(file: str, why: str = "") -> NotFoundError:
 
 def _unavailable() -> CapacityError:
     return CapacityError(
-        "The source gives no answer now; try again later.",
+        "The source does not answer now; try again later.",
         retry_after_s=30.0,
         code="import.unavailable",
         param="source",

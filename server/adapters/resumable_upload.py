@@ -171,7 +171,7 @@ def _offset(request: Request, file: FileFacts) -> int | None:
     first, last, total = (int(number) for number in found.groups()) if found else (0, -1, 0)
     if not (first <= last < total == file.size):
         raise InvalidRequestError(
-            f"Content-Range must be bytes FIRST-LAST/{file.size}, by the size that was announced.",
+            f"Content-Range must be bytes FIRST-LAST/{file.size}; the last number is the announced size.",
             param="content-range",
         )
     return first

@@ -63,7 +63,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
     status_code=201,
     response_model=AdapterView,
     openapi_extra={**takes_upload(), **takes_retries()},
-    responses={200: {"model": AdapterView, "description": "These very bytes were there already."}},
+    responses={200: {"model": AdapterView, "description": "The same bytes were stored before."}},
 )
 async def upload_adapter(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Upload the first or next version of an adapter."""
@@ -216,7 +216,7 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
     status_code=201,
     response_model=AdapterView,
     openapi_extra={**takes(ImportBody), **takes_retries()},
-    responses={200: {"model": AdapterView, "description": "These very bytes were there already."}},
+    responses={200: {"model": AdapterView, "description": "The same bytes were stored before."}},
 )
 async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
     """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""

@@ -167,7 +167,7 @@ class AdapterFitView(View):
 
 
 MAX_PLANNED = 1 << 20
-"""Most adapters to come of one kind, in one question whether they fit."""
+"""Most planned adapters of one kind in one call."""
 
 
 def _targets(value: object) -> list[str]:
@@ -208,7 +208,7 @@ class AdapterFitBody(Body):
     def _asks_for_something(self) -> AdapterFitBody:
         if not self.adapters and not self.ranks:
             raise InvalidRequestError(
-                "Name adapters, or ranks of adapters to come.", param="adapters", code="missing_required_parameter"
+                "Give adapters by name, or ranks you plan.", param="adapters", code="missing_required_parameter"
             )
         return self
 

@@ -100,7 +100,7 @@ class SingleFlight:
         self._facts: VersionFacts | None = None
 
     async def result(self, find: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:
-        """The first result that was found. Who finds none gets the error alone, and the next one tries."""
+        """The first result found. If a try fails, only its caller gets the error, and the next caller tries."""
         async with self._lock:
             if self._facts is None:
                 self._facts = await find()

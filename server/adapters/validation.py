@@ -160,6 +160,6 @@ async def _run_child(job: bytes, timeout_s: float) -> bytes:
 
 
 def _gave_up() -> AdapterFormatError:
-    needed = "The check of this adapter needed more time or memory than any sound adapter does."
+    needed = "Checking this adapter took more time or memory than a valid adapter needs."
     hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
     return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])

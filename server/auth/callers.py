@@ -68,7 +68,7 @@ async def require_admin(request: Request) -> Identity:
     """
     identity = identity_of(request)
     if identity.role != "admin":
-        raise ForbiddenError("This route takes the admin key only.")
+        raise ForbiddenError("Only the admin key may call this route.")
     return identity
 
 
@@ -141,7 +141,7 @@ def bound(caller: Caller) -> TenantCaller:
         InvalidRequestError: An admin named no tenant.
     """
     if caller.tenant_id is None or caller.tenant is None:
-        raise InvalidRequestError("An admin names the tenant with ?tenant=.", param="tenant")
+        raise InvalidRequestError("With the admin key, name the tenant: ?tenant=NAME.", param="tenant")
     return TenantCaller(
         identity=caller.identity, tenant_id=caller.tenant_id, tenant=caller.tenant, weight=caller.weight
     )

@@ -98,7 +98,7 @@ def _check_local_browser(headers: Headers) -> None:
     except ValueError:  # no browser of ours writes such a Host or Origin
         host, is_foreign = "", True
     if is_foreign or ("." in host and not _is_address(host)):
-        raise ForbiddenError("Without authentication, Weft answers only pages of this machine.")
+        raise ForbiddenError("Authentication is off, so Weft answers only web pages of this machine.")
 
 
 def _is_address(host: str) -> bool:

@@ -349,7 +349,7 @@ class GenerationBody(Body):
             value = getattr(self, name)
             # Greedy decoding and "all tokens", as vLLM's clients write them.
             if value != default and (name, value) not in (("temperature", 0), ("top_k", -1)):
-                goes = "does not go" if self.use_beam_search else "goes only"
+                goes = "cannot be used" if self.use_beam_search else "can only be used"
                 message = f"{name} {goes} with use_beam_search: true; expected {default}, got {value}."
                 raise InvalidRequestError(message, param=name)
         return self
@@ -380,7 +380,7 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _no_tokens_only_with_echo(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequestError("max_tokens must be at least 1; 0 goes with echo only.", param="max_tokens")
+            raise InvalidRequestError("max_tokens must be at least 1; 0 is for echo: true only.", param="max_tokens")
         return self
 
     @property

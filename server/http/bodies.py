@@ -125,7 +125,7 @@ def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None
             keep = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
             properties[name] = {"anyOf": [field, {"type": "null"}], **keep}
     for name, values in model.neutral_values.items():
-        properties.setdefault(name, {"enum": [*values, None], "description": "Not supported; passes when neutral."})
+        properties.setdefault(name, {"enum": [*values, None], "description": "Accepted only if it changes nothing."})
     for name in sorted(model.ignored):
         properties.setdefault(name, {"description": "Accepted and ignored."})
 

@@ -46,7 +46,7 @@ def takes_upload() -> dict[str, Any]:
             "tenant": {**text, "description": "For admins."},
             "description": text,
             "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},
-            "sha256": {**text, "description": "Of the weights; other bytes are refused."},
+            "sha256": {**text, "description": "SHA-256 of the weights; other bytes are refused."},
         },
     }
     return takes_form(schema)

@@ -30,10 +30,9 @@ OVERLOADED = "server.overloaded"
 QUEUED_IN_VAIN = frozenset({"deadline.queue", "engine_overloaded"})
 """Codes of the engine's refusals when its queue is full or a deadline has passed."""
 WAIT_SHARES = {-1: 0.1, 0: 0.22, 1: 0.65, 2: 0.9}
-"""Share of the longest wait up to which a request is let in, by `ReturnSlots.turn`: -1 it came before its time; 0 it
-has no slot, while other requests have slots; 1 its time has come; 2 it came in time before and found no room. So the
-engine never runs dry, and a request that comes back at its time finds room. The rest is for errors of the
-prediction."""
+"""Share of `max_wait_s` up to which a request is let in, by `ReturnSlots.turn`: -1 too early for its slot, 0 no slot
+while other requests have slots, 1 in time for its slot, 2 in time for its second slot. So the engine always has work,
+and a request that comes at its time finds room. The rest is for errors of the prediction."""
 BOOKED_SHARE = 0.85
 """Share of a tenant's rate that is given to slots."""
 ACTIVE_S = 10.0
@@ -334,7 +333,7 @@ class Gate:
         limit = f"the limit is {bound_s:g} s (scheduler.max_wait_s, or the request's own deadline)"
         again = f"Try again in {math.ceil(after_s)} s."
         if code == OVER_SHARE:
-            message = f"The tenant has more requests than its share of the server computes in time: {limit}. {again}"
+            message = f"The tenant has sent more requests than its share can start in time: {limit}. {again}"
             return RateLimitError(message, retry_after_s=after_s, code=code)
         message = f"The server cannot begin the request in time: {limit}. {again}"
         return CapacityError(message, retry_after_s=after_s, code=code)

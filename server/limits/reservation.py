@@ -213,7 +213,7 @@ def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Re
         found.append(_of_window(share, "requests_per_minute", account.requests, 1, now_s))
         if limits.concurrent_requests is not None and account.in_flight >= limits.concurrent_requests:
             wait_s = BUSY_S if limits.concurrent_requests else None
-            found.append(_refusal(share, "concurrent_requests", "So many run already.", wait_s))
+            found.append(_refusal(share, "concurrent_requests", "That many are running already.", wait_s))
     if tokens:
         found.append(_of_window(share, "tokens_per_minute", account.tokens, tokens, now_s))
         found.append(_of_month(share, tokens))
@@ -225,9 +225,9 @@ def _of_window(share: Share, name: str, window: Window, amount: int, now_s: floa
     if limit is None or window.total(now_s) + amount <= limit:
         return None
     if amount > limit:
-        return _refusal(share, name, f"This request alone takes up to {amount}: it can never pass.", None)
+        return _refusal(share, name, f"This request alone may take {amount}: it is always refused.", None)
     wait_s = window.wait_s(now_s, window.total(now_s) + amount - limit)
-    why = f"{window.total(now_s)} count in this minute and the request takes up to {amount}."
+    why = f"{window.total(now_s)} were used in the last minute, and this request may take {amount}."
     return _refusal(share, name, why, wait_s)
 
 
@@ -239,7 +239,7 @@ def _of_month(share: Share, tokens: int) -> _Refusal | None:
     if account.month_tokens + tokens <= limit:
         why = f"{why} {account.reserved} are reserved by requests that run."
         return _refusal(share, "tokens_per_month", why, BUSY_S)
-    message = f"The {share.holder}'s limit tokens_per_month is {limit}. {why} The next month (UTC) begins with none."
+    message = f"The {share.holder}'s limit tokens_per_month is {limit}. {why} The count restarts next month (UTC)."
     return "tokens_per_month", QuotaExceededError(message)
 
 

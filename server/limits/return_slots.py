@@ -105,7 +105,7 @@ class ReturnSlots:
         return self._open(key, slot_s, turn=2, kind=0)
 
     def turn(self, key: int, now_s: float) -> int:
-        """-1: its slot is in the future; 0: it has none; 1: its slot has come; 2: so has its second one."""
+        """-1: too early for its slot; 0: no slot; 1: in time for its slot; 2: in time for the slot of `give_again`."""
         slot_s, turn, _ = self._by_key.get(key, _NO_SLOT)[0]
         return turn if slot_s <= now_s + EARLY_S else -1
 

@@ -75,7 +75,7 @@ class Metrics:
         self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
         self._limited = Counter(
             "weft_limited",
-            "Requests refused, and chats without a bound ended, by a tenant's or key's limit.",
+            "Requests refused by a tenant's or key's limit, and chats without max_tokens that it ended.",
             ["limit"],
             registry=own,
         )

@@ -222,7 +222,7 @@ def test_what_is_refused_is_said_in_its_column(watched: tuple[Page, Watch], serv
     watch.allowed = {404}
     sign_in(page, server.tenants["harbour"], address("pirat", "json"))
     ask(page, QUESTION)
-    expect(column(page, "pirat").get_by_role("alert")).to_contain_text("Near names: `pirate`.")
+    expect(column(page, "pirat").get_by_role("alert")).to_contain_text("Similar names: `pirate`.")
     answered(page, "json", ANSWERS["json"])
     name = page.get_by_label("Model 1")
     name.fill("pirate")

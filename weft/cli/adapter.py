@@ -157,7 +157,7 @@ def set_aliases(
     key: KEY = None,
     as_json: JSON = False,
 ) -> None:
-    """Say which version an alias means; `default` is what the plain name means, so default=1 rolls back to 1."""
+    """Say which version an alias means; the name without @ means `default`, so default=1 rolls back to 1."""
     meanings = dict(_alias(text) for text in aliases)
     show(connect(url, key, tenant).update_adapter(_own_name(name), aliases=meanings), as_json, COLUMNS)
 

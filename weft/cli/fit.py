@@ -61,7 +61,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     from weft.server.settings import load_config, merge_trees, parse_assignments
 
     if not adapters and not ranks:
-        fail("name folders of adapters, or give --rank for adapters to come.")
+        fail("name folders of adapters, or give --rank for planned adapters.")
     modules = _modules(targets)
     _check_count(count)
     options: dict[str, dict[str, object]] = {

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request ids, the answer while shutting down, and the catch of unexpected errors.
+"""The outermost ASGI layer but CORS: request ids, the answer while shutting down, and the catch of unexpected errors.
 
 A request's part of its caller's limits is made and ended here, so it is given back however the request ends.
 """

@@ -6,6 +6,7 @@ in `weft.server.settings`. Values the machine decides (how many pages fit) are r
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -206,7 +207,7 @@ class ServerConfig:
         _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024))
         _check_choices("server", self, auth=Auth)
         for origin in self.allowed_origins:
-            is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s]+", origin) is not None
+            is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s*]+", origin) is not None
             _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)
         _require(
             self.auth == "on" or is_loopback(self.host),
@@ -218,8 +219,8 @@ class ServerConfig:
 
     @property
     def allowed_origins(self) -> list[str]:
-        """`cors_origins` as a list."""
-        return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
+        """`cors_origins` as a list, in lower case as browsers send them."""
+        return [origin.strip() for origin in self.cors_origins.lower().split(",") if origin.strip()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +266,7 @@ class RegistryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantDefaults:
-    """Limits of a new tenant, unless the request that creates it sets others; null is no limit. Changes affect new
-    tenants only."""
+    """Limits of a new tenant, unless its creation sets others; null is no limit. Changes affect new tenants only."""
 
     requests_per_minute: int | None = 60_000
     """Requests in any 60 seconds. Refused requests do not count."""
@@ -333,7 +333,10 @@ class Config:
 
 def is_loopback(host: str) -> bool:
     """Whether `host` is reachable from this machine only."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, whatever it begins with
+        return False
 
 
 def environment() -> dict[str, str]:

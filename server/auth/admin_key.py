@@ -28,7 +28,7 @@ class AdminKey:
     def announcement(self) -> list[str]:
         """What a start says about it: always where it is, because a start that made it may have failed before this."""
         if self.path is None:
-            return []
+            return [f"admin key from {VARIABLE}"]
         return [*([f"admin key {self.secret}"] if self.is_new else []), f"admin key in {self.path}"]
 
 

@@ -268,7 +268,7 @@ def test_a_name_with_its_tenant_or_a_version_is_refused_with_the_way_to_say_it(r
             ("adapter", "show", "a"),
             "With the admin key, name the tenant: ?tenant=NAME.",
             "tenant",
-            "tenant with --tenant.",
+            "name the tenant: --tenant NAME.",
         ),
         (("usage", "--by", "x"), "group_by takes tenant, key.", "group_by", "weft: --by takes tenant, key."),
         (("usage", "--start", "x"), "start: Input should be a time.", "start", "weft: --start: Input should be"),

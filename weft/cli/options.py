@@ -33,7 +33,7 @@ NO_ANSWER = frozenset({"unreachable", "upload.interrupted", "not_weft"})
 WORDS = {
     "url=": "--url",
     "key=": "--key",
-    "?tenant=": "--tenant",
+    "?tenant=": "--tenant ",
     "group_by": "--by",
     "activate=false": "--no-activate",
     "Push again": "Run the command again",

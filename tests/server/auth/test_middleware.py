@@ -25,10 +25,13 @@ async def test_without_authentication_web_pages_of_others_are_kept_out(tmp_path:
         for headers, status in (
             ({"origin": "https://evil.example"}, 403),
             ({"origin": "null"}, 403),
+            ({"origin": "http://127.evil.example"}, 403),
+            ({"origin": "http://127.0.0.1.evil.example"}, 403),
             ({"host": "rebound.evil.example"}, 403),
             ({"origin": "http://["}, 403),
             ({"host": "[::1"}, 403),
             ({"origin": "http://localhost:3000"}, 200),
+            ({"origin": "http://127.0.0.2:3000"}, 200),
             ({"host": "127.0.0.1:8000"}, 200),
             ({"host": "[::1]:8000"}, 200),
         ):
@@ -45,7 +48,11 @@ def test_the_admin_key_is_made_once_and_kept(tmp_path: Path) -> None:
     assert first.announcement == [f"admin key {first.secret}", f"admin key in {first.path}"]
     assert again.announcement == [f"admin key in {first.path}"]  # the start that made it may have failed
     given = admin_key(tmp_path / "data", {"WEFT_ADMIN_KEY": "a-key-from-the-environment"})
-    assert (given.secret, given.path, given.announcement) == ("a-key-from-the-environment", None, [])
+    assert (given.secret, given.path, given.announcement) == (
+        "a-key-from-the-environment",
+        None,
+        ["admin key from WEFT_ADMIN_KEY"],
+    )
 
 
 def test_a_weak_admin_key_is_refused(tmp_path: Path) -> None:

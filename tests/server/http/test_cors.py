@@ -63,10 +63,16 @@ async def test_a_session_and_a_server_without_keys_stay_closed_to_listed_pages(t
         answer = await server.client().get("/v1/models", headers={**foreign, **token})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "session.foreign_page")
     async with api(tmp_path / "off", cors_origins="*", auth="off") as server:
-        assert (await server.client().get("/v1/models", headers=foreign)).status_code == 403
+        for origin in (PAGE, "http://127.evil.example"):
+            headers = {**foreign, "origin": origin}
+            assert (await server.client().get("/v1/models", headers=headers)).status_code == 403
 
 
 def test_what_is_no_origin_is_refused() -> None:
-    for wrong in ("chat.example.org", f"{PAGE}/", f"{PAGE};https://b"):
+    for wrong in ("chat.example.org", f"{PAGE}/", f"{PAGE};https://b", "https://*.example.org"):
         with pytest.raises(ConfigError, match="must be origins such as"):
             ServerConfig(cors_origins=wrong)
+
+
+def test_origins_are_compared_as_browsers_send_them() -> None:
+    assert ServerConfig(cors_origins="HTTPS://Chat.Example.org, *").allowed_origins == ["https://chat.example.org", "*"]

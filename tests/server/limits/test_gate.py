@@ -138,8 +138,9 @@ def test_a_request_for_which_a_row_is_free_takes_no_place_in_the_queue() -> None
     first.started(0.0)
     assert setting.fill() == []
     first.finished(100, 100, 50)
-    first.end()
     assert len(setting.fill()) == 1
+    first.end()
+    assert setting.fill() == []
     second.started(0.0)
     second.end()
     assert len(setting.fill()) == 1

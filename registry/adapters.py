@@ -1,53 +1,54 @@
-"""Adapters and their versions: rows in, records out.
+"""Adapters and their versions: published, listed, changed, deleted, and found by the name that a request gives.
 
-Every question names a tenant, so another tenant's adapter looks like one that does not exist.
+Every method takes the id of a tenant and finds only its adapters: another tenant's look like ones that do not exist.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
-from datetime import datetime
-from functools import cache
-from typing import Any
 
 from sqlalchemy import (
-    BindParameter,
     ColumnElement,
     Select,
-    SQLColumnExpression,
     and_,
-    bindparam,
     delete,
+    exists,
     func,
-    literal,
+    not_,
     or_,
     select,
     tuple_,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import aliased
+from sqlalchemy.orm import InstrumentedAttribute, aliased
 
 from weft.adapters.ref import LoraSpec
 from weft.registry import audit, grants
-from weft.registry.aliases import (
+from weft.registry.audit import ADMIN
+from weft.registry.cache import Transactions
+from weft.registry.db.models import AdapterRow, FileRow, GrantRow, TenantRow, VersionRow, to_record
+from weft.registry.names import (
     DEFAULT_ALIAS,
+    EVERY_VERSION,
+    MAX_DESCRIPTION,
     Selector,
+    check_integer,
+    check_name,
     check_not_split,
+    check_text,
+    is_name,
     main_version,
+    meant_by,
     model_not_found,
+    no_such,
     parse_selector,
     pick,
     point_aliases,
     read_aliases,
 )
-from weft.registry.audit import ADMIN
-from weft.registry.db.clock import from_micros, to_micros
-from weft.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
-from weft.registry.grants import EVERY_VERSION, may_call
-from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, is_name, no_such
 from weft.registry.records import (
     Adapter,
     AdapterIdentity,
@@ -59,12 +60,13 @@ from weft.registry.records import (
     Shares,
     VersionFacts,
 )
-from weft.registry.references import only_referenced_by, unreferenced_weights
-from weft.registry.transactions import Transactions
 from weft.registry.uploads import Publication
 
 MAX_PAGE = 1000
 _CHUNK = 500
+
+Doomed = Callable[[type[VersionRow]], ColumnElement[bool]]
+"""Condition on VersionRow, or on an alias of it: the version is about to be deleted."""
 
 
 class Adapters(Transactions):
@@ -111,7 +113,7 @@ class Adapters(Transactions):
                     description=None,
                     pinned=False,
                     next_version=1,
-                    created_at=to_micros(now),
+                    created_at=now,
                 )
                 session.add(row)
             if description is not None:
@@ -120,7 +122,9 @@ class Adapters(Transactions):
             version = await session.scalar(same)
             is_new = version is None
             if version is None:
-                version = _version_row(row, facts, now)
+                values = {field.name: getattr(facts, field.name) for field in fields(VersionFacts)}
+                values |= {"spec": facts.spec.canonical(), "target_modules": list(facts.target_modules)}
+                version = VersionRow(adapter_id=row.id, version=row.next_version, created_at=now, **values)
                 row.next_version += 1
                 session.add(version)
             await session.flush()
@@ -138,25 +142,23 @@ class Adapters(Transactions):
                 await made.check_limits()
 
     async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:
-        """A tenant's own adapters by name, those after the name `after`."""
+        """A tenant's own adapters by name; those after the name `after`."""
         statement = _with_owner(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
         if after is not None:
             statement = statement.where(AdapterRow.name > check_text(after, "after", 63))
-        items, more = await self._first(statement, limit)
-        return Page(items=items, next=items[-1].name if more else None)
+        return await self._first(statement, limit, lambda adapter: adapter.name)
 
     async def list_every_adapter(self, after: str | None = None, limit: int = 100) -> Page[Adapter]:
-        """Every tenant's adapters by tenant and name, those after `tenant/name`; for admins only."""
+        """All tenants' adapters by tenant and name; those after `tenant/name`. For admins only."""
         order = (TenantRow.name, AdapterRow.name)
         statement = _with_owner().order_by(*order)
         if after is not None:
             tenant, _, name = check_text(after, "after", 127).partition("/")
             statement = statement.where(tuple_(*order) > tuple_(tenant, name))
-        items, more = await self._first(statement, limit)
-        return Page(items=items, next=f"{items[-1].tenant}/{items[-1].name}" if more else None)
+        return await self._first(statement, limit, lambda adapter: f"{adapter.tenant}/{adapter.name}")
 
     async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
-        """What this tenant may call of others, by owner and name: an adapter, or it at the one granted version."""
+        """What others let this tenant call, by owner and name: an adapter, with the version if one alone is granted."""
         is_granted = and_(VersionRow.adapter_id == AdapterRow.id, VersionRow.version == GrantRow.version)
         is_there = or_(GrantRow.version == EVERY_VERSION, VersionRow.version.is_not(None))
         statement = (
@@ -171,7 +173,7 @@ class Adapters(Transactions):
         async with self._database.read() as session:
             rows = (await session.execute(statement)).all()
             adapters = list({row.id: (row, owner) for row, owner, _ in rows}.values())
-            # Others grant as much as they like, so the number of questions must not grow with it.
+            # Others decide how much they grant: the number of queries must not grow with it.
             for start in range(0, len(adapters), _CHUNK):
                 known |= {adapter.id: adapter for adapter in await _records(session, adapters[start : start + _CHUNK])}
         return tuple(
@@ -191,7 +193,7 @@ class Adapters(Transactions):
             return (await _records(session, [await own_row(session, tenant_id, name)]))[0]
 
     async def pinned_adapters(self) -> tuple[Adapter, ...]:
-        """Every tenant's pinned adapters, oldest current version first; several times what `default` splits."""
+        """All tenants' pinned adapters, oldest version first: each once for every version that `default` means."""
         pinned = []
         async with self._database.read() as session:
             found = [(row, owner) for row, owner in await session.execute(_with_owner(AdapterRow.pinned.is_(True)))]
@@ -203,7 +205,7 @@ class Adapters(Transactions):
         return tuple(sorted(pinned, key=lambda adapter: (adapter.current.created_at, adapter.current.digest)))
 
     async def version_names(self, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Every tenant's versions of these digests as `tenant/name@version`, by digest; for admins only."""
+        """All tenants' versions with these digests as `tenant/name@version`, by digest. For admins only."""
         wanted = sorted(set(digests))
         found: dict[str, list[tuple[str, str, int]]] = {}
         for start in range(0, len(wanted), _CHUNK):
@@ -242,11 +244,11 @@ class Adapters(Transactions):
         aliases: Mapping[str, Shares | int | None] | None = None,
         actor: str = ADMIN,
     ) -> Adapter:
-        """Change what is not None. `aliases` merges: versions by weight or one version move an alias, None removes it.
+        """Change what is not None. `aliases` sets each alias to one version, or versions by weight; None removes it.
 
         Raises:
             NotFoundError: The tenant has none of this name.
-            InvalidRequestError: A text cannot be stored, an alias is no name, or means a version that does not exist.
+            InvalidRequestError: A text cannot be stored, an alias is no name, or a version does not exist.
         """
         async with self._change(self._resolved) as session:
             row, owner = await own_row(session, tenant_id, name)
@@ -263,13 +265,13 @@ class Adapters(Transactions):
     async def delete_adapter(
         self, tenant_id: str, name: str, version: int | None = None, *, actor: str = ADMIN
     ) -> Removed:
-        """Delete one version, or the adapter with all its versions. The last version takes the adapter with it.
+        """Delete one version, or the adapter with all its versions. Deleting the last version deletes the adapter.
 
-        Aliases of a deleted version go with it, `default` too: the plain name then means nothing until it is set.
-        The name may be used again; a living adapter never gives a version number twice.
+        Aliases of a deleted version are deleted, `default` too; the plain name then means nothing until it is set.
+        The name may be used again. An adapter never uses a version number twice.
 
         Returns:
-            What nobody refers to any more.
+            Content that nothing refers to any more.
 
         Raises:
             NotFoundError: The tenant has none of this name, or no such version.
@@ -297,18 +299,18 @@ class Adapters(Transactions):
         return removed
 
     async def unreferenced(self, weights: Iterable[str]) -> frozenset[str]:
-        """Which of these blobs (64 hex digits) no version refers to now."""
+        """Those of the blobs (64 hex digits) that nothing refers to now."""
         async with self._database.read() as session:
-            return await unreferenced_weights(session, weights)
+            return await _unreferenced(session, weights)
 
     @asynccontextmanager
     async def holding_unreferenced(self, weights: Iterable[str]) -> AsyncIterator[frozenset[str]]:
-        """Those of the blobs (64 hex digits) that no version refers to, and that none will refer to in the block.
+        """Those of the blobs (64 hex digits) that nothing refers to, for as long as the block runs.
 
-        Publishing waits meanwhile, on every server over this database: delete the blobs in the block.
+        Publishing waits meanwhile, on every server over this database: delete the blobs inside the block.
         """
         async with self._database.write() as session:
-            yield await unreferenced_weights(session, weights)
+            yield await _unreferenced(session, weights)
 
     async def list_grants(self, tenant_id: str, name: str) -> tuple[Grant, ...]:
         """Who else may call one of a tenant's adapters.
@@ -322,7 +324,7 @@ class Adapters(Transactions):
     async def grant_adapter(
         self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
     ) -> tuple[Grant, bool]:
-        """Let the tenant with the id `grantee` call an adapter as `tenant/name`, or one version of it.
+        """Let the tenant with the id `grantee` call an adapter as `tenant/name`, or only one version of it.
 
         Returns:
             The grant, and whether it is new.
@@ -358,7 +360,7 @@ class Adapters(Transactions):
         Args:
             tenant_id: The caller's tenant.
             selector: `name`, `name@3`, `name@prod`, `name@sha256:...`, or the same with `tenant/` in front.
-            sticky: Decides where an alias splits its requests among versions; the same text, the same version.
+            sticky: Where an alias splits its requests: the same text always gets the same version.
 
         Raises:
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
@@ -369,23 +371,25 @@ class Adapters(Transactions):
 
     async def _resolve(self, tenant_id: str, text: str, selector: Selector) -> Resolution:
         by = next(kind for kind in ("version", "digest", "alias") if getattr(selector, kind) is not None)
-        statement = _meant_by(by, is_own=selector.tenant is None)
+        statement = meant_by(by, is_own=selector.tenant is None)
         values = {"name": selector.name, "caller": tenant_id, "owner": selector.tenant, "by": getattr(selector, by)}
         found = await self._database.rows(statement, values)
         if not found:
             raise model_not_found(text)
         adapter, owner, _, _ = found[0]
         return Resolution(
-            adapter=AdapterIdentity(**_identity(adapter, owner)),
+            adapter=to_record(AdapterIdentity, adapter, tenant=owner),
             choices=tuple((_version(version), weight) for _, _, version, weight in found),
         )
 
-    async def _first(self, statement: Select[AdapterRow, str], limit: int) -> tuple[tuple[Adapter, ...], bool]:
-        """The first adapters of a listing, and whether there are more."""
+    async def _first(
+        self, statement: Select[AdapterRow, str], limit: int, cursor: Callable[[Adapter], str]
+    ) -> Page[Adapter]:
+        """The first page of a listing."""
         one_more = statement.limit(check_integer(limit, "limit", low=1, high=MAX_PAGE) + 1)
         async with self._database.read() as session:
             rows = [(row, owner) for row, owner in await session.execute(one_more)]
-            return await _records(session, rows[:limit]), len(rows) > limit
+            return Page.of(await _records(session, rows), limit, cursor)
 
 
 async def own_row(session: AsyncSession, tenant_id: str, name: str) -> tuple[AdapterRow, str]:
@@ -406,54 +410,13 @@ def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
     return select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id).where(*conditions)
 
 
-@cache
-def _meant_by(by: str, *, is_own: bool) -> Select[AdapterRow, str, VersionRow, int]:
-    """The statement for a selector, made once: making it takes as long as running it.
-
-    Bind `name`, `caller`, `by` (the version, digest or alias) and, unless `is_own`, `owner`.
-    """
-    caller: BindParameter[str] = bindparam("caller")
-    weight: SQLColumnExpression[int] = literal(1) if by != "alias" else AliasRow.weight
-    shares = and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
-    chosen = {
-        "version": VersionRow.version == bindparam("by"),
-        "digest": VersionRow.digest == bindparam("by"),
-        "alias": and_(shares, AliasRow.alias == bindparam("by")),
-    }[by]
-    owner = AdapterRow.tenant_id == caller if is_own else TenantRow.name == bindparam("owner")
-    return (
-        select(AdapterRow, TenantRow.name, VersionRow, weight)
-        .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
-        .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
-        .where(AdapterRow.name == bindparam("name"), owner, may_call(caller), chosen)
-        .order_by(VersionRow.version)
-    )
-
-
-def _identity(adapter: AdapterRow, owner: str) -> dict[str, Any]:
-    """The fields of an `AdapterIdentity`."""
-    return {
-        "id": adapter.id,
-        "tenant_id": adapter.tenant_id,
-        "tenant": owner,
-        "name": adapter.name,
-        "created_at": from_micros(adapter.created_at),
-    }
-
-
 async def _records(session: AsyncSession, adapters: Sequence[tuple[AdapterRow, str]]) -> tuple[Adapter, ...]:
     """Records of adapters with their owners' names."""
     ids = [adapter.id for adapter, _ in adapters]
     aliases = await read_aliases(session, ids)
     current = {row.adapter_id: row for row in await session.scalars(_current_versions(ids))}
     return tuple(
-        Adapter(
-            **_identity(adapter, owner),
-            description=adapter.description,
-            pinned=adapter.pinned,
-            aliases=aliases[adapter.id],
-            current=_version(current[adapter.id]),
-        )
+        to_record(Adapter, adapter, tenant=owner, aliases=aliases[adapter.id], current=_version(current[adapter.id]))
         for adapter, owner in adapters
     )
 
@@ -470,24 +433,43 @@ def _current_versions(adapter_ids: Sequence[str] | Select[str]) -> Select[Versio
     return select(VersionRow).where(VersionRow.adapter_id.in_(adapter_ids), VersionRow.version == plain_name)
 
 
-def _version_row(adapter: AdapterRow, facts: VersionFacts, now: datetime) -> VersionRow:
-    values = {field.name: getattr(facts, field.name) for field in fields(VersionFacts)}
-    values |= {"spec": facts.spec.canonical(), "target_modules": list(facts.target_modules)}
-    values |= {"report": dict(facts.report), "created_at": to_micros(now)}
-    return VersionRow(adapter_id=adapter.id, version=adapter.next_version, **values)
-
-
 def _version(row: VersionRow) -> AdapterVersion:
-    values = {field.name: getattr(row, field.name) for field in fields(AdapterVersion)}
-    values |= {"spec": LoraSpec.from_canonical(row.spec), "target_modules": tuple(row.target_modules)}
-    return AdapterVersion(**{**values, "created_at": from_micros(row.created_at)})
+    return to_record(
+        AdapterVersion, row, spec=LoraSpec.from_canonical(row.spec), target_modules=tuple(row.target_modules)
+    )
 
 
 def _readable(aliases: Mapping[str, Shares | int | None]) -> dict[str, object]:
-    """For the audit log, whose JSON knows texts as keys only."""
+    """For the audit log: the keys of a JSON object are texts."""
     return {
         alias: {str(version): weight for version, weight in meaning.items()}
         if isinstance(meaning, Mapping)
         else meaning
         for alias, meaning in aliases.items()
     }
+
+
+async def only_referenced_by(session: AsyncSession, doomed: Doomed) -> Removed:
+    """Digests and blobs that only the doomed versions refer to; tenants may share them. Call it before the delete."""
+    return Removed(
+        digests=await _only_there(session, doomed, VersionRow.digest),
+        weights=await _only_there(session, doomed, VersionRow.weights_sha256),
+    )
+
+
+async def _unreferenced(session: AsyncSession, weights: Iterable[str]) -> frozenset[str]:
+    """Those of the blobs that no version and no file refers to."""
+    rest = set(weights)
+    candidates = sorted(rest)
+    for start in range(0, len(candidates), _CHUNK):
+        chunk = candidates[start : start + _CHUNK]
+        for column in (VersionRow.weights_sha256, FileRow.sha256):
+            rest -= set(await session.scalars(select(column).where(column.in_(chunk))))
+    return frozenset(rest)
+
+
+async def _only_there(session: AsyncSession, doomed: Doomed, column: InstrumentedAttribute[str]) -> tuple[str, ...]:
+    other = aliased(VersionRow)
+    elsewhere = exists().where(getattr(other, column.key) == column, not_(doomed(other)))
+    statement = select(column).where(doomed(VersionRow), not_(elsewhere)).distinct().order_by(column)
+    return tuple(await session.scalars(statement))

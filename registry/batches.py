@@ -149,8 +149,7 @@ async def newest_first(
     own = select(table).where(table.tenant_id == tenant_id, *wanted).order_by(table.id.desc()).limit(limit + 1)
     if after is not None:
         own = own.where(table.id < check_text(after, "after", 64))
-    rows = tuple(await session.scalars(own))
-    return Page(items=rows[:limit], next=rows[limit - 1].id if len(rows) > limit else None)
+    return Page.of((await session.scalars(own)).all(), limit, lambda row: row.id)
 
 
 async def _bytes_left(session: AsyncSession, tenant_id: str, limits: BatchConfig, now: datetime, needed: int) -> int:

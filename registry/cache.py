@@ -1,41 +1,48 @@
-"""Answers read a moment ago, so that each request need not ask the database again.
+"""Answers of the database that serve for a moment, and the transactions that make them invalid.
 
-An answer counts for a second after it was read. Where answers follow from what the audit log records, they also count
-for a second after it was seen that nothing has changed since (`Changes`): one small question in place of one for each
-key and adapter, and requests do not wait for it. Who changes something in this process says so: `forget` drops
-everything, and an answer whose question was asked before the change is not remembered after it. What another process
-changed is seen after a second. All who ask at the same time wait for one reading.
+An answer counts for a second after it was read. Where it depends only on what the audit log records, it counts on as
+long as `Changes` sees no new entry there: one small query for all answers, and no request waits for it. A change in
+this process calls `forget`, which drops all answers; one that was being read meanwhile is not kept. A change by another
+process is seen after a second. All who ask for one key at the same time wait for one query.
 
-While the database cannot answer, or is slow to, an answer serves for a minute, so that an outage stops no one who was
-there before it. Meanwhile one asker at a time finds out whether it is over; the others do not wait.
+While the database is away or slow, an answer serves for a minute: an outage stops nobody who was known before it. One
+caller at a time finds out whether the outage is over; the others do not wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import CapacityError, WeftError
-from weft.registry.db.database import unavailable
+from weft.registry.db.clock import Clock
+from weft.registry.db.database import Database, unavailable
+
+if TYPE_CHECKING:
+    from weft.registry.keys import KeyRing
+    from weft.registry.limits import Limits
+    from weft.registry.records import Resolution
 
 MAX_ENTRIES = 10_000
 MAX_AGE_S = 1.0
 LOOK_S = 0.25
-"""While answers are asked for, changes are looked for this often."""
+"""Least seconds between two queries for changes; there is none while nobody asks."""
 MAX_CONFIRMED_S = 300.0
-"""From this age on an answer is read again, also where the log of changes has nothing: somebody may have edited the
-database by hand."""
+"""An answer of this age is read again even if the audit log has nothing new: somebody may have edited the database."""
 MAX_OUTAGE_S = 60.0
 PATIENCE_S = 2.0
-"""How long who has an answer waits for a newer one."""
+"""Longest wait for a newer answer while an older one may serve."""
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 
 class Changes:
-    """Looks whether anything has changed that answers depend on, and has them forgotten if so.
+    """Looks for changes in the audit log, and drops the answers that depend on it when there is one.
 
     Thread: one event loop.
 
@@ -46,7 +53,7 @@ class Changes:
 
     def __init__(self, last_change: Callable[[], Awaitable[int]], monotonic: Callable[[], float]) -> None:
         self.unchanged_at = float("-inf")
-        """When it was last asked whether there was a change, and there was none."""
+        """Time of the last query that found no change."""
         self._last_change = last_change
         self._monotonic = monotonic
         self._forget: list[Callable[[], None]] = []
@@ -59,7 +66,7 @@ class Changes:
         self._forget.append(forget)
 
     def look(self) -> None:
-        """Look for changes, if the last time was a moment ago; returns at once."""
+        """Start a query for changes unless the last one is recent; returns at once."""
         now_s = self._monotonic()
         if self._look is None and now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
@@ -70,7 +77,7 @@ class Changes:
             async with asyncio.timeout(PATIENCE_S):
                 number = await self._last_change()
         except (CapacityError, TimeoutError):
-            return  # answers get old, and whoever asks for one finds out what is wrong
+            return  # answers get old, and the next caller gets the error
         finally:
             self._look = None
         if number != self._number:
@@ -81,12 +88,12 @@ class Changes:
 
 
 class ReadThroughCache(Generic[KeyT, ValueT]):
-    """A bounded map whose entries age. Thread: one event loop.
+    """A bounded map of answers that age. Thread: one event loop.
 
     Args:
         monotonic: Seconds that never jump.
-        changes: Tells since when nothing has changed; None for answers that may change without a trace.
-        max_entries: Beyond, all are dropped.
+        changes: Tells since when nothing has changed; None for answers whose changes are not in the audit log.
+        max_entries: When there are more, all are dropped.
     """
 
     def __init__(
@@ -100,20 +107,19 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
         self._entries: dict[KeyT, tuple[float, ValueT]] = {}
         self._epoch = 0
         self._readings: dict[tuple[int, KeyT], asyncio.Task[ValueT]] = {}
-        """Questions under way, by the epoch in which they were asked."""
+        """Queries under way, by the epoch in which they began and their key."""
         self._retry_at = float("-inf")
-        """Until when the database counts as away; in the past while it answers."""
+        """The database counts as away until then."""
 
     async def ask(self, key: KeyT, question: Callable[[], Awaitable[ValueT]]) -> ValueT:
-        """The answer of a moment ago, or else that of `question`, which reads the database and then may refuse.
+        """The answer that is kept for `key`, or else that of `question`, which reads the database.
 
         Raises:
-            WeftError: What the question raised. For a CapacityError, only without an answer of the last minute.
+            WeftError: What `question` raised. A CapacityError only where no answer of the last minute is kept.
         """
         read_at, known = self._entries.get(key, (float("-inf"), None))
         asked_at, epoch = self._monotonic(), self._epoch
-        right_at = read_at
-        """When it was last known to be the database's answer."""
+        right_at = read_at  # the last moment at which it was the database's answer
         if self._changes is not None and known is not None:
             self._changes.look()
             right_at = max(read_at, self._changes.unchanged_at)
@@ -163,9 +169,53 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
     def _end(self, question: tuple[int, KeyT], reading: asyncio.Task[ValueT]) -> None:
         del self._readings[question]
         if not reading.cancelled():
-            reading.exception()  # known to those who waited; of one that nobody waited for, there is nothing to tell
+            reading.exception()  # else asyncio logs an error that nobody waited for
 
     def forget(self) -> None:
-        """Something changed: no earlier answer counts any more."""
+        """Drop all answers, and do not keep those being read now."""
         self._epoch += 1
         self._entries.clear()
+
+
+class Invalidates(Protocol):
+    """Keeps answers of the database."""
+
+    def forget(self) -> None:
+        """Drop all answers, and do not keep those being read now."""
+
+
+class Transactions:
+    """Base of the parts of the registry: the database and the answers that they share.
+
+    Each public method of a part is one transaction.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        clock: Clock,
+        key_ring: KeyRing,
+        resolved: ReadThroughCache[tuple[str, str], Resolution],
+        tenant_limits: ReadThroughCache[str, Limits],
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._key_ring = key_ring
+        self._resolved = resolved
+        self._tenant_limits = tenant_limits
+
+    @asynccontextmanager
+    async def _change(self, *touched: Invalidates) -> AsyncIterator[AsyncSession]:
+        """A transaction that writes, and then drops the answers that it touches.
+
+        It drops no others: these may have to serve in an outage right after the change.
+        """
+        has_begun = False
+        try:
+            async with self._database.write() as session:
+                has_begun = True
+                yield session
+        finally:
+            # Also when the caller is cancelled: the change may have been committed.
+            for answers in touched if has_begun else ():
+                answers.forget()

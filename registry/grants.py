@@ -1,26 +1,24 @@
-"""Who else may call an adapter, or one version of it. Runs in the caller's transaction."""
+"""Grants: which other tenants may call an adapter, or one version of it. Runs in the caller's transaction."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import BindParameter, ColumnElement, exists, or_, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError, NotFoundError
-from weft.registry.db.clock import from_micros, to_micros
-from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
-from weft.registry.names import check_integer, check_text, no_such
+from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow, to_record
+from weft.registry.names import EVERY_VERSION, MAX_VERSION, check_integer, check_text, no_such
 from weft.registry.records import Grant
 
-EVERY_VERSION = 0
 MAX_GRANTS = 1000
 
 
 async def add_grant(
     session: AsyncSession, adapter: AdapterRow, grantee: str, version: int | None, now: datetime
 ) -> tuple[Grant, bool]:
-    """Let the tenant with the id `grantee` call an adapter, or one version of it.
+    """Let the tenant with the id `grantee` call an adapter, or only one version of it.
 
     Returns:
         The grant, and whether it is new.
@@ -33,7 +31,7 @@ async def add_grant(
     if other.id == adapter.tenant_id:
         raise InvalidRequestError("The owner needs no grant.", param="tenant")
     if version is not None:
-        check_integer(version, "version", low=1, high=(1 << 31) - 1)
+        check_integer(version, "version", low=1, high=MAX_VERSION)
         if await session.get(VersionRow, (adapter.id, version)) is None:
             raise no_such("version", f"{adapter.name}@{version}", param="version")
     row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
@@ -41,9 +39,7 @@ async def add_grant(
     if row is None:
         if len(await list_grants(session, adapter)) >= MAX_GRANTS:
             raise InvalidRequestError(f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant")
-        row = GrantRow(
-            adapter_id=adapter.id, tenant_id=other.id, version=version or EVERY_VERSION, created_at=to_micros(now)
-        )
+        row = GrantRow(adapter_id=adapter.id, tenant_id=other.id, version=version or EVERY_VERSION, created_at=now)
         session.add(row)
         await session.flush()
     return _grant(row, other), is_new
@@ -74,16 +70,6 @@ async def list_grants(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant
     return tuple(_grant(row, other) for row, other in await session.execute(statement))
 
 
-def may_call(tenant_id: BindParameter[str]) -> ColumnElement[bool]:
-    """Whether the tenant may call a version: its own, or granted; for statements over AdapterRow and VersionRow."""
-    granted = exists().where(
-        GrantRow.adapter_id == AdapterRow.id,
-        GrantRow.tenant_id == tenant_id,
-        or_(GrantRow.version == EVERY_VERSION, GrantRow.version == VersionRow.version),
-    )
-    return or_(AdapterRow.tenant_id == tenant_id, granted)
-
-
 async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
     found = await session.get(TenantRow, check_text(tenant_id, "tenant", 512))
     if found is None:
@@ -92,9 +78,4 @@ async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
 
 
 def _grant(row: GrantRow, grantee: TenantRow) -> Grant:
-    return Grant(
-        tenant_id=grantee.id,
-        tenant=grantee.name,
-        version=row.version or None,
-        created_at=from_micros(row.created_at),
-    )
+    return to_record(Grant, row, tenant=grantee.name, version=row.version or None)

@@ -1,7 +1,7 @@
-"""Keys: random secrets, kept only as keyed digests, found by the part that everybody may see.
+"""Keys: random secrets, stored as keyed digests only and found by their public prefix.
 
-A secret is `weft_<prefix>_<256 random bits>`. What is stored is its HMAC-SHA256 under a pepper that lives outside the
-database, so that neither a stolen database nor a stolen data folder alone says which secrets work.
+A secret is `weft_<prefix>_<256 random bits>`. The database has its HMAC-SHA256 under a pepper that is not in the
+database: a stolen database alone, or a stolen data folder alone, gives nobody a way to test secrets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
 
@@ -22,16 +22,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import AuthenticationError, InvalidRequestError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
-from weft.registry.cache import Changes, ReadThroughCache
-from weft.registry.db.clock import Clock, from_micros, iso, to_micros
+from weft.registry.cache import Changes, ReadThroughCache, Transactions
+from weft.registry.db.clock import Clock, iso
 from weft.registry.db.database import Database
-from weft.registry.db.models import KeyRow, TenantRow
+from weft.registry.db.models import KeyRow, SessionRow, TenantRow, to_record
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
 from weft.registry.names import check_text, no_such
 from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
-from weft.registry.sessions import find_session
 from weft.registry.tenants import tenant_row
-from weft.registry.transactions import Transactions
 
 MAX_SECRET = 512
 
@@ -42,82 +40,80 @@ _WITH_TENANT = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.
 
 
 class KeyRing:
-    """Tells who holds a secret; remembers the answer for a short while, by the secret's full digest.
+    """Finds the owner of a secret, and keeps the answer for a moment by the digest of the whole secret.
 
     Thread: one event loop.
     """
 
     def __init__(
         self,
+        database: Database,
         pepper: bytes,
         admin_key: str | None,
         clock: Clock,
         monotonic: Callable[[], float],
         changes: Changes | None = None,
     ) -> None:
+        self._database = database
         self._pepper = pepper
         self._clock = clock
         self._admin_digest = None if admin_key is None else self.digest(admin_key)
         self._recent: ReadThroughCache[str, tuple[Identity, datetime | None]] = ReadThroughCache(monotonic, changes)
-        """Who holds a secret, and until when, by its digest."""
-        self.sessions: ReadThroughCache[str, tuple[Credential, int]] = ReadThroughCache(monotonic)
-        """What sessions stand for, and when they end, by the digest of their token."""
+        """By the digest of a secret: its owner, and when it expires."""
+        self.sessions: ReadThroughCache[str, tuple[Credential, datetime]] = ReadThroughCache(monotonic)
+        """By the digest of a session's token: the secret that the session stands for, and when it ends."""
 
     def digest(self, secret: str) -> str:
-        """What is stored of a secret: 64 hex digits."""
+        """What the database has of a secret: 64 hex digits."""
         return hmac.new(self._pepper, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
-    async def authenticate(self, database: Database, secret: str) -> Identity:
-        """Who holds this secret.
+    async def authenticate(self, secret: str) -> Identity:
+        """The owner of this secret.
 
         Raises:
-            AuthenticationError: Nobody, or the key has expired or was revoked.
+            AuthenticationError: There is no such key, or it has expired or was revoked.
         """
         if len(secret) > MAX_SECRET:
             raise _refusal()
         matched = _SECRET.fullmatch(secret)
-        credential = Credential(matched[1] if matched else "", self.digest(secret))
-        return await self.identify(database, credential)
+        return await self.identify(Credential(matched[1] if matched else "", self.digest(secret)))
 
-    async def identify(self, database: Database, credential: Credential) -> Identity:
-        """Who holds the secret of this digest.
-
-        Raises:
-            AuthenticationError: Nobody, or the key has expired or was revoked.
-        """
+    async def identify(self, credential: Credential) -> Identity:
+        """The owner of the secret with this digest; raises like `authenticate`."""
         if self._admin_digest is not None and hmac.compare_digest(credential.digest, self._admin_digest):
             shown = Credential("", credential.digest)
             return Identity(role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES, credential=shown)
-        identity, ends = await self._recent.ask(credential.digest, lambda: _read_known(database, credential))
+        identity, ends = await self._recent.ask(credential.digest, lambda: _read_known(self._database, credential))
         if ends is not None and ends <= self._clock():
             raise _refusal()
         return identity
 
-    async def identify_session(self, database: Database, token: str) -> Identity:
-        """Who began the session of this token.
+    async def identify_session(self, token: str) -> Identity:
+        """The owner of the key that began the session of this token.
 
         Raises:
-            AuthenticationError: Nobody, it has ended, or the key that began it works no more; code session.ended.
+            AuthenticationError: There is no such session, or it or its key works no more; code session.ended.
         """
         digest = self.digest(token)
 
-        async def read() -> tuple[Credential, int]:
-            async with database.read() as session:
-                found = await find_session(session, digest)
-            if found is None:
+        async def read() -> tuple[Credential, datetime]:
+            found = await self._database.rows(
+                select(SessionRow).where(SessionRow.digest == digest, SessionRow.kind == "session")
+            )
+            if not found:
                 raise session_ended()
-            return found
+            return Credential(found[0][0].key_prefix, found[0][0].key_digest), found[0][0].expires_at
 
         credential, ends = await self.sessions.ask(digest, read)
-        if ends <= to_micros(self._clock()):
+        if ends <= self._clock():
             raise session_ended()
         try:
-            return await self.identify(database, credential)
+            return await self.identify(credential)
         except AuthenticationError as error:
             raise session_ended() from error
 
     def forget(self) -> None:
-        """A key was revoked, or a tenant deleted: ask the database again."""
+        """A key or a tenant changed: ask the database again."""
         self._recent.forget()
         self.sessions.forget()
 
@@ -135,25 +131,25 @@ def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
 
 
 class Keys(Transactions):
-    """The part of the registry that keeps keys, and knows by them who is calling."""
+    """The part of the registry that keeps keys, and says who is calling."""
 
     async def authenticate(self, secret: str) -> Identity:
-        """Who holds this secret.
+        """The owner of this secret.
 
         Raises:
-            AuthenticationError: Nobody, or the key has expired or was revoked.
+            AuthenticationError: There is no such key, or it has expired or was revoked.
         """
-        return await self._key_ring.authenticate(self._database, secret)
+        return await self._key_ring.authenticate(secret)
 
     async def identify_key(self, key_id: str) -> Identity:
-        """Who holds the key of this id, whatever its secret is by now.
+        """The owner of the key with this id, whatever its secret is by now.
 
         Raises:
             AuthenticationError: The key was revoked or has expired, or its tenant is gone.
         """
         of_key = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
         found = next(iter(await self._database.rows(of_key)), None)
-        if found is None or (found[0].expires_at is not None and found[0].expires_at <= to_micros(self._clock())):
+        if found is None or (found[0].expires_at is not None and found[0].expires_at <= self._clock()):
             raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
         return _identity(found[0], found[1], None)
 
@@ -165,7 +161,10 @@ class Keys(Transactions):
         expires_at: datetime | None = None,
         limits: Mapping[str, object] | None = None,
     ) -> tuple[Key, str]:
-        """Make a key for the tenant of this name; the second value is its secret, which is kept nowhere.
+        """Make a key for the tenant of this name.
+
+        Returns:
+            The key, and its secret, which is stored nowhere.
 
         Raises:
             NotFoundError: There is no such tenant.
@@ -178,9 +177,9 @@ class Keys(Transactions):
                 tenant_id=owner.id,
                 name=name,
                 scopes=[scope for scope in SCOPES if scope in scopes],
-                expires_at=None if expires_at is None else to_micros(expires_at),
+                expires_at=expires_at and expires_at.astimezone(UTC),
                 id=f"key_{secrets.token_hex(12)}",
-                created_at=to_micros(self._clock()),
+                created_at=self._clock(),
                 limits=checked_limits(limits or {}, KEY_LIMITS),
             )
             secret = _new_secret(self._key_ring, row)
@@ -203,11 +202,11 @@ class Keys(Transactions):
         scopes: Sequence[str] | None = None,
         expires_at: datetime | None = None,
     ) -> Key:
-        """Change what is not None, in force at once; `limits` replaces all of the key's.
+        """Change what is not None, at once; `limits` replaces all limits of the key.
 
         Raises:
             NotFoundError: There is no such key, or it was revoked.
-            InvalidRequestError: A value is none that a key could be made with.
+            InvalidRequestError: As for `create_key`.
         """
         async with self._change(self._key_ring) as session:
             row, tenant = await _living(session, key_id)
@@ -215,7 +214,7 @@ class Keys(Transactions):
             row.name = row.name if name is None else name
             row.limits = row.limits if limits is None else checked_limits(limits, KEY_LIMITS)
             row.scopes = row.scopes if scopes is None else [scope for scope in SCOPES if scope in scopes]
-            row.expires_at = row.expires_at if expires_at is None else to_micros(expires_at)
+            row.expires_at = row.expires_at if expires_at is None else expires_at.astimezone(UTC)
             detail = {
                 "name": name,
                 "limits": None if limits is None else row.limits,
@@ -235,7 +234,7 @@ class Keys(Transactions):
             return _key(*await _living(session, key_id))
 
     async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[Key, ...]:
-        """The keys of the tenant of this name, oldest first; those that were revoked only when asked for.
+        """The keys of the tenant of this name, oldest first.
 
         Raises:
             NotFoundError: There is no such tenant.
@@ -249,30 +248,30 @@ class Keys(Transactions):
             return tuple(_key(row, owner.name) for row in rows)
 
     async def revoke_key(self, key_id: str) -> None:
-        """Make a key useless, at once.
+        """Revoke a key, at once.
 
         Raises:
-            NotFoundError: There is no such key, or it was revoked before.
+            NotFoundError: There is no such key, or it was revoked.
         """
         async with self._change(self._key_ring) as session:
             row, tenant = await _living(session, key_id)
-            row.revoked_at = to_micros(self._clock())
+            row.revoked_at = self._clock()
             audit.add(session, self._clock(), ADMIN, "key.revoke", tenant=tenant, target=key_id)
 
     async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[Key, str]:
-        """Give a key another secret; the one before works for `grace_s` seconds more, any earlier one not at all.
+        """Give a key a new secret. The last one works for `grace_s` seconds more, earlier ones stop at once.
 
         Returns:
-            The key, which stays what it is for limits and usage, and its new secret, which is kept nowhere.
+            The key, with the same id, limits and usage, and its new secret, which is stored nowhere.
 
         Raises:
-            NotFoundError: There is no such key, or it was revoked before.
+            NotFoundError: There is no such key, or it was revoked.
         """
         async with self._change(self._key_ring) as session:
             row, tenant = await _living(session, key_id)
             if grace_s > 0:
                 row.previous_prefix, row.previous_digest = row.prefix, row.digest
-                row.previous_until = to_micros(self._clock() + timedelta(seconds=grace_s))
+                row.previous_until = self._clock() + timedelta(seconds=grace_s)
             else:
                 row.previous_prefix = row.previous_digest = row.previous_until = None
             secret = _new_secret(self._key_ring, row)
@@ -311,7 +310,7 @@ async def _read_known(database: Database, credential: Credential) -> tuple[Ident
     either = or_(KeyRow.prefix == prefix, KeyRow.previous_prefix == prefix)
     found = next(iter(await database.rows(_WITH_TENANT.where(either))), None)
     row, owner = found or (None, None)
-    # The comparison is made for unknown prefixes too, so that they take as long.
+    # An unknown prefix is compared, too: it takes as long as a known one.
     stored, ends = _NO_DIGEST, []
     if row is not None:
         is_previous = prefix != row.prefix
@@ -319,7 +318,7 @@ async def _read_known(database: Database, credential: Credential) -> tuple[Ident
         ends = [end for end in (row.expires_at, row.previous_until if is_previous else None) if end is not None]
     if not hmac.compare_digest(credential.digest, stored) or row is None or owner is None or row.revoked_at is not None:
         raise _refusal()
-    return _identity(row, owner, credential), from_micros(min(ends)) if ends else None
+    return _identity(row, owner, credential), min(ends, default=None)
 
 
 def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> Identity:
@@ -329,30 +328,19 @@ def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> I
         tenant=owner.name,
         key_id=row.id,
         scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
-        tenant_limits=Limits.of(owner.limits),
+        tenant_limits=Limits(**owner.limits),
         tenant_weight=owner.weight,
-        key_limits=Limits.of(row.limits),
+        key_limits=Limits(**row.limits),
         credential=credential,
     )
 
 
 def _key(row: KeyRow, tenant: str) -> Key:
-    return Key(
-        id=row.id,
-        tenant_id=row.tenant_id,
-        tenant=tenant,
-        name=row.name,
-        prefix=row.prefix,
-        scopes=cast("tuple[Scope, ...]", tuple(row.scopes)),
-        limits=row.limits,
-        expires_at=None if row.expires_at is None else from_micros(row.expires_at),
-        created_at=from_micros(row.created_at),
-        revoked_at=None if row.revoked_at is None else from_micros(row.revoked_at),
-    )
+    return to_record(Key, row, tenant=tenant, scopes=tuple(row.scopes))
 
 
 def _make_pepper(path: Path) -> None:
-    """Write a new pepper; the file appears complete or not at all, and whoever comes first wins."""
+    """Write a new pepper: the file appears complete or not at all, and is never replaced."""
     temporary = path.with_name(f".pepper.{secrets.token_hex(8)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -369,7 +357,7 @@ def _make_pepper(path: Path) -> None:
 
 
 def session_ended() -> AuthenticationError:
-    """What a browser is told whose session is over."""
+    """The error for a session that is over."""
     return AuthenticationError("The session has ended: sign in again.", code="session.ended")
 
 

@@ -1,11 +1,8 @@
-"""Limits of tenants and of single keys: their names, and what may be stored under them.
+"""Limits of tenants and keys: their names, and the checks of those on storage. An absent limit does not limit.
 
-A limit that is absent does not limit. Who holds to them stands elsewhere: rates and quotas in the server's admission,
-counts and sizes where adapters are taken in and pinned.
-
-Storage (`adapters`, `stored_bytes`, `adapter_pages`) is asked once before bytes are taken in, and again in the
-transaction that makes them count. It counts every version by the size of its weights, and every open upload in pieces
-by what it announced. Absent or null means no limit.
+The server checks rates, monthly tokens and pinned pages. Limits on storage (`adapters`, `stored_bytes`,
+`adapter_pages`) are checked before an upload is read, and again in the transaction that publishes it. A version counts
+with the size of its weights, an open upload in pieces with the size that it announced.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ForbiddenError, InvalidRequestError
-from weft.registry.db.clock import to_micros
 from weft.registry.db.models import AdapterRow, TenantRow, UploadRow, VersionRow
 from weft.registry.names import check_integer
 
@@ -43,27 +39,17 @@ class Limits:
     pinned_pages: int | None = None
     """Device pages of all pinned adapters together."""
 
-    @classmethod
-    def of(cls, stored: Mapping[str, object]) -> Limits:
-        """The limits of a row."""
-        return cls(**known_limits(stored))
-
 
 UNLIMITED = Limits()
 WEIGHTS = (0.01, 100.0)
 """Least and largest weight of a tenant."""
 TENANT_LIMITS = tuple(field.name for field in fields(Limits))
 KEY_LIMITS = TENANT_LIMITS[:4]
-"""What a single key can be held to."""
-
-
-def known_limits(stored: Mapping[str, object]) -> dict[str, int]:
-    """What counts of a row: an older Weft stored any name and number, and held nobody to them."""
-    return {name: value for name, value in stored.items() if name in TENANT_LIMITS and isinstance(value, int)}
+"""Those that a single key may have, too."""
 
 
 def checked_limits(limits: Mapping[str, object], names: Sequence[str]) -> dict[str, int]:
-    """The limits that are set; null means none.
+    """The limits that are set; null means no limit.
 
     Raises:
         InvalidRequestError: A name is not among `names`, or a value is no whole number of at least 0.
@@ -91,7 +77,7 @@ async def stored_bytes(session: AsyncSession, tenant_id: str, now: datetime) -> 
     """Bytes that the tenant stores or has reserved."""
     stored = select(func.coalesce(func.sum(VersionRow.size_bytes), 0)).join(AdapterRow)
     reserved = select(func.coalesce(func.sum(UploadRow.size_bytes), 0)).where(
-        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(now)
+        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > now
     )
     used = await session.scalar(stored.where(AdapterRow.tenant_id == tenant_id))
     return int(used or 0) + int(await session.scalar(reserved) or 0)

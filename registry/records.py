@@ -1,11 +1,11 @@
-"""What the registry gives out: frozen records, free of sessions and lazy loads.
+"""What the registry returns: frozen records that need no database session.
 
-Times are timezone-aware and in UTC; tokens are whole numbers. Knows nothing of tables or HTTP bodies.
+Times have a timezone and are in UTC; tokens are whole numbers. Nothing here knows tables or HTTP bodies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Generic, Literal, TypeVar
@@ -37,7 +37,13 @@ class Page(Generic[RecordT]):
 
     items: tuple[RecordT, ...]
     next: str | None
-    """Pass it as `after` to have the next page; None when this is the last."""
+    """Pass it as `after` to get the next page; None: this is the last."""
+
+    @classmethod
+    def of(cls, found: Sequence[RecordT], limit: int, cursor: Callable[[RecordT], str]) -> Page[RecordT]:
+        """The first `limit` of what was found with a LIMIT of one more; `cursor` names a place in the listing."""
+        items = tuple(found[:limit])
+        return cls(items=items, next=cursor(items[-1]) if len(found) > limit else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

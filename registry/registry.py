@@ -1,7 +1,6 @@
-"""The registry: what exists, who may use it, and who did.
+"""The registry: one object per subject, over one database. The server opens it once.
 
-Opened once by the server. Each subject is an object of its own; each of its methods is one transaction. Knows blobs by
-digest only: the caller deletes the files that a delete leaves without a reference.
+It knows blobs by their digest only: after a delete the caller removes the blobs that nothing refers to any more.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from weft.registry.cache import Changes, ReadThroughCache
 from weft.registry.db.clock import Clock, utc_now
 from weft.registry.db.database import Database
 from weft.registry.keys import KeyRing, Keys, read_pepper
-from weft.registry.records import AuditEntry
+from weft.registry.limits import Limits
+from weft.registry.records import AuditEntry, Resolution
 from weft.registry.sessions import Sessions
 from weft.registry.tenants import Tenants
-from weft.registry.transactions import Shared
 from weft.registry.uploads import Uploads
 from weft.registry.usage.journal import Journal
 from weft.registry.usage.ledger import UsageLedger
 
 
 class Registry:
-    """Tenants, keys, adapters and usage over one database.
+    """Tenants, keys, adapters and usage.
 
-    Thread: the event loop that opened it. All methods raise `CapacityError` (code db.unavailable or
-    storage.full) when the database cannot answer; names and texts that cannot be stored raise
-    `InvalidRequestError`. `actor` is who did it, for the audit log: a key id, or `admin`.
+    Thread: the event loop that opened it. All methods raise `CapacityError` (code db.unavailable or storage.full) when
+    the database cannot answer, and `InvalidRequestError` for texts that cannot be stored. `actor` is written into the
+    audit log: the id of a key, or `admin`.
     """
 
     def __init__(
@@ -44,15 +43,15 @@ class Registry:
         monotonic: Callable[[], float],
         changes: Changes,
     ) -> None:
-        shared = Shared(database, key_ring, clock, monotonic, changes)
-        self.tenants = Tenants(shared)
-        self.keys = Keys(shared)
-        self.sessions = Sessions(shared)
-        self.adapters = Adapters(shared)
+        resolved: ReadThroughCache[tuple[str, str], Resolution] = ReadThroughCache(monotonic, changes)
+        tenant_limits: ReadThroughCache[str, Limits] = ReadThroughCache(monotonic, changes)
+        shared = (database, clock, key_ring, resolved, tenant_limits)
+        self.tenants = Tenants(*shared)
+        self.keys = Keys(*shared)
+        self.sessions = Sessions(*shared)
+        self.adapters = Adapters(*shared)
         self.usage = ledger
-        """The usage ledger: `record`, `progress`, `flush`, `query`, `summary`."""
         self.uploads = Uploads(database, clock)
-        """Uploads in pieces, and the answers to changes that are sent again."""
         self.files = Files(database, clock)
         self.batches = Batches(database, clock)
         self._database = database
@@ -74,15 +73,16 @@ class Registry:
         Args:
             database_url: SQLAlchemy URL; None takes SQLite in `data_dir`.
             data_dir: Folder of database, pepper and journal; made (mode 0700) when missing. One process at a time.
-            admin_key: The secret that makes an admin; None means that nobody can be one by key.
-            pepper: Secret that key digests are made with; None takes `data_dir`/pepper, made at first use.
+            admin_key: The admin's secret; None: no key is the admin's.
+            pepper: Secret with which keys are digested; None takes `data_dir`/pepper, made at first use.
             clock: Gives the present moment.
-            monotonic: Seconds that never jump, for the ages of cached keys and of unmoved usage.
+            monotonic: Seconds that never jump, for the ages of answers and of usage in the journal.
 
         Raises:
             ConfigError: The URL is not understood, another process has the folder, or a newer Weft wrote the database.
         """
-        secret = await asyncio.to_thread(_prepare, data_dir, pepper)
+        await asyncio.to_thread(data_dir.mkdir, mode=0o700, parents=True, exist_ok=True)
+        secret = await asyncio.to_thread(read_pepper, data_dir, pepper)
         database = await Database.open(database_url, data_dir)
 
         try:
@@ -92,7 +92,7 @@ class Registry:
             await database.close()
             raise
         changes = Changes(lambda: audit.last_entry(database), monotonic)
-        key_ring = KeyRing(secret, admin_key, clock, monotonic, changes)
+        key_ring = KeyRing(database, secret, admin_key, clock, monotonic, changes)
         return cls(database, ledger, key_ring, clock, monotonic, changes)
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class Registry:
             await self._database.close()
 
     async def check(self) -> None:
-        """Return if the database answers, or did within the last minute: so long, known keys are served without it."""
+        """Return if the database answers, or did in the last minute: known keys are served for as long without it."""
 
         async def ask() -> bool:
             await self._database.check()
@@ -114,11 +114,6 @@ class Registry:
     async def list_audit(
         self, before: int | None = None, limit: int = 100, tenant: str | None = None
     ) -> tuple[AuditEntry, ...]:
-        """Changes, newest first, of all tenants or one; `before` is the id of the last one seen."""
+        """Changes of all tenants or of one, newest first; `before` is the id of the last entry seen."""
         async with self._database.read() as session:
             return await audit.list_entries(session, before, limit, tenant)
-
-
-def _prepare(data_dir: Path, pepper: str | None) -> bytes:
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return read_pepper(data_dir, pepper)

@@ -1,6 +1,6 @@
-"""Browser sessions, and links that begin one: random tokens, kept only as keyed digests, each standing for a secret.
+"""Browser sessions, and links that begin one: random tokens, of which the database has keyed digests only.
 
-A token has the rights of the key that it was made with, and stops working when that key does. A link works once.
+A token stands for the secret that it was made with: it stops working when that secret does. A link works once.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from sqlalchemy import delete, select
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import AuthenticationError
-from weft.registry.db.clock import to_micros
+from weft.registry.cache import Transactions
 from weft.registry.db.models import SessionRow
 from weft.registry.records import Credential, Identity
-from weft.registry.transactions import Transactions
 
 SESSION_S = 12 * 3600
 LINK_S = 600
 MAX_PER_SECRET = 100
-"""Sessions, and as many links, that one secret may have; the oldest makes room."""
+"""Most sessions, and most links, of one secret; the oldest is deleted for a new one."""
 LINK_PREFIX = "weft_link_"
 Kind = Literal["session", "link"]
 _LIFE_S: dict[Kind, int] = {"session": SESSION_S, "link": LINK_S}
@@ -32,27 +30,25 @@ class Sessions(Transactions):
     """The part of the registry that keeps browsers' sessions."""
 
     async def authenticate_session(self, token: str) -> Identity:
-        """Who began the session of this token.
+        """The owner of the key that began this session.
 
         Raises:
-            AuthenticationError: Nobody, or it is over; code session.ended.
+            AuthenticationError: There is no such session, or it is over; code session.ended.
         """
-        return await self._key_ring.identify_session(self._database, token)
+        return await self._key_ring.identify_session(token)
 
     async def begin_session(self, credential: Credential, kind: Kind = "session") -> tuple[str, datetime]:
-        """Begin a session, or make a link to begin one with.
-
-        Those that have ended are forgotten, and of this secret those that are too many.
+        """Begin a session, or make a link that begins one. Deletes expired ones, and the oldest of too many.
 
         Returns:
-            The token, of 256 random bits, which is kept nowhere, and when it ends.
+            The token (256 random bits), which is stored nowhere, and when it ends.
         """
         token, now = _PREFIXES[kind] + secrets.token_urlsafe(32), self._clock()
         ends = now + timedelta(seconds=_LIFE_S[kind])
         alike = (SessionRow.key_digest == credential.digest, SessionRow.kind == kind)
         kept = select(SessionRow.digest).where(*alike).order_by(SessionRow.expires_at.desc()).limit(MAX_PER_SECRET - 1)
         async with self._change() as session:
-            await session.execute(delete(SessionRow).where(SessionRow.expires_at <= to_micros(now)))
+            await session.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
             await session.execute(delete(SessionRow).where(*alike, SessionRow.digest.not_in(kept)))
             session.add(
                 SessionRow(
@@ -60,37 +56,31 @@ class Sessions(Transactions):
                     kind=kind,
                     key_prefix=credential.prefix,
                     key_digest=credential.digest,
-                    expires_at=to_micros(ends),
+                    expires_at=ends,
                 )
             )
         return token, ends
 
     async def follow_link(self, token: str) -> Identity:
-        """Who made this link, which works no more from now on.
+        """The owner of the key that made this link; uses the link up.
 
         Raises:
-            AuthenticationError: Nobody, it has been used, or is too old; code session.link_used.
+            AuthenticationError: There is no such link, or it has been used or expired; code session.link_used.
         """
         link = (SessionRow.digest == self._key_ring.digest(token), SessionRow.kind == "link")
         async with self._database.read() as session:
             row = await session.scalar(select(SessionRow).where(*link))
-        if row is not None:  # who only guesses keeps no writer waiting
+        if row is not None:  # a guessed token makes no writer wait
             async with self._change() as session:
                 row = await session.scalar(delete(SessionRow).where(*link).returning(SessionRow))
-        if row is None or row.expires_at <= to_micros(self._clock()):
+        if row is None or row.expires_at <= self._clock():
             raise AuthenticationError(
                 "This link has been used, or is too old: ask for another with `weft dashboard`, or sign in with a key.",
                 code="session.link_used",
             )
-        return await self._key_ring.identify(self._database, Credential(row.key_prefix, row.key_digest))
+        return await self._key_ring.identify(Credential(row.key_prefix, row.key_digest))
 
     async def end_session(self, token: str) -> None:
-        """End a session, at once; one that is over already stays so."""
+        """End a session at once; does nothing where it is over."""
         async with self._change(self._key_ring.sessions) as session:
             await session.execute(delete(SessionRow).where(SessionRow.digest == self._key_ring.digest(token)))
-
-
-async def find_session(session: AsyncSession, digest: str) -> tuple[Credential, int] | None:
-    """What a session stands for, and its end in microseconds; None if there is none."""
-    row = await session.scalar(select(SessionRow).where(SessionRow.digest == digest, SessionRow.kind == "session"))
-    return (Credential(row.key_prefix, row.key_digest), row.expires_at) if row else None

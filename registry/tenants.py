@@ -1,4 +1,4 @@
-"""Tenants: rows in, records out."""
+"""Tenants: made, changed, listed and deleted."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError
 from weft.registry import audit
+from weft.registry.adapters import only_referenced_by
 from weft.registry.audit import ADMIN
-from weft.registry.db.clock import from_micros, to_micros
-from weft.registry.db.models import AdapterRow, TenantRow
-from weft.registry.limits import (
-    TENANT_LIMITS,
-    WEIGHTS,
-    Limits,
-    checked_limits,
-    count_adapters,
-    known_limits,
-    stored_bytes,
-)
+from weft.registry.cache import Transactions
+from weft.registry.db.models import AdapterRow, TenantRow, to_record
+from weft.registry.limits import TENANT_LIMITS, WEIGHTS, Limits, checked_limits, count_adapters, stored_bytes
 from weft.registry.names import check_integer, check_name, check_text, is_name, no_such
 from weft.registry.records import Page, Removed, Tenant
-from weft.registry.references import only_referenced_by
-from weft.registry.transactions import Transactions
 
 MAX_PAGE = 1000
 
@@ -49,54 +40,52 @@ class Tenants(Transactions):
                 name=name,
                 limits=checked_limits(limits or {}, TENANT_LIMITS),
                 weight=_checked_weight(weight),
-                created_at=to_micros(self._clock()),
+                created_at=self._clock(),
             )
             session.add(row)
             await session.flush()
             given = {"limits": row.limits or None, "weight": None if weight == 1 else weight}
             audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, **given)
-            return _tenant(row)
+            return to_record(Tenant, row)
 
     async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[Tenant]:
-        """Tenants by name, those after the name `after`."""
+        """Tenants by name; those after the name `after`."""
         check_integer(limit, "limit", low=1, high=MAX_PAGE)
         statement = select(TenantRow).order_by(TenantRow.name).limit(limit + 1)
         if after is not None:
             statement = statement.where(TenantRow.name > check_text(after, "after", 63))
-        rows = [row for (row,) in await self._database.rows(statement)]
-        more = len(rows) > limit
-        return Page(items=tuple(_tenant(row) for row in rows[:limit]), next=rows[limit - 1].name if more else None)
+        found = [to_record(Tenant, row) for (row,) in await self._database.rows(statement)]
+        return Page.of(found, limit, lambda tenant: tenant.name)
 
     async def get_tenant(self, name: str) -> Tenant:
         """One tenant.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: No tenant has this name.
         """
         async with self._database.read() as session:
-            return _tenant(await tenant_row(session, name))
+            return to_record(Tenant, await tenant_row(session, name))
 
     async def tenant_names(self, ids: Iterable[str]) -> dict[str, str]:
-        """Names of the tenants with these ids; ids that no tenant has are absent."""
+        """Names of the tenants with these ids, by id; ids that no tenant has are absent."""
         wanted = sorted(set(ids))
         names: dict[str, str] = {}
         for start in range(0, len(wanted), MAX_PAGE):
             some = TenantRow.id.in_(wanted[start : start + MAX_PAGE])
-            found = await self._database.rows(select(TenantRow.id, TenantRow.name).where(some))
-            names.update((row.id, row.name) for row in found)
+            names.update(await self._database.rows(select(TenantRow.id, TenantRow.name).where(some)))
         return names
 
     async def tenant_limits(self, tenant_id: str) -> Limits:
-        """What this tenant may have; nothing limits one that is gone. Not read anew for each call."""
+        """The tenant's limits, from the cache; none for a tenant that was deleted."""
 
         async def read() -> Limits:
             found = await self._database.rows(select(TenantRow.limits).where(TenantRow.id == tenant_id))
-            return Limits.of(found[0].limits if found else {})
+            return Limits(**found[0].limits if found else {})
 
         return await self._tenant_limits.ask(tenant_id, read)
 
     async def stored(self, tenant_id: str) -> dict[str, int]:
-        """What counts against the limits `adapters` and `stored_bytes` of this tenant."""
+        """What counts against the tenant's limits `adapters` and `stored_bytes`."""
         async with self._database.read() as session:
             return {
                 "adapters": await count_adapters(session, tenant_id),
@@ -106,11 +95,11 @@ class Tenants(Transactions):
     async def update_tenant(
         self, name: str, limits: Mapping[str, object] | None = None, weight: float | None = None
     ) -> Tenant:
-        """Replace a tenant's limits, its weight, or both; None leaves what there is.
+        """Replace a tenant's limits, its weight, or both; None leaves the old value.
 
         Raises:
-            NotFoundError: There is none of this name.
-            InvalidRequestError: There is no such limit, or it or the weight cannot have this value.
+            NotFoundError: No tenant has this name.
+            InvalidRequestError: There is no such limit, or a value is out of range.
         """
         async with self._change(self._key_ring, self._tenant_limits) as session:
             row = await tenant_row(session, name)
@@ -118,16 +107,16 @@ class Tenants(Transactions):
             row.weight = row.weight if weight is None else _checked_weight(weight)
             given = {"limits": None if limits is None else row.limits, "weight": weight}
             audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, **given)
-            return _tenant(row)
+            return to_record(Tenant, row)
 
     async def delete_tenant(self, name: str) -> Removed:
-        """Delete a tenant with its keys, adapters and grants; its usage stays. Its keys stop working at once.
+        """Delete a tenant with its keys, adapters and grants. Its keys stop working at once; its usage stays.
 
         Returns:
-            What nobody refers to any more.
+            Content that nothing refers to any more.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: No tenant has this name.
         """
         async with self._change(self._key_ring, self._tenant_limits, self._resolved) as session:
             row = await tenant_row(session, name)
@@ -142,7 +131,7 @@ async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
     """The row of the tenant of this name.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: No tenant has this name.
     """
     row = await session.scalar(select(TenantRow).where(TenantRow.name == name)) if is_name(name) else None
     if row is None:
@@ -152,16 +141,6 @@ async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
 
 def _checked_weight(weight: float) -> float:
     low, high = WEIGHTS
-    if not low <= weight <= high:  # also what is no number
+    if not low <= weight <= high:  # NaN too
         raise InvalidRequestError(f"weight must be from {low} to {high}, got {weight}.", param="weight")
     return weight
-
-
-def _tenant(row: TenantRow) -> Tenant:
-    return Tenant(
-        id=row.id,
-        name=row.name,
-        limits=known_limits(row.limits),
-        weight=row.weight,
-        created_at=from_micros(row.created_at),
-    )

@@ -1,7 +1,7 @@
-"""Uploads in pieces: announced, filled file by file, and ended as a version, by a refusal, or by expiry after 24 hours.
+"""Uploads in pieces, and the answers that a repeated request (Idempotency-Key) gets again.
 
-Knows what is due and how it ended; the bytes are kept by the server that receives them. Another tenant's upload
-looks like one that does not exist.
+An upload is announced, filled file by file, and becomes a version, is rejected, or is deleted after 24 hours. The bytes
+are staged by the server. Another tenant's upload looks like one that does not exist.
 """
 
 from __future__ import annotations
@@ -17,40 +17,39 @@ from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError
-from weft.registry.aliases import check_not_split
-from weft.registry.db.clock import Clock, from_micros, to_micros
+from weft.registry.db.clock import Clock, to_micros
 from weft.registry.db.database import Database
-from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
+from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow, to_record
 from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
-from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_text, no_such
+from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_not_split, check_text, no_such
 from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, UploadState
 
 KEPT = timedelta(hours=24)
-"""How long a client may send the same change again."""
+"""How long the answer to a change is kept for a repeated request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a client is told of a change."""
+    """The answer to a change."""
 
     status: int
-    """As in HTTP."""
+    """HTTP status."""
     body: Mapping[str, Any]
     """A JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """By what a change is known when it is sent again."""
+    """Recognises a change that is sent again."""
 
     key: str
-    """The client's own, 1 to 255 printable characters."""
+    """The client's Idempotency-Key, 1 to 255 printable characters."""
     body_digest: str
-    """`body_digest` of all that was asked for."""
+    """`body_digest` of the whole request."""
 
 
 class AnsweredBeforeError(Exception):
-    """Another request with this key was faster; nothing was changed. Never leaves the server."""
+    """The change was made before; nothing was changed now. Never leaves the server."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__("the change was made before")
@@ -58,7 +57,7 @@ class AnsweredBeforeError(Exception):
 
 
 def body_digest(*parts: str | bytes | bool | None) -> str:
-    """SHA-256 (64 hex digits) over parts, none of which can pass for another or for two."""
+    """SHA-256 (64 hex digits) over parts; other parts, or other borders between them, give another digest."""
     found = hashlib.sha256()
     for part in parts:
         if part is None or isinstance(part, bool):
@@ -70,13 +69,13 @@ def body_digest(*parts: str | bytes | bool | None) -> str:
 
 
 async def find_answer(session: AsyncSession, tenant_id: str, retry: Retry, now: datetime) -> Answer | None:
-    """What this change was answered, if it was made in the last 24 hours.
+    """The answer to this change, if it was made in the last 24 hours.
 
     Raises:
         InvalidRequestError: The key was used for another change; code idempotency.key_reused.
     """
     row = await session.get(IdempotencyRow, (tenant_id, retry.key))
-    if row is None or row.created_at <= to_micros(now - KEPT):
+    if row is None or row.created_at <= now - KEPT:
         return None
     if row.body_digest != retry.body_digest:
         raise InvalidRequestError(
@@ -87,10 +86,10 @@ async def find_answer(session: AsyncSession, tenant_id: str, retry: Retry, now: 
 
 
 async def keep_answer(session: AsyncSession, tenant_id: str, retry: Retry, answer: Answer, now: datetime) -> None:
-    """Remember the answer.
+    """Keep the answer.
 
     Raises:
-        AnsweredBeforeError: There is one already.
+        AnsweredBeforeError: The change has an answer already.
         InvalidRequestError: The key was used for another change.
     """
     before = await find_answer(session, tenant_id, retry, now)
@@ -107,21 +106,15 @@ async def keep_answer(session: AsyncSession, tenant_id: str, retry: Retry, answe
             body_digest=retry.body_digest,
             status=answer.status,
             response=dict(answer.body),
-            created_at=to_micros(now),
+            created_at=now,
         )
     )
     await session.flush()
 
 
-async def forget_old_answers(session: AsyncSession, now: datetime) -> int:
-    """Remove the answers that nobody may ask for any more; returns how many."""
-    old = delete(IdempotencyRow).where(IdempotencyRow.created_at <= to_micros(now - KEPT))
-    return len((await session.scalars(old.returning(IdempotencyRow.key))).all())
-
-
 LIFETIME = timedelta(hours=24)
 MAX_OPEN = 100
-"""Uploads that a tenant may have open at once."""
+"""Most open uploads of a tenant."""
 MAX_PAGE = 100
 
 
@@ -189,7 +182,7 @@ class Uploads:
         self._clock = clock
 
     async def answered(self, tenant_id: str, retry: Retry) -> Answer | None:
-        """What this change was answered, if it was made in the last 24 hours.
+        """The answer to this change, if it was made in the last 24 hours.
 
         Raises:
             InvalidRequestError: The key was used for another change; code idempotency.key_reused.
@@ -200,8 +193,8 @@ class Uploads:
     async def storage_left(self, tenant_id: str, key: str | None = None) -> int | None:
         """Bytes that the tenant may still store, below 0 when there are too many; None without a limit.
 
-        Where `key` has an answer already, at least as many as one of its versions has: a change that was made stores
-        nothing again, but its body has to be read to be known.
+        If the Idempotency-Key `key` has an answer, at least the size of the largest version: a repeated upload stores
+        nothing, but must be read to be recognised.
         """
         async with self._database.read() as session:
             left = await storage_left(session, tenant_id, self._clock())
@@ -219,7 +212,7 @@ class Uploads:
         retry: Retry | None,
         answer: Callable[[Upload], Answer],
     ) -> Answer:
-        """Announce an upload, which reserves its storage.
+        """Announce an upload. It reserves its storage until it ends.
 
         Raises:
             NotFoundError: There is no such tenant.
@@ -236,7 +229,7 @@ class Uploads:
                 raise no_such("tenant", tenant_id)
             await _check_open(session, tenant_id, now)
             row = UploadRow(
-                # Ids that begin with the time are in the order in which the uploads were made.
+                # Ids begin with the time: their order is that of the uploads.
                 id=f"upl_{to_micros(now):014x}{secrets.token_hex(6)}",
                 tenant_id=tenant_id,
                 key_id=key_id or "",
@@ -247,8 +240,8 @@ class Uploads:
                 size_bytes=draft.weights.size,
                 state=UPLOADING,
                 result=None,
-                created_at=to_micros(now),
-                expires_at=to_micros(now + LIFETIME),
+                created_at=now,
+                expires_at=now + LIFETIME,
             )
             session.add(row)
             await session.flush()
@@ -274,15 +267,14 @@ class Uploads:
             return (await _records(session, [await _row(session, tenant_id, upload_id, self._clock())]))[0]
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
-        """A tenant's uploads, oldest first; those after the id `after`."""
+        """A tenant's uploads, oldest first; those after the one with the id `after`."""
         check_integer(limit, "limit", low=1, high=MAX_PAGE)
-        own = select(UploadRow).where(UploadRow.tenant_id == tenant_id, UploadRow.expires_at > to_micros(self._clock()))
+        own = select(UploadRow).where(UploadRow.tenant_id == tenant_id, UploadRow.expires_at > self._clock())
         if after is not None:
             own = own.where(UploadRow.id > check_text(after, "after", 64))
         async with self._database.read() as session:
             rows = (await session.scalars(own.order_by(UploadRow.id).limit(limit + 1))).all()
-            items = await _records(session, rows[:limit])
-        return Page(items=items, next=items[-1].id if len(rows) > limit else None)
+            return Page.of(await _records(session, rows), limit, lambda upload: upload.id)
 
     async def reject(self, tenant_id: str, upload_id: str, error: Mapping[str, Any]) -> None:
         """End an upload whose adapter was refused; `error` says why. Does nothing where it has ended already."""
@@ -292,7 +284,7 @@ class Uploads:
                 row.state, row.result = "rejected", dict(error)
 
     async def delete(self, tenant_id: str, upload_id: str) -> None:
-        """Forget an upload; a version that it became stays.
+        """Delete an upload. The version that it became stays.
 
         Raises:
             NotFoundError: The tenant has none of this id.
@@ -301,15 +293,16 @@ class Uploads:
             await session.delete(await _row(session, tenant_id, upload_id, self._clock()))
 
     async def forget_old(self) -> tuple[int, int]:
-        """Remove expired uploads and the answers that nobody may ask for any more; returns how many of each."""
+        """Delete expired uploads and answers; returns how many of each."""
         now = self._clock()
+        uploads = delete(UploadRow).where(UploadRow.expires_at <= now).returning(UploadRow.id)
+        answers = delete(IdempotencyRow).where(IdempotencyRow.created_at <= now - KEPT).returning(IdempotencyRow.key)
         async with self._database.write() as session:
-            expired = delete(UploadRow).where(UploadRow.expires_at <= to_micros(now)).returning(UploadRow.id)
-            return len((await session.scalars(expired)).all()), await forget_old_answers(session, now)
+            return len((await session.scalars(uploads)).all()), len((await session.scalars(answers)).all())
 
     async def open_ids(self) -> frozenset[str]:
-        """Every tenant's uploads that still take bytes."""
-        is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(self._clock()))
+        """Ids of all tenants' uploads that still take bytes."""
+        is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > self._clock())
         return frozenset(row.id for row in await self._database.rows(select(UploadRow.id).where(*is_open)))
 
 
@@ -319,7 +312,7 @@ def _checked(description: str | None) -> str | None:
 
 async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> None:
     own = select(UploadRow.id).where(
-        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > to_micros(now)
+        UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > now
     )
     if len((await session.scalars(own.limit(MAX_OPEN))).all()) == MAX_OPEN:
         raise ConflictError(
@@ -329,7 +322,7 @@ async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> N
 
 async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datetime) -> UploadRow:
     own = (UploadRow.id == check_text(upload_id, "upload", 64), UploadRow.tenant_id == tenant_id)
-    row = await session.scalar(select(UploadRow).where(*own, UploadRow.expires_at > to_micros(now)))
+    row = await session.scalar(select(UploadRow).where(*own, UploadRow.expires_at > now))
     if row is None:
         raise no_such("upload", upload_id)
     return row
@@ -340,7 +333,7 @@ async def _records(session: AsyncSession, rows: Sequence[UploadRow]) -> tuple[Up
     for row in rows:
         files = {name: FileFacts(**facts) for name, facts in row.manifest.items()}
         draft = UploadDraft(name=row.name, description=row.description, activate=row.activate, files=files)
-        # Only the tenant's own versions count: who knows no more than a digest must not come by another's adapter.
+        # Only the tenant's own versions count: with a digest alone nobody gets another tenant's adapter.
         stored = exists().where(
             VersionRow.adapter_id == AdapterRow.id,
             AdapterRow.tenant_id == row.tenant_id,
@@ -349,17 +342,6 @@ async def _records(session: AsyncSession, rows: Sequence[UploadRow]) -> tuple[Up
         )
         owner = select(TenantRow.name, stored.label("stored")).where(TenantRow.id == row.tenant_id)
         tenant, has_weights = (await session.execute(owner)).one()
-        records.append(
-            Upload(
-                id=row.id,
-                tenant_id=row.tenant_id,
-                tenant=tenant,
-                draft=draft,
-                state=cast(UploadState, row.state),
-                has_weights=has_weights,
-                result=row.result,
-                created_at=from_micros(row.created_at),
-                expires_at=from_micros(row.expires_at),
-            )
-        )
+        given = {"state": cast(UploadState, row.state), "draft": draft, "tenant": tenant, "has_weights": has_weights}
+        records.append(to_record(Upload, row, **given))
     return tuple(records)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.errors import InvalidRequestError, NotFoundError
-from weft.registry.aliases import DEFAULT_ALIAS, model_not_found, parse_selector
+from weft.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
 
 if TYPE_CHECKING:
     from weft.adapters.ref import AdapterRef

@@ -1,16 +1,20 @@
-"""The tables. Nothing else: rows are turned into records where they are read.
+"""The tables, and how a row becomes a record.
 
-Times are microseconds since 1970 (UTC). In the usage tables "none" is the empty text or 0, because a NULL is equal to
-nothing and would split a rollup. Usage and audit refer to no other table, so that they outlive what they speak of.
+A `Moment` is stored as whole microseconds since 1970 (UTC). The usage tables have no NULL for "none" but the empty text
+or 0: a NULL equals nothing and would split a sum. Usage and audit log refer to no other table: they stay when tenants,
+keys and adapters are deleted.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Dialect,
     Float,
     ForeignKey,
     ForeignKeyConstraint,
@@ -19,14 +23,45 @@ from sqlalchemy import (
     MetaData,
     String,
     Text,
+    TypeDecorator,
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from weft.registry.db.clock import from_micros, to_micros
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RecordT = TypeVar("RecordT", bound="DataclassInstance")
+
+
+class Moment(TypeDecorator[datetime]):
+    """A moment with a timezone; in the database microseconds since 1970."""
+
+    impl = BigInteger
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, _dialect: Dialect) -> int | None:
+        """To the database."""
+        return None if value is None else to_micros(value)
+
+    def process_result_value(self, value: int | None, _dialect: Dialect) -> datetime | None:
+        """From the database, in UTC."""
+        return None if value is None else from_micros(value)
+
 
 class Base(DeclarativeBase):
-    """Names every constraint, so that a migration can change it."""
+    """Names every constraint: a migration needs the name to change one."""
 
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        int: BigInteger,
+        float: Float,
+        datetime: Moment,
+        dict[str, Any]: JSON,
+        dict[str, str]: JSON,
+        list[str]: JSON,
+    }
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(column_0_label)s",
@@ -38,11 +73,17 @@ class Base(DeclarativeBase):
 
 
 BY_KEY = {"sqlite_with_rowid": False}
-"""Rows lie in the order of their primary key, so that a range of hours is read in one go."""
+"""SQLite keeps the rows in the order of their primary key: a range of hours is one piece of the file."""
+
+
+def to_record(kind: type[RecordT], row: Base, **given: object) -> RecordT:
+    """The record of a row: the row's columns of the same names, and the fields that are given."""
+    names = (field.name for field in fields(kind) if field.name not in given)
+    return kind(**{name: getattr(row, name) for name in names}, **given)
 
 
 def _ordered(length: int) -> String:
-    """Text that lists are ordered and paged by: compared by its bytes, whatever the database's language."""
+    """Text that listings are ordered by: compared byte by byte, whatever the locale of the database."""
     return String(length).with_variant(String(length, collation="C"), "postgresql")
 
 
@@ -53,9 +94,9 @@ class TenantRow(Base):
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(_ordered(63), unique=True)
-    limits: Mapped[dict[str, Any]] = mapped_column(JSON)
-    created_at: Mapped[int] = mapped_column(BigInteger)
-    weight: Mapped[float] = mapped_column(Float, server_default="1")
+    limits: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime]
+    weight: Mapped[float] = mapped_column(server_default="1")
 
 
 class KeyRow(Base):
@@ -69,15 +110,15 @@ class KeyRow(Base):
     prefix: Mapped[str] = mapped_column(String(32), unique=True)
     digest: Mapped[str] = mapped_column(String(64))
     """HMAC-SHA256 of the whole secret, 64 hex digits."""
-    scopes: Mapped[list[str]] = mapped_column(JSON)
-    expires_at: Mapped[int | None] = mapped_column(BigInteger)
-    created_at: Mapped[int] = mapped_column(BigInteger)
-    revoked_at: Mapped[int | None] = mapped_column(BigInteger)
-    limits: Mapped[dict[str, Any]] = mapped_column(JSON, server_default="{}")
+    scopes: Mapped[list[str]]
+    expires_at: Mapped[datetime | None]
+    created_at: Mapped[datetime]
+    revoked_at: Mapped[datetime | None]
+    limits: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     previous_prefix: Mapped[str | None] = mapped_column(String(32), index=True)
     """Of the secret before the last rotation, which works until `previous_until`."""
     previous_digest: Mapped[str | None] = mapped_column(String(64))
-    previous_until: Mapped[int | None] = mapped_column(BigInteger)
+    previous_until: Mapped[datetime | None]
 
 
 class SessionRow(Base):
@@ -92,7 +133,7 @@ class SessionRow(Base):
     key_prefix: Mapped[str] = mapped_column(String(32))
     """Of the secret it stands for; empty for the admin key."""
     key_digest: Mapped[str] = mapped_column(String(64))
-    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    expires_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class AdapterRow(Base):
@@ -108,7 +149,7 @@ class AdapterRow(Base):
     pinned: Mapped[bool]
     next_version: Mapped[int] = mapped_column(Integer)
     """Only ever grows: a version number is never given twice."""
-    created_at: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime]
 
 
 class VersionRow(Base):
@@ -121,15 +162,15 @@ class VersionRow(Base):
     version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
     digest: Mapped[str] = mapped_column(String(71), index=True)
     weights_sha256: Mapped[str] = mapped_column(String(64), index=True)
-    spec: Mapped[dict[str, Any]] = mapped_column(JSON)
+    spec: Mapped[dict[str, Any]]
     rank: Mapped[int] = mapped_column(Integer)
-    target_modules: Mapped[list[str]] = mapped_column(JSON)
+    target_modules: Mapped[list[str]]
     applied: Mapped[int] = mapped_column(Integer)
     total: Mapped[int] = mapped_column(Integer)
-    parameters: Mapped[int] = mapped_column(BigInteger)
-    size_bytes: Mapped[int] = mapped_column(BigInteger)
-    created_at: Mapped[int] = mapped_column(BigInteger)
-    report: Mapped[dict[str, Any]] = mapped_column(JSON, server_default="{}")
+    parameters: Mapped[int]
+    size_bytes: Mapped[int]
+    created_at: Mapped[datetime]
+    report: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     """What the check noticed, in the form in which clients see it."""
 
 
@@ -159,7 +200,7 @@ class GrantRow(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True)
     version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False, server_default="0")
     """0 means every version."""
-    created_at: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime]
 
 
 class UploadRow(Base):
@@ -173,16 +214,16 @@ class UploadRow(Base):
     name: Mapped[str] = mapped_column(String(63))
     description: Mapped[str | None] = mapped_column(Text)
     activate: Mapped[bool]
-    manifest: Mapped[dict[str, Any]] = mapped_column(JSON)
+    manifest: Mapped[dict[str, Any]]
     """File name to its size in bytes and its SHA-256."""
-    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    size_bytes: Mapped[int]
     """What it reserves of its tenant's storage."""
     state: Mapped[str] = mapped_column(String(16))
     """uploading, ready or rejected."""
-    result: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    result: Mapped[dict[str, Any] | None]
     """How it ended: the error, or which version it became."""
-    created_at: Mapped[int] = mapped_column(BigInteger)
-    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class UsageEventRow(Base):
@@ -192,7 +233,7 @@ class UsageEventRow(Base):
     __table_args__ = (Index("ix_usage_events_tenant_id_at", "tenant_id", "at"),)
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    at: Mapped[int] = mapped_column(BigInteger, index=True)
+    at: Mapped[int] = mapped_column(index=True)
     tenant_id: Mapped[str] = mapped_column(_ordered(64))
     tenant: Mapped[str] = mapped_column(String(63))
     key_id: Mapped[str] = mapped_column(_ordered(64))
@@ -203,77 +244,73 @@ class UsageEventRow(Base):
     request_id: Mapped[str] = mapped_column(String(256))
     endpoint: Mapped[str] = mapped_column(String(64))
     status: Mapped[str] = mapped_column(_ordered(64))
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger)
-    completion_tokens: Mapped[int] = mapped_column(BigInteger)
-    queue_s: Mapped[float | None] = mapped_column(Float)
-    ttft_s: Mapped[float | None] = mapped_column(Float)
-    duration_s: Mapped[float | None] = mapped_column(Float)
+    prompt_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    queue_s: Mapped[float | None]
+    ttft_s: Mapped[float | None]
+    duration_s: Mapped[float | None]
     adapter_state: Mapped[str] = mapped_column(String(16))
     service_class: Mapped[str] = mapped_column(_ordered(16), server_default="interactive")
 
 
-class UsageRollupRow(Base):
-    """Sums of one hour; written in the transaction that inserts the events."""
+class _OfHour:
+    """What rows of sums by hour are about; these columns are the first of the primary key."""
 
-    __tablename__ = "usage_rollups"
     __table_args__ = BY_KEY
 
-    at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[int] = mapped_column(primary_key=True, sort_order=-1, autoincrement=False)
     """The hour's first microsecond."""
-    tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    status: Mapped[str] = mapped_column(_ordered(64), primary_key=True, server_default="")
-    service_class: Mapped[str] = mapped_column(_ordered(16), primary_key=True, server_default="interactive")
+    tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
+    adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
+    adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, sort_order=-1, autoincrement=False)
+    key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
     tenant: Mapped[str] = mapped_column(String(63))
     adapter: Mapped[str] = mapped_column(String(127))
-    requests: Mapped[int] = mapped_column(BigInteger)
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger)
-    completion_tokens: Mapped[int] = mapped_column(BigInteger)
-    last_at: Mapped[int] = mapped_column(BigInteger)
-    """When its latest event ended."""
 
 
-class UsageLatencyRow(Base):
+class _Sums:
+    """What rows of sums hold; written in the transaction that inserts the events."""
+
+    requests: Mapped[int]
+    prompt_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    last_at: Mapped[int]
+    """When the latest event ended, in microseconds since 1970."""
+
+
+class UsageRollupRow(_OfHour, _Sums, Base):
+    """Sums of one hour."""
+
+    __tablename__ = "usage_rollups"
+
+    status: Mapped[str] = mapped_column(_ordered(64), primary_key=True, server_default="")
+    service_class: Mapped[str] = mapped_column(_ordered(16), primary_key=True, server_default="interactive")
+
+
+class UsageLatencyRow(_OfHour, Base):
     """Requests of one hour by their time to the first token; written in the transaction that inserts the events.
 
     Lines of batches do not count: nobody waits for them.
     """
 
     __tablename__ = "usage_latency"
-    __table_args__ = BY_KEY
 
-    at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
-    """The hour's first microsecond."""
-    tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
     adapter_state: Mapped[str] = mapped_column(String(16), primary_key=True)
     bin: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    """Of `latency_bins.py`."""
-    tenant: Mapped[str] = mapped_column(String(63))
-    adapter: Mapped[str] = mapped_column(String(127))
-    requests: Mapped[int] = mapped_column(BigInteger)
+    """A bin of `latency.BOUNDS_S`."""
+    requests: Mapped[int]
 
 
-class UsageAdapterRow(Base):
-    """Sums of all hours of an adapter and a key; written in the transaction that inserts the events."""
+class UsageAdapterRow(_Sums, Base):
+    """Sums of all hours of an adapter and a key."""
 
     __tablename__ = "usage_adapters"
     __table_args__ = BY_KEY
 
     adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    requests: Mapped[int] = mapped_column(BigInteger)
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger)
-    completion_tokens: Mapped[int] = mapped_column(BigInteger)
-    last_at: Mapped[int] = mapped_column(BigInteger)
-    """When its latest event ended."""
 
 
 class IdempotencyRow(Base):
@@ -285,8 +322,8 @@ class IdempotencyRow(Base):
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     body_digest: Mapped[str] = mapped_column(String(64))
     status: Mapped[int] = mapped_column(Integer)
-    response: Mapped[dict[str, Any]] = mapped_column(JSON)
-    created_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    response: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class AuditRow(Base):
@@ -295,12 +332,12 @@ class AuditRow(Base):
     __tablename__ = "audit_log"
 
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
-    at: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[datetime]
     actor: Mapped[str] = mapped_column(String(64))
     action: Mapped[str] = mapped_column(String(64))
     tenant: Mapped[str] = mapped_column(String(63))
     target: Mapped[str] = mapped_column(String(255))
-    detail: Mapped[dict[str, Any]] = mapped_column(JSON)
+    detail: Mapped[dict[str, Any]]
 
 
 class FileRow(Base):
@@ -313,10 +350,10 @@ class FileRow(Base):
     filename: Mapped[str] = mapped_column(String(255))
     purpose: Mapped[str] = mapped_column(String(16))
     """batch or batch_output."""
-    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    size_bytes: Mapped[int]
     sha256: Mapped[str] = mapped_column(String(64), index=True)
-    created_at: Mapped[int] = mapped_column(BigInteger)
-    expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
+    created_at: Mapped[int]
+    expires_at: Mapped[int] = mapped_column(index=True)
 
 
 class BatchRow(Base):
@@ -333,26 +370,26 @@ class BatchRow(Base):
     input_sha256: Mapped[str] = mapped_column(String(64))
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
-    labels: Mapped[dict[str, str] | None] = mapped_column(JSON)
+    labels: Mapped[dict[str, str] | None]
     """The client's `metadata`."""
-    errors: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    errors: Mapped[dict[str, Any] | None]
     """What is wrong with its input, as a list in OpenAI's shape."""
     total: Mapped[int] = mapped_column(Integer, default=0)
     completed: Mapped[int] = mapped_column(Integer, default=0)
     failed: Mapped[int] = mapped_column(Integer, default=0)
     status: Mapped[str] = mapped_column(String(16), index=True)
-    created_at: Mapped[int] = mapped_column(BigInteger)
-    expires_at: Mapped[int] = mapped_column(BigInteger)
-    in_progress_at: Mapped[int | None] = mapped_column(BigInteger)
-    finalizing_at: Mapped[int | None] = mapped_column(BigInteger)
-    completed_at: Mapped[int | None] = mapped_column(BigInteger)
-    failed_at: Mapped[int | None] = mapped_column(BigInteger)
-    expired_at: Mapped[int | None] = mapped_column(BigInteger)
-    cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
-    cancelled_at: Mapped[int | None] = mapped_column(BigInteger)
+    created_at: Mapped[int]
+    expires_at: Mapped[int]
+    in_progress_at: Mapped[int | None]
+    finalizing_at: Mapped[int | None]
+    completed_at: Mapped[int | None]
+    failed_at: Mapped[int | None]
+    expired_at: Mapped[int | None]
+    cancelling_at: Mapped[int | None]
+    cancelled_at: Mapped[int | None]
     owner: Mapped[str] = mapped_column(String(64), default="")
     """The server that runs it; empty for none."""
-    lease_until: Mapped[int] = mapped_column(BigInteger, default=0)
+    lease_until: Mapped[int] = mapped_column(default=0)
     """When another server may take it over, unless its owner says before that it goes on."""
 
     @property

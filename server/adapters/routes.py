@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from weft.engine.status import EngineReady
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
-from weft.registry.aliases import DEFAULT_ALIAS
+from weft.registry.names import DEFAULT_ALIAS
 from weft.registry.records import Adapter, AdapterUsage
 from weft.registry.uploads import Answer, Retry
 from weft.server.adapters.fit import Room, find_fit, planned_item, waste

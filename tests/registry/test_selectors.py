@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import NotFoundError
-from weft.registry.aliases import Selector, parse_selector
+from weft.registry.names import Selector, parse_selector
 
 DIGEST = "sha256:" + "a1" * 32
 

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import update
 
 from registry_samples import NOON, StandingClock, facts, publish_version, usage_event
 from weft.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
-from weft.registry.db.models import TenantRow
 from weft.registry.limits import TENANT_LIMITS, Limits
 from weft.registry.records import Removed, UsageQuery
 from weft.registry.registry import Registry
@@ -119,15 +117,6 @@ async def test_a_wrong_limit_is_answered_with_the_right_names(registry: Registry
     with pytest.raises(InvalidRequestError) as refused:
         await registry.tenants.create_tenant("acme", {"tokens_per_day": 1})
     assert all(name in refused.value.message for name in TENANT_LIMITS)
-
-
-async def test_what_an_older_weft_stored_limits_nobody(registry: Registry) -> None:
-    acme = await registry.tenants.create_tenant("acme")
-    async with registry._database.write() as session:
-        stored = {"share": 0.5, "adapters": 2.5, "pinned_pages": 3}
-        await session.execute(update(TenantRow).values(limits=stored))
-    assert (await registry.tenants.get_tenant("acme")).limits == {"pinned_pages": 3}
-    assert await registry.tenants.tenant_limits(acme.id) == Limits(pinned_pages=3)
 
 
 async def test_limits_asked_for_by_id_are_those_of_this_moment(registry: Registry) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, bindparam, create_engine, inspect, select, te
 from sqlalchemy.exc import IntegrityError
 
 from postgres_server import OwnPostgres, fresh_database
-from registry_samples import NEWEST, usage_event
+from registry_samples import NEWEST, NOON, usage_event
 from weft.errors import CapacityError, ConfigError
 from weft.registry.db import database as database_module
 from weft.registry.db import postgres, postgres_connection, sqlite
@@ -121,7 +121,7 @@ async def test_every_connection_is_durable_and_checks_references(tmp_path: Path)
 
 
 async def test_a_reference_to_nothing_is_refused(database: Database) -> None:
-    key = KeyRow(id="k", tenant_id="nobody", prefix="p", digest="d", scopes=[], created_at=0)
+    key = KeyRow(id="k", tenant_id="nobody", prefix="p", digest="d", scopes=[], created_at=NOON)
     with pytest.raises(IntegrityError):
         async with database.write() as session:
             session.add(key)
@@ -130,7 +130,7 @@ async def test_a_reference_to_nothing_is_refused(database: Database) -> None:
 async def test_a_failed_transaction_leaves_nothing(database: Database) -> None:
     async def fail_on_the_way() -> None:
         async with database.write() as session:
-            session.add(AuditRow(at=1, actor="a", action="b", tenant="c", target="d", detail={}))
+            session.add(AuditRow(at=NOON, actor="a", action="b", tenant="c", target="d", detail={}))
             await session.flush()
             raise RuntimeError("on the way")
 
@@ -355,7 +355,7 @@ async def test_rows_are_those_that_were_committed_and_come_before_the_connection
 ) -> None:
     database = await Database.open(database_url, tmp_path)
     async with database.write() as session:
-        session.add(AuditRow(at=1, actor="a", action="b", tenant="c", target="d", detail={"e": 1}))
+        session.add(AuditRow(at=NOON, actor="a", action="b", tenant="c", target="d", detail={"e": 1}))
     of_actor = select(AuditRow, AuditRow.target).where(AuditRow.actor == bindparam("who"))
     assert await database.rows(of_actor, {"who": "nobody"}) == []
     ((entry, target),) = await database.rows(of_actor, {"who": "a"})

@@ -17,11 +17,11 @@ from sqlalchemy import ColumnElement, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.config import BatchConfig
-from weft.errors import ConflictError, ForbiddenError, InvalidRequestError
+from weft.errors import ConflictError, ForbiddenError, InvalidRequestError, NotFoundError
 from weft.registry.db.clock import Clock, to_micros, to_seconds
 from weft.registry.db.database import Database, insert_into
 from weft.registry.db.models import BatchResultRow, BatchRow, FileRow
-from weft.registry.names import check_text, no_such, storable
+from weft.registry.names import check_text, storable
 from weft.registry.records import Page, UsageEvent
 from weft.registry.usage import write as usage
 
@@ -133,7 +133,7 @@ async def file_row(session: AsyncSession, tenant_id: str, file_id: str, now: dat
     """A tenant's file; raises NotFoundError."""
     row = await session.get(FileRow, check_text(file_id, "file", 512))
     if row is None or row.tenant_id != tenant_id or row.expires_at <= to_seconds(now):
-        raise no_such("file", file_id)
+        raise NotFoundError("There is no such file.")
     return row
 
 
@@ -370,7 +370,7 @@ def _enter(row: BatchRow, status: str, now: datetime, **changes: Any) -> None:  
 async def _row(session: AsyncSession, tenant_id: str, batch_id: str) -> BatchRow:
     row = await session.get(BatchRow, check_text(batch_id, "batch", 512))
     if row is None or row.tenant_id != tenant_id:
-        raise no_such("batch", batch_id)
+        raise NotFoundError("There is no such batch.")
     return row
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, InvalidRequestError
+from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry.db.clock import Clock, to_micros
 from weft.registry.db.database import Database
 from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow, to_record
@@ -324,7 +324,7 @@ async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datet
     own = (UploadRow.id == check_text(upload_id, "upload", 64), UploadRow.tenant_id == tenant_id)
     row = await session.scalar(select(UploadRow).where(*own, UploadRow.expires_at > now))
     if row is None:
-        raise no_such("upload", upload_id)
+        raise NotFoundError("There is no such upload.")
     return row
 
 

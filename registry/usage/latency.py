@@ -1,16 +1,19 @@
-"""How long requests took to their first token, and how often their adapter was on the device when they came.
+"""Latency: times to the first token, and how often the adapter was on the device when a request came.
 
-Answered from hourly counts alone, so a range is widened to whole hours.
+The database has counts by hour and bin: two hours together are the sum of their counts. So a range is widened to whole
+hours. Bins are equally wide on a logarithmic scale, 20 to a factor of ten: a bin ends at 10^(1/20) = 1.122 times its
+begin, and a percentile is at most that factor off.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, RowMapping, cast, func, select
+from sqlalchemy import BigInteger, ColumnElement, Integer, RowMapping, case, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.adapters.ref import AdapterTier
@@ -18,17 +21,22 @@ from weft.errors import InvalidRequestError
 from weft.registry.db.clock import DAY_US, HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageLatencyRow
 from weft.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
-from weft.registry.usage.latency_bins import percentile
-from weft.registry.usage.write import GROUP_COLUMNS, adapter_label, check_query, matching
+from weft.registry.usage.query import GROUP_COLUMNS, adapter_label, check_query, matching
 
 LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
+PER_DECADE = 20
+BOUNDS_S = tuple(round(0.001 * 10 ** (number / PER_DECADE), 9) for number in range(6 * PER_DECADE + 1))
+"""From 1 ms to 1000 s. Bin n is from bound n - 1 to below bound n; bin 0 is below all bounds, the last bin above them.
+Stored counts mean these bins: changing them needs a migration."""
+NO_TOKEN = -1
+"""The bin of requests that ended before their first token."""
 MAX_COUNTS = 50_000
-"""Most hourly counts, summed up by row, that one answer is made of."""
+"""Most counts that one answer is made of."""
 PERCENTS = (50, 95, 99)
 PLACES: tuple[AdapterTier, ...] = ("device", "host", "stored")
 """Where an adapter can be when a request for it arrives."""
 STATES = (*PLACES, "base", "unknown")
-"""And requests for the base, which has nothing to find; and those that ended before anybody looked."""
+"""Also `base` for requests without an adapter, and `unknown` for those that ended before the adapter was looked up."""
 
 _WIDTHS = {None: 0, "1h": HOUR_US, "1d": DAY_US}
 _IDS = {group: GROUP_COLUMNS[group] for group in LATENCY_GROUPS}
@@ -37,13 +45,13 @@ _counts = UsageLatencyRow.__table__.c
 
 
 async def query(session: AsyncSession, query: UsageQuery) -> LatencyReport:
-    """Answer a question about latency; rows are ordered by bucket, then by the ids they are grouped by.
+    """Latency of a range; rows are ordered by bucket, then by the ids of their groups.
 
-    Bucket, grouping and filters are those of usage, but for minutes and for how requests ended; `limit` and `after`
-    do not count.
+    Takes the bucket, grouping and filters of usage, without minutes, statuses and service classes. Ignores `limit` and
+    `after`.
 
     Raises:
-        InvalidRequestError: Range, bucket, grouping or filters make no sense, or the answer would be too long.
+        InvalidRequestError: The query is wrong, or the answer would be too long.
     """
     check_query(query)
     if query.bucket not in _WIDTHS:
@@ -53,62 +61,47 @@ async def query(session: AsyncSession, query: UsageQuery) -> LatencyReport:
     start = to_micros(query.start) // HOUR_US * HOUR_US
     end = min(-(-to_micros(query.end) // HOUR_US) * HOUR_US, _LAST_HOUR)
     ids = tuple(dict.fromkeys(name for group in query.group_by for name in _IDS[group]))
-    rows: dict[tuple[Any, ...], _Sum] = {}
-    total = _Sum()
-    for counted in await _read(session, query, ids, start, end):
-        row = rows.setdefault(tuple(counted.get(name) for name in ("bucket", *ids)), _Sum())
-        row.add(counted)
-        total.add(counted)
+    rows: dict[tuple[Any, ...], list[RowMapping]] = {}
+    found = await _read(session, query, ids, start, end)
+    for counted in found:
+        rows.setdefault(tuple(counted.get(name) for name in ("bucket", *ids)), []).append(counted)
     return LatencyReport(
         start=from_micros(start),
         end=from_micros(end),
-        rows=tuple(row.row(query, start, end) for row in rows.values()),
-        totals=LatencyFigures(**total.figures()),
+        rows=tuple(_row(query, of_row, start, end) for of_row in rows.values()),
+        totals=LatencyFigures(**_figures(found)),
     )
 
 
-class _Sum:
-    """What the counts of one row, or of all, come to."""
+def _row(query: UsageQuery, counted: Sequence[RowMapping], start: int, end: int) -> LatencyRow:
+    ids: Mapping[Any, Any] = counted[0]
+    start = ids.get("bucket", start)
+    end = start + _WIDTHS[query.bucket] if query.bucket else end
+    by_adapter = "adapter" in query.group_by or "version" in query.group_by
+    return LatencyRow(
+        start=from_micros(start),
+        end=from_micros(end),
+        tenant=(min(each["tenant"] for each in counted) or None) if "tenant" in query.group_by else None,
+        adapter=(min(each["adapter"] for each in counted) or None) if by_adapter else None,
+        version=ids.get("adapter_version") or None,
+        key_id=ids.get("key_id") or None,
+        **_figures(counted),
+    )
 
-    def __init__(self) -> None:
-        self._any: Any = {}
-        self._tenants: set[str] = set()
-        self._adapters: set[str] = set()
-        self._states: Counter[str] = Counter()
-        self._bins: Counter[int] = Counter()
 
-    def add(self, counted: RowMapping) -> None:
-        state, requests = counted["adapter_state"], counted["requests"]
-        self._states[state if state in STATES else "unknown"] += requests
-        self._bins[counted["bin"]] += requests
-        self._tenants.add(counted["tenant"])
-        self._adapters.add(counted["adapter"])
-        self._any = counted
-
-    def figures(self) -> dict[str, Any]:
-        placed = sum(self._states[place] for place in PLACES)
-        times = {percent: percentile(self._bins, percent) for percent in PERCENTS}
-        return {
-            "requests": self._states.total(),
-            "states": {state: self._states[state] for state in STATES},
-            "hit_rate": self._states["device"] / placed if placed else None,
-            "ttft_s": {percent: seconds for percent, seconds in times.items() if seconds is not None} or None,
-        }
-
-    def row(self, query: UsageQuery, start: int, end: int) -> LatencyRow:
-        ids = self._any
-        start = ids.get("bucket", start)
-        end = start + _WIDTHS[query.bucket] if query.bucket else end
-        by_adapter = "adapter" in query.group_by or "version" in query.group_by
-        return LatencyRow(
-            start=from_micros(start),
-            end=from_micros(end),
-            tenant=(min(self._tenants) or None) if "tenant" in query.group_by else None,
-            adapter=(min(self._adapters) or None) if by_adapter else None,
-            version=ids.get("adapter_version") or None,
-            key_id=ids.get("key_id") or None,
-            **self.figures(),
-        )
+def _figures(counted: Sequence[RowMapping]) -> dict[str, Any]:
+    states, bins = Counter[str](), Counter[int]()
+    for each in counted:
+        states[each["adapter_state"] if each["adapter_state"] in STATES else "unknown"] += each["requests"]
+        bins[each["bin"]] += each["requests"]
+    placed = sum(states[place] for place in PLACES)
+    times = {percent: percentile(bins, percent) for percent in PERCENTS}
+    return {
+        "requests": states.total(),
+        "states": {state: states[state] for state in STATES},
+        "hit_rate": states["device"] / placed if placed else None,
+        "ttft_s": {percent: seconds for percent, seconds in times.items() if seconds is not None} or None,
+    }
 
 
 async def _read(
@@ -129,3 +122,35 @@ async def _read(
             "The answer would be too long. Ask for less: a shorter range, a wider bucket, fewer groups, or filters."
         )
     return found
+
+
+def bin_of(seconds: float | None) -> int:
+    """The bin of a time to the first token; `NO_TOKEN` for None."""
+    return NO_TOKEN if seconds is None else bisect_right(BOUNDS_S, seconds)
+
+
+def bin_in_sql(seconds: ColumnElement[float | None]) -> ColumnElement[int]:
+    """`bin_of` of a column."""
+    bounds = ((seconds < bound, number) for number, bound in enumerate(BOUNDS_S))
+    return cast(case((seconds.is_(None), NO_TOKEN), *bounds, else_=len(BOUNDS_S)), Integer)
+
+
+def percentile(counts: Mapping[int, int], percent: int) -> float | None:
+    """Seconds within which `percent` of the requests had their first token, at most a bin off; None without requests.
+
+    Assumes that the requests of a bin are spread evenly on the logarithmic scale. Times below the first or above the
+    last bound count as that bound.
+
+    Args:
+        counts: Requests by bin; `NO_TOKEN` does not count.
+        percent: 1 to 100.
+    """
+    bins = sorted(number for number, count in counts.items() if number != NO_TOKEN and count)
+    wanted, before = sum(counts[number] for number in bins) * percent, 0  # in hundredths, no float decides
+    for number in bins:
+        count = counts[number] * 100
+        if before + count >= wanted:
+            low, high = BOUNDS_S[max(number - 1, 0)], BOUNDS_S[min(number, len(BOUNDS_S) - 1)]
+            return float(low * (high / low) ** ((wanted - before) / count))
+        before += count
+    return None

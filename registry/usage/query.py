@@ -1,7 +1,7 @@
-"""What was used in a range, by bucket and by group: sums of whole hours, and of events where hours do not serve.
+"""Queries of usage: sums of a range by bucket and group, and single events.
 
-A question takes one pass over the facts, a second one only where a page is cut short. The events themselves are listed
-one by one, in the order in which they ended.
+Whole hours are answered from the hourly sums, the rest of the range from the events. A query reads these facts once, or
+twice if the answer has more than one page.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from datetime import UTC
-from typing import Any
+from typing import Any, get_args
 
 from sqlalchemy import (
     CTE,
@@ -23,9 +22,11 @@ from sqlalchemy import (
     Select,
     Subquery,
     and_,
+    case,
     func,
     literal,
     not_,
+    or_,
     select,
     tuple_,
     union_all,
@@ -35,38 +36,56 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import InvalidRequestError
 from weft.registry.db.clock import HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageEventRow, UsageRollupRow
-from weft.registry.names import MAX_INTEGER, check_integer, check_text
-from weft.registry.records import Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage.buckets import Buckets, zone
-from weft.registry.usage.prices import PART, PriceTable, cost_sums
-from weft.registry.usage.write import (
-    GROUP_COLUMNS,
-    MAX_ROWS,
-    NAMES,
-    SUMS,
-    adapter_label,
-    check_query,
-    event_sums,
-    matching,
-    sum_of,
+from weft.registry.names import MAX_INTEGER, MAX_VERSION, check_integer, check_text
+from weft.registry.records import (
+    GroupBy,
+    Page,
+    RankBy,
+    UsageEvent,
+    UsageQuery,
+    UsageReport,
+    UsageRow,
+    UsageTotals,
 )
+from weft.registry.usage.buckets import WIDTHS, Buckets, zone
+from weft.registry.usage.prices import PART, PriceTable, cost_sums
 
+MAX_ROWS = 10_000
+MAX_WANTED = 100
+"""Most values of one filter."""
+MAX_TOP = 50
+"""Most groups that one query ranks."""
+
+NAMES = ("tenant", "adapter")
+GROUP_COLUMNS: dict[GroupBy, tuple[str, ...]] = {
+    "tenant": ("tenant_id",),
+    "adapter": ("adapter_id",),
+    "version": ("adapter_id", "adapter_version"),
+    "key": ("key_id",),
+    "status": ("status",),
+    "service_class": ("service_class",),
+}
+
+SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 _COSTS = ("cost_parts", "cost_units")
 _FIGURES = (*SUMS, *_COSTS)
 
 _events = UsageEventRow.__table__
 _rollups = UsageRollupRow.__table__
-_OPTIONAL = ("tenant_id", "tenant", "key_id", "adapter_id", "adapter", "adapter_version", "adapter_digest")
+_OPTIONAL = (
+    *("tenant_id", "tenant", "key_id"),
+    *("adapter_id", "adapter", "adapter_version", "adapter_digest", "adapter_state"),
+)
+"""Fields of an event that may be None; the table has the empty text or 0."""
 
 
 async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | None = None) -> UsageReport:
-    """Answer a question about usage; rows are ordered by bucket, then by rank or the ids they are grouped by.
+    """Sums of usage; rows are ordered by bucket, then by rank or by the ids of their groups.
 
     With prices, rows and totals have their cost.
 
     Raises:
-        InvalidRequestError: Range, zone, grouping, ranking, limit or cursor make no sense, or there are no prices to
-            rank by.
+        InvalidRequestError: The query or its cursor is wrong, or it ranks by cost without prices.
     """
     check_query(query)
     if query.top is not None and query.rank_by == "cost" and prices is None:
@@ -100,8 +119,102 @@ async def query(session: AsyncSession, query: UsageQuery, prices: PriceTable | N
     )
 
 
+def check_query(query: UsageQuery) -> None:
+    """Check everything but the cursor.
+
+    Raises:
+        InvalidRequestError: Bucket, zone, grouping, ranking, range, limit or a filter is wrong.
+    """
+    if query.bucket not in WIDTHS:
+        raise InvalidRequestError("bucket must be 1m, 1h or 1d.", param="bucket")
+    if not set(query.group_by) <= set(GROUP_COLUMNS):
+        raise InvalidRequestError(f"group_by takes {', '.join(GROUP_COLUMNS)}.", param="group_by")
+    for name, moment in (("start", query.start), ("end", query.end)):
+        if moment.tzinfo is None:
+            raise InvalidRequestError(f"{name} must have a timezone.", param=name)
+    if query.start >= query.end:
+        raise InvalidRequestError("end must be after start.", param="end")
+    zone(query.tz)
+    check_integer(query.limit, "limit", low=1, high=MAX_ROWS)
+    _check_top(query)
+    _check_filters(query)
+
+
+def _check_top(query: UsageQuery) -> None:
+    if query.rank_by not in get_args(RankBy):
+        raise InvalidRequestError(f"rank_by takes {', '.join(get_args(RankBy))}.", param="rank_by")
+    if query.top is None:
+        return
+    check_integer(query.top, "top", low=1, high=MAX_TOP)
+    if not query.group_by:
+        raise InvalidRequestError("top ranks groups: say by what with group_by.", param="top")
+    if query.after is not None:
+        raise InvalidRequestError("With top all rows come at once: leave out after.", param="after")
+
+
+def _check_filters(query: UsageQuery) -> None:
+    owner = () if query.tenant_id is None else (query.tenant_id,)
+    texts = {"tenant": owner, "adapter": query.adapters, "key": query.key_ids, "status": query.statuses}
+    for name, wanted in {**texts, "service_class": query.service_classes}.items():
+        for text in wanted:
+            check_text(text, name, 127)
+    for version in query.versions:
+        check_integer(version, "version", high=MAX_VERSION)
+    if max(len(wanted) for wanted in _filters(query).values()) > MAX_WANTED:
+        raise InvalidRequestError(f"A filter takes at most {MAX_WANTED} values.")
+
+
+def event_sums() -> list[ColumnElement[int]]:
+    """What one event adds to each of the sums."""
+    return [literal(1).label("requests"), *(_events.c[name] for name in SUMS[1:])]
+
+
+def matching(query: UsageQuery, facts: Select[Any], table: FromClause, start: int, end: int) -> Select[Any]:
+    """The rows of `facts`, a select of a usage table, that lie in the range (microseconds) and match the filters."""
+    facts = facts.where(table.c.at >= start, table.c.at < end)
+    if query.tenant_id is not None:
+        facts = facts.where(table.c.tenant_id == query.tenant_id)
+    for column, wanted in _filters(query).items():
+        if wanted:
+            is_wanted = table.c[column].in_(wanted)
+            facts = facts.where(is_wanted | _asked_by_owner(query, table) if column == "adapter" else is_wanted)
+    return facts
+
+
+def _asked_by_owner(query: UsageQuery, table: FromClause) -> ColumnElement[bool]:
+    """Whether the owner of a wanted `owner/name` asked: its own usage says only `name`."""
+    owned = [tuple(text.split("/", 1)) for text in query.adapters if "/" in text]
+    return tuple_(table.c.tenant, table.c.adapter).in_(owned)
+
+
+def adapter_label(query: UsageQuery, facts: FromClause) -> ColumnElement[str]:
+    """An adapter's name in a row, which is also the filter for what the row sums up.
+
+    A row over several tenants names the owner, because each of them may have an adapter of this name.
+    """
+    name: ColumnElement[str] = facts.c.adapter
+    if query.tenant_id is not None or "tenant" in query.group_by:
+        return name
+    return case((or_(name == "", name.contains("/"), facts.c.tenant == ""), name), else_=facts.c.tenant + "/" + name)
+
+
+def _filters(query: UsageQuery) -> dict[str, tuple[Any, ...]]:
+    return {
+        "adapter": query.adapters,
+        "adapter_version": query.versions,
+        "key_id": query.key_ids,
+        "status": query.statuses,
+        "service_class": query.service_classes,
+    }
+
+
+def sum_of(column: ColumnElement[int]) -> Label[int]:
+    """0 for no rows; an integer in PostgreSQL too, which sums 64-bit integers to decimal numbers."""
+    return func.coalesce(func.sum(column), 0).cast(BigInteger).label(column.name)
+
+
 async def _buckets(session: AsyncSession, query: UsageQuery) -> Buckets:
-    """Only for the time that has events: the history of a zone has no end."""
+    """Buckets for the time that has events: a zone's transitions have no end."""
     if query.tz == "UTC" or query.bucket not in ("1h", "1d"):
         return Buckets(query.bucket, zone(query.tz))
     start, end = to_micros(query.start), to_micros(query.end)
@@ -113,7 +226,7 @@ async def _buckets(session: AsyncSession, query: UsageQuery) -> Buckets:
 
 
 def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> Subquery:
-    """Everything in the range as rows of one shape: hourly sums where whole hours serve, events elsewhere."""
+    """The facts of the range as rows of one shape: hourly sums for whole hours, events for the rest."""
     kept = dict.fromkeys((*_groups(query), *names))
 
     def facts(table: FromClause, sums: Iterable[ColumnElement[int]], begin: int, end: int) -> Select[Any]:
@@ -134,12 +247,12 @@ def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> Subquer
 
 
 def _groups(query: UsageQuery) -> tuple[str, ...]:
-    """Columns of ids that tell the groups apart."""
+    """Columns of the ids that make a group."""
     return tuple(dict.fromkeys(column for group in query.group_by for column in GROUP_COLUMNS[group]))
 
 
 def _names(query: UsageQuery) -> list[str]:
-    """Columns of names that go with them."""
+    """Columns of the names that belong to these ids."""
     ids = _groups(query)
     return [name for name in NAMES if f"{name}_id" in ids]
 
@@ -151,7 +264,7 @@ def _cells(query: UsageQuery, facts: Subquery, sums: Sequence[Label[int]]) -> Se
     names = [func.min(text).label(name) for name, text in zip(_names(query), shown, strict=True)]
     if query.bucket:
         return select(facts.c.bucket, *groups, *names, *sums).group_by(facts.c.bucket, *groups)
-    # Not the start, which by default moves with the clock: the next page would begin anew.
+    # Not the start: by default it moves with the clock, and cursors must not.
     bucket = literal(0, BigInteger).label("bucket")
     return select(bucket, *groups, *names, *sums).group_by(*groups)
 
@@ -168,7 +281,7 @@ async def _whole(
 
 
 def _top(query: UsageQuery, top: int, cells: CTE) -> Select[Any]:
-    """The top groups' cells, and in each bucket all others' together, behind them."""
+    """The cells of the top groups, and behind them in each bucket one cell of all other groups."""
     ids = _groups(query)
     groups = [cells.c[name] for name in ids]
     place = func.row_number().over(order_by=[*_rank(query, cells), *groups]).label("place")
@@ -219,9 +332,8 @@ def _group(row: UsageRow) -> tuple[object, ...]:
 
 
 def _total(rows: Iterable[UsageTotals]) -> UsageTotals:
-    names = [field.name for field in fields(UsageTotals)]
-    figures = [[getattr(row, name) for name in names] for row in rows]
-    return UsageTotals(**dict(zip(names, map(sum, zip(*figures, strict=True)), strict=False)))
+    found = list(rows)
+    return UsageTotals(**{name: sum(getattr(row, name) for row in found) for name in (*SUMS, "cost")})
 
 
 def _figures(row: RowMapping) -> dict[str, Any]:
@@ -234,7 +346,7 @@ def _write_cursor(place: Sequence[object]) -> str:
 
 
 def _read_cursor(text: str, order: Sequence[ColumnElement[Any]]) -> list[Any]:
-    """The place that `_write_cursor` wrote, if it fits the query's order."""
+    """The place that `_write_cursor` wrote; raises InvalidRequestError where it does not fit the query."""
     try:
         place = json.loads(base64.urlsafe_b64decode(text))
     except (ValueError, RecursionError):
@@ -248,10 +360,10 @@ def _read_cursor(text: str, order: Sequence[ColumnElement[Any]]) -> list[Any]:
 
 
 async def list_events(session: AsyncSession, query: UsageQuery) -> Page[UsageEvent]:
-    """The events of a range that match, oldest first; bucket and grouping do not count.
+    """The events of a range that match the filters, oldest first; ignores bucket and grouping.
 
     Raises:
-        InvalidRequestError: Range, limit or cursor make no sense.
+        InvalidRequestError: The query or its cursor is wrong.
     """
     check_query(query)
     found = matching(query, select(*_events.c), _events, to_micros(query.start), to_micros(query.end))
@@ -260,10 +372,9 @@ async def list_events(session: AsyncSession, query: UsageQuery) -> Page[UsageEve
         if not (dash and at.isascii() and at.isdigit() and len(at) < 18):
             raise InvalidRequestError("The cursor is not one that this query gave out.", param="after")
         found = found.where(tuple_(_events.c.at, _events.c.id) > tuple_(int(at), last))
-    rows = (await session.execute(found.order_by(_events.c.at, _events.c.id).limit(query.limit + 1))).mappings().all()
-    events = []
-    for row in rows[: query.limit]:
-        none = {name: row[name] or None for name in (*_OPTIONAL, "adapter_state")}
-        events.append(UsageEvent(**{**row, **none, "at": from_micros(row["at"])}))
-    last_row = rows[query.limit - 1] if len(rows) > query.limit else None
-    return Page(items=tuple(events), next=f"{last_row['at']}-{last_row['id']}" if last_row else None)
+    rows = (await session.execute(found.order_by(_events.c.at, _events.c.id).limit(query.limit + 1))).mappings()
+    events = [
+        UsageEvent(**{**row, **{name: row[name] or None for name in _OPTIONAL}, "at": from_micros(row["at"])})
+        for row in rows
+    ]
+    return Page.of(events, query.limit, lambda event: f"{to_micros(event.at)}-{event.id}")

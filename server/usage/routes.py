@@ -26,7 +26,7 @@ from weft.registry.records import (
 from weft.registry.usage.buckets import zone
 from weft.registry.usage.latency import LATENCY_GROUPS
 from weft.registry.usage.prices import in_currency
-from weft.registry.usage.write import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
+from weft.registry.usage.query import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
 from weft.server.auth.callers import Caller, UsageCaller
 from weft.server.http.bodies import iso
 from weft.server.services import Services, Wired

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
 from weft.registry.records import GroupBy, LatencyRow, UsageQuery, UsageRow
-from weft.registry.usage.write import MAX_WANTED
+from weft.registry.usage.query import MAX_WANTED
 from weft.server.auth.callers import Caller
 
 DEFAULT_DAYS = 30

@@ -70,47 +70,6 @@ async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: 
     assert len([statement for statement in statements if statement.startswith("SELECT")]) == 3, statements
 
 
-async def test_each_upload_is_the_next_version_and_moves_the_plain_name(registry: Registry, acme: Tenant) -> None:
-    for content in "abc":
-        await publish_version(registry, acme.id, "support", facts(content))
-    assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 3
-    assert [version.version for version in await registry.adapters.list_versions(acme.id, "support")] == [3, 2, 1]
-
-
-async def test_an_upload_that_does_not_activate_leaves_the_plain_name(registry: Registry, acme: Tenant) -> None:
-    await publish_version(registry, acme.id, "support", facts("a"))
-    adapter, version, _ = await publish_version(registry, acme.id, "support", facts("b"), activate=False)
-    assert version.version == 2
-    assert adapter.aliases == {"default": {1: 1}}
-    assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 1
-    assert (await registry.adapters.get_adapter(acme.id, "support")).current.version == 1
-
-
-async def test_a_first_upload_that_does_not_activate_has_no_plain_name(registry: Registry, acme: Tenant) -> None:
-    await publish_version(registry, acme.id, "support", facts("a"), activate=False)
-    with pytest.raises(NotFoundError):
-        await registry.adapters.resolve(acme.id, "support")
-    assert (await registry.adapters.resolve(acme.id, "support@1"))[1].version == 1
-    assert (await registry.adapters.get_adapter(acme.id, "support")).current.version == 1
-
-
-async def test_identical_bytes_are_the_same_version(registry: Registry, acme: Tenant) -> None:
-    await publish_version(registry, acme.id, "support", facts("a"), "first")
-    await publish_version(registry, acme.id, "support", facts("b"))
-    adapter, version, created = await publish_version(registry, acme.id, "support", facts("a"))
-    assert (version.version, created) == (1, False)
-    assert adapter.aliases == {"default": {1: 1}}
-    assert adapter.description == "first"
-    assert len(await registry.adapters.list_versions(acme.id, "support")) == 2
-
-
-async def test_fifty_identical_uploads_at_once_make_one_version(registry: Registry, acme: Tenant) -> None:
-    published = await asyncio.gather(*(publish_version(registry, acme.id, "support", facts("a")) for _ in range(50)))
-    assert [created for _, _, created in published].count(True) == 1
-    assert {version.version for _, version, _ in published} == {1}
-    assert len({adapter.id for adapter, _, _ in published}) == 1
-
-
 async def test_two_processes_publishing_at_once_make_one_version(
     registry: Registry, tmp_path: Path, database_url: str | None
 ) -> None:
@@ -128,24 +87,6 @@ async def test_two_processes_publishing_at_once_make_one_version(
     await other.close()
 
 
-async def test_each_form_of_selector_finds_its_version(registry: Registry, acme: Tenant) -> None:
-    for content in "ab":
-        await publish_version(registry, acme.id, "support", facts(content))
-    await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1})
-    selectors = {
-        "support": 2,
-        "support@1": 1,
-        "support@prod": 1,
-        "support@default": 2,
-        f"support@{facts('a').digest}": 1,
-        "acme/support": 2,
-        "acme/support@1": 1,
-    }
-    for _ in range(2):
-        found = {text: (await registry.adapters.resolve(acme.id, text))[1].version for text in selectors}
-        assert found == selectors
-
-
 @pytest.mark.parametrize(
     "selector", ["other", "support@9", "support@prod", f"support@{facts('z').digest}", "nobody/support", "", "a@b@c"]
 )
@@ -154,19 +95,6 @@ async def test_what_does_not_exist_is_an_unknown_model(registry: Registry, acme:
     with pytest.raises(NotFoundError) as caught:
         await registry.adapters.resolve(acme.id, selector)
     assert caught.value.code == "model_not_found"
-
-
-async def test_aliases_merge_move_and_go(registry: Registry, acme: Tenant) -> None:
-    for content in "abc":
-        await publish_version(registry, acme.id, "support", facts(content))
-    await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1, "test": 2})
-    adapter = await registry.adapters.update_adapter(
-        acme.id, "support", aliases={"prod": 3, "test": None, "gone": None}
-    )
-    assert adapter.aliases == {"default": {3: 1}, "prod": {3: 1}}
-    rolled_back = await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 1})
-    assert rolled_back.current.version == 1
-    assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 1
 
 
 @pytest.mark.parametrize(
@@ -207,43 +135,6 @@ async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Te
     assert [adapter.name for adapter in (*first.items, *second.items)] == ["a", "b", "c"]
     assert [adapter.current.digest for adapter in second.items] == [facts("c").digest]
     assert second.next is None
-
-
-async def test_a_deleted_version_takes_its_aliases_and_its_number(registry: Registry, acme: Tenant) -> None:
-    for content in "abc":
-        await publish_version(registry, acme.id, "support", facts(content))
-    await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 3, "old": 1})
-    removed = await registry.adapters.delete_adapter(acme.id, "support", 3)
-    assert removed == Removed(digests=(facts("c").digest,), weights=(facts("c").weights_sha256,))
-    adapter = await registry.adapters.get_adapter(acme.id, "support")
-    assert (adapter.aliases, adapter.current.version) == ({"old": {1: 1}}, 2)
-    with pytest.raises(NotFoundError):
-        await registry.adapters.resolve(acme.id, "support")
-    _, version, created = await publish_version(registry, acme.id, "support", facts("c"))
-    assert (version.version, created) == (4, True)
-
-
-async def test_the_last_version_takes_the_adapter_with_it(registry: Registry, acme: Tenant) -> None:
-    adapter, _, _ = await publish_version(registry, acme.id, "support", facts("a"))
-    await registry.adapters.delete_adapter(acme.id, "support", 1)
-    with pytest.raises(NotFoundError):
-        await registry.adapters.get_adapter(acme.id, "support")
-    again, version, _ = await publish_version(registry, acme.id, "support", facts("b"))
-    assert again.id != adapter.id
-    assert version.version == 1
-
-
-async def test_a_deleted_adapter_is_unknown_at_once(registry: Registry, acme: Tenant) -> None:
-    for content in "ab":
-        await publish_version(registry, acme.id, "support", facts(content))
-    await registry.adapters.resolve(acme.id, "support")
-    removed = await registry.adapters.delete_adapter(acme.id, "support")
-    assert set(removed.weights) == {facts("a").weights_sha256, facts("b").weights_sha256}
-    for selector in ("support", "support@1", "support@default"):
-        with pytest.raises(NotFoundError):
-            await registry.adapters.resolve(acme.id, selector)
-    with pytest.raises(NotFoundError):
-        await registry.adapters.delete_adapter(acme.id, "support")
 
 
 async def test_content_that_someone_else_refers_to_is_not_removed(registry: Registry, acme: Tenant) -> None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from postgres_server import database_of
 from registry_samples import facts, publish_version
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry.registry import Registry
@@ -34,11 +35,13 @@ class Expected:
 
 
 class AdapterMachine(RuleBasedStateMachine):
+    kind = "sqlite"
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.runner = asyncio.Runner()
-        self.registry = self.runner.run(Registry.open(None, self.folder))
+        self.registry = self.runner.run(Registry.open(database_of(self.kind), self.folder))
         self.ids: dict[str, str] = {}
         self.expected: dict[tuple[str, str], Expected] = {}
 
@@ -96,10 +99,17 @@ class AdapterMachine(RuleBasedStateMachine):
         assert set(removed.digests) == {facts(content).digest for content in gone}
         assert set(removed.weights) == {facts(content).weights_sha256 for content in gone}
 
-    @rule(tenant=TENANTS, name=NAMES, pin=st.sampled_from(["", "@1", "@2", "@3", "@prod"]), qualified=st.booleans())
+    @rule(
+        tenant=TENANTS,
+        name=NAMES,
+        pin=st.sampled_from(["", "@1", "@2", "@3", "@prod", "@default", *(f"@{facts(each).digest}" for each in "xy")]),
+        qualified=st.booleans(),
+    )
     def resolve(self, tenant: str, name: str, pin: str, qualified: bool) -> None:
         adapter = self.expected.get((tenant, name), Expected())
-        wanted = int(pin[1:]) if pin[1:].isdigit() else adapter.aliases.get(pin[1:] or "default", 0)
+        by_digest = {f"@{facts(content).digest}": number for number, content in adapter.versions.items()}
+        wanted = by_digest.get(pin, adapter.aliases.get(pin[1:] or "default", 0))
+        wanted = int(pin[1:]) if pin[1:].isdigit() else wanted
         text = f"{tenant}/{name}{pin}" if qualified else f"{name}{pin}"
         question = self.registry.adapters.resolve(self.ids[tenant], text)
         if wanted in adapter.versions:
@@ -127,9 +137,10 @@ class AdapterMachine(RuleBasedStateMachine):
                 assert adapter.aliases == {alias: {number: 1} for alias, number in expected.aliases.items()}
                 assert adapter.current.version == expected.aliases.get("default", max(expected.versions))
                 versions = self.runner.run(self.registry.adapters.list_versions(tenant_id, adapter.name))
-                assert {version.version: version.digest for version in versions} == {
-                    number: facts(content).digest for number, content in expected.versions.items()
-                }
+                assert [(version.version, version.digest) for version in versions] == [
+                    (number, facts(content).digest)
+                    for number, content in sorted(expected.versions.items(), reverse=True)
+                ]
 
     def teardown(self) -> None:
         self.runner.run(self.registry.close())
@@ -147,7 +158,13 @@ class AdapterMachine(RuleBasedStateMachine):
         raise AssertionError(f"expected {error.__name__}")
 
 
-AdapterMachine.TestCase.settings = settings(
-    max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+class PostgresMachine(AdapterMachine):
+    kind = "postgresql"
+
+
+for machine in (AdapterMachine, PostgresMachine):
+    machine.TestCase.settings = settings(
+        max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 TestAdapters = AdapterMachine.TestCase
+TestAdaptersInPostgres = PostgresMachine.TestCase

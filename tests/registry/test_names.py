@@ -1,13 +1,31 @@
+"""Which texts can be stored, and which version a name means."""
+
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import InvalidRequestError
-from weft.registry.names import check_alias, check_integer, check_name, check_text, is_name, storable
+from registry_samples import facts, publish_version
+from weft.errors import ConflictError, InvalidRequestError, NotFoundError
+from weft.registry.names import (
+    Selector,
+    check_alias,
+    check_integer,
+    check_name,
+    check_text,
+    is_name,
+    parse_selector,
+    storable,
+)
+from weft.registry.records import Tenant
+from weft.registry.registry import Registry
+
+pytestmark = pytest.mark.anyio
+USERS = 2000
 
 
 @pytest.mark.parametrize("name", ["a", "0", "a.b", "my-adapter_2.1", "x" * 63])
@@ -64,3 +82,145 @@ def test_an_integer_beyond_its_bounds_or_of_another_type_is_refused(value: objec
 
 def test_the_largest_integer_passes() -> None:
     assert check_integer((1 << 63) - 1, "limit") == (1 << 63) - 1
+
+
+DIGEST = "sha256:" + "a1" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "selector"),
+    [
+        ("support", Selector(tenant=None, name="support", alias="default")),
+        ("support@3", Selector(tenant=None, name="support", version=3)),
+        ("support@prod", Selector(tenant=None, name="support", alias="prod")),
+        (f"support@{DIGEST}", Selector(tenant=None, name="support", digest=DIGEST)),
+        ("acme/support", Selector(tenant="acme", name="support", alias="default")),
+        ("acme/support@12", Selector(tenant="acme", name="support", version=12)),
+    ],
+)
+def test_each_form_is_understood(text: str, selector: Selector) -> None:
+    assert parse_selector(text) == selector
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "@",
+        "support@",
+        "support@0",
+        "support@03",
+        "support@-1",
+        "support@9999999999",
+        "support@1@2",
+        "/support",
+        "acme/",
+        "a/b/c",
+        "Support",
+        "support@sha256:abc",
+        f"support@{DIGEST.upper()}",
+        "support@../x",
+        "sup\x00port",
+        "\ud800",
+    ],
+)
+def test_a_malformed_selector_is_an_unknown_model(text: str) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        parse_selector(text)
+    assert caught.value.code == "model_not_found"
+    caught.value.message.encode()
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_selector_or_an_unknown_model(text: str) -> None:
+    try:
+        selector = parse_selector(text)
+    except NotFoundError:
+        return
+    assert [selector.version, selector.alias, selector.digest].count(None) == 2
+
+
+@pytest.fixture
+async def acme(registry: Registry) -> Tenant:
+    made = await registry.tenants.create_tenant("acme")
+    for content in "abc":
+        await publish_version(registry, made.id, "support", facts(content))
+    return made
+
+
+async def served(registry: Registry, acme: Tenant, selector: str = "support") -> dict[int, int]:
+    """By user, which version answers."""
+    return {user: (await registry.adapters.resolve(acme.id, selector, f"u{user}"))[1].version for user in range(USERS)}
+
+
+async def test_a_canary_gets_its_share_and_keeps_its_users(registry: Registry, acme: Tenant) -> None:
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 90, 2: 10}})
+    first = await served(registry, acme)
+    assert 0.07 < Counter(first.values())[2] / USERS < 0.13
+    assert await served(registry, acme) == first
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 50, 2: 50}})
+    second = await served(registry, acme)
+    assert 0.45 < Counter(second.values())[2] / USERS < 0.55
+    assert all(second[user] == 2 for user, version in first.items() if version == 2)
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 2})
+    assert set((await served(registry, acme)).values()) == {2}
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 1})
+    assert set((await served(registry, acme)).values()) == {1}
+
+
+async def test_two_adapters_split_their_users_differently(registry: Registry, acme: Tenant) -> None:
+    for content in "ab":
+        await publish_version(registry, acme.id, "sales", facts(content))
+    for name in ("support", "sales"):
+        await registry.adapters.update_adapter(acme.id, name, aliases={"default": {1: 1, 2: 1}})
+    one, other = await served(registry, acme), await served(registry, acme, "sales")
+    assert 0.4 < sum(one[user] == other[user] for user in one) / USERS < 0.6
+
+
+async def test_the_current_version_is_the_heaviest_and_other_aliases_split_too(
+    registry: Registry, acme: Tenant
+) -> None:
+    adapter = await registry.adapters.update_adapter(
+        acme.id, "support", aliases={"default": {1: 9, 3: 1}, "beta": {2: 1, 3: 1}}
+    )
+    assert adapter.aliases == {"default": {1: 9, 3: 1}, "beta": {2: 1, 3: 1}}
+    assert adapter.current.version == 1
+    assert set((await served(registry, acme, "support@beta")).values()) == {2, 3}
+    assert (await registry.adapters.get_adapter(acme.id, "support")).current.version == 1
+    assert (await registry.adapters.list_adapters(acme.id)).items[0].current.version == 1
+
+
+async def test_all_versions_of_a_pinned_canary_are_pinned(registry: Registry, acme: Tenant) -> None:
+    await registry.adapters.update_adapter(
+        acme.id, "support", pinned=True, aliases={"default": {1: 9, 3: 1}, "beta": 2}
+    )
+    assert {adapter.current.version for adapter in await registry.adapters.pinned_adapters()} == {1, 3}
+
+
+async def test_no_upload_ends_a_canary_and_a_deleted_version_leaves_it(registry: Registry, acme: Tenant) -> None:
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 2: 1}})
+    await registry.adapters.delete_adapter(acme.id, "support", 2)
+    assert (await registry.adapters.get_adapter(acme.id, "support")).aliases == {"default": {1: 9}}
+    assert set((await served(registry, acme)).values()) == {1}
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": {1: 9, 3: 1}})
+    for content in "abd":  # the versions of the split, and a new one
+        with pytest.raises(ConflictError, match="among the versions 1, 3"):
+            await publish_version(registry, acme.id, "support", facts(content))
+    adapter, _, is_new = await publish_version(registry, acme.id, "support", facts("d"), activate=False)
+    assert (adapter.aliases, adapter.current.version, is_new) == ({"default": {1: 9, 3: 1}}, 4, True)
+    await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 4})
+    await publish_version(registry, acme.id, "support", facts("e"))
+    await registry.adapters.delete_adapter(acme.id, "support", 5)
+    with pytest.raises(NotFoundError):
+        await registry.adapters.resolve(acme.id, "support")
+
+
+@pytest.mark.parametrize(
+    "meaning", [{}, {4: 1}, {1: 0}, {1: -1}, {1: 10_001}, {1: True}, dict.fromkeys(range(1, 10), 1)]
+)
+async def test_a_split_that_makes_no_sense_changes_nothing(
+    registry: Registry, acme: Tenant, meaning: dict[int, int]
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        await registry.adapters.update_adapter(acme.id, "support", aliases={"first": 1, "prod": meaning})
+    assert (await registry.adapters.get_adapter(acme.id, "support")).aliases == {"default": {3: 1}}

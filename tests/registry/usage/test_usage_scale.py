@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from datetime import time as clock_time
+from datetime import timedelta
 from typing import Any
-from zoneinfo import ZoneInfo
 
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from postgres_server import KINDS, database_of
-from quarter_of_usage import ADAPTERS, END, START, TENANTS, insert_quarter, quarter
+from quarter_of_usage import END, START, insert_quarter, quarter
 from weft.registry.db.clock import to_micros
 from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent, UsageQuery, UsageReport
@@ -123,78 +120,3 @@ async def test_no_event_inside_the_range_is_read(filled: Database, question: str
         after = await usage_query.query(session, query, PRICES)
         await session.rollback()
     assert after == before
-
-
-@pytest.mark.parametrize("tz", ["UTC", "America/New_York", "Asia/Kolkata"])
-@pytest.mark.parametrize("bucket", ["1h", "1d"])
-async def test_the_rows_of_a_zone_equal_a_count_of_the_events(
-    filled: Database, events: list[UsageEvent], tz: str, bucket: str
-) -> None:
-    home = ZoneInfo(tz)
-
-    def begin(at: datetime) -> datetime:
-        local = at.astimezone(home)
-        if bucket == "1d":
-            return datetime.combine(local.date(), clock_time(), home).astimezone(UTC)
-        return at - timedelta(minutes=local.minute, seconds=local.second, microseconds=local.microsecond)
-
-    report = await _ask(filled, replace(WHOLE, bucket=bucket, tz=tz, limit=10_000))  # type: ignore[arg-type]
-    assert {row.start: _figures(row) for row in report.rows} == _count(events, lambda event: (begin(event.at),))
-    assert {row.end for row in report.rows[:-1]} == {row.start for row in report.rows[1:]}
-    lengths = {row.end - row.start for row in report.rows}
-    changed = {23 * HOUR} if (tz, bucket) == ("America/New_York", "1d") else set()
-    assert lengths == {HOUR * (24 if bucket == "1d" else 1), *changed}
-
-
-@pytest.mark.parametrize("tz", ["UTC", "America/New_York", "Asia/Kolkata"])
-async def test_the_days_of_the_top_adapters_equal_a_count_of_the_events(
-    filled: Database, events: list[UsageEvent], tz: str
-) -> None:
-    home = ZoneInfo(tz)
-    sizes: dict[str, int] = defaultdict(int)
-    for one in events:
-        sizes[one.adapter_id or ""] += one.prompt_tokens + one.completion_tokens
-    top = sorted(sizes, key=lambda adapter: -sizes[adapter])[:8]
-
-    def cell(event: UsageEvent) -> tuple[object, ...]:
-        adapter = event.adapter_id or ""
-        return event.at.astimezone(home).date(), adapter if adapter in top else "other"
-
-    report = await _ask(filled, replace(WHOLE, bucket="1d", group_by=("adapter",), top=8, tz=tz))
-    found = {
-        (row.start.astimezone(home).date(), "other" if row.other else row.adapter_id or ""): _figures(row)
-        for row in report.rows
-    }
-    assert found == _count(events, cell)
-    assert report.groups == len(sizes) == ADAPTERS + 1
-
-
-async def test_totals_and_groups_equal_a_count_of_the_events(filled: Database, events: list[UsageEvent]) -> None:
-    (whole,) = _count(events, lambda _: ("all",)).values()
-    statuses = await _ask(filled, QUESTIONS["by status"])
-    assert {row.status: _figures(row) for row in statuses.rows} == _count(events, lambda event: (event.status,))
-    assert (_figures(statuses.totals), statuses.groups) == (whole, 3)
-    tenants = await _ask(filled, replace(WHOLE, group_by=("tenant",)))
-    assert {row.tenant: _figures(row) for row in tenants.rows} == _count(events, lambda event: (event.tenant,))
-    assert tenants.groups == TENANTS
-    page = await _ask(filled, replace(WHOLE, bucket="1d", group_by=("adapter",), limit=100))
-    assert page.next is not None
-    assert (_figures(page.totals), page.groups) == (whole, ADAPTERS + 1)
-
-
-def _figures(sums: Any) -> tuple[int, ...]:
-    return sums.requests, sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens, sums.cost
-
-
-def _count(events: list[UsageEvent], fold: Fold) -> dict[object, tuple[int, ...]]:
-    sums: dict[tuple[object, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for one in events:
-        into = sums[fold(one)]
-        into[0] += 1
-        into[1] += one.prompt_tokens
-        into[2] += one.cached_tokens
-        into[3] += one.completion_tokens
-    return {
-        key[0] if len(key) == 1 else key: (*into, (into[1] - into[2]) * 2000 + into[2] * 500 + into[3] * 6000)
-        for key, into in sums.items()
-    }

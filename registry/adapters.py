@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
 from weft.adapters.ref import LoraSpec
-from weft.registry import audit, grants
+from weft.registry import audit
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
 from weft.registry.db.models import AdapterRow, FileRow, GrantRow, TenantRow, VersionRow, to_record
@@ -53,7 +53,6 @@ from weft.registry.records import (
     Adapter,
     AdapterIdentity,
     AdapterVersion,
-    Grant,
     Page,
     Removed,
     Resolution,
@@ -70,7 +69,7 @@ Doomed = Callable[[type[VersionRow]], ColumnElement[bool]]
 
 
 class Adapters(Transactions):
-    """The part of the registry that keeps adapters, their versions, and who may call them."""
+    """The part of the registry that keeps adapters and their versions."""
 
     @asynccontextmanager
     async def publishing(
@@ -311,48 +310,6 @@ class Adapters(Transactions):
         """
         async with self._database.write() as session:
             yield await _unreferenced(session, weights)
-
-    async def list_grants(self, tenant_id: str, name: str) -> tuple[Grant, ...]:
-        """Who else may call one of a tenant's adapters.
-
-        Raises:
-            NotFoundError: The tenant has none of this name.
-        """
-        async with self._database.read() as session:
-            return await grants.list_grants(session, (await own_row(session, tenant_id, name))[0])
-
-    async def grant_adapter(
-        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
-    ) -> tuple[Grant, bool]:
-        """Let the tenant with the id `grantee` call an adapter as `tenant/name`, or only one version of it.
-
-        Returns:
-            The grant, and whether it is new.
-
-        Raises:
-            NotFoundError: No such adapter, version or grantee.
-            InvalidRequestError: The grantee is the owner, or there are too many grants.
-        """
-        async with self._change(self._resolved) as session:
-            adapter, owner = await own_row(session, tenant_id, name)
-            grant, is_new = await grants.add_grant(session, adapter, grantee, version, self._clock())
-            detail = {"grantee": grant.tenant, "version": version}
-            audit.add(session, self._clock(), actor, "adapter.grant", tenant=owner, target=name, **detail)
-        return grant, is_new
-
-    async def withdraw_grant(
-        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
-    ) -> None:
-        """Take a grant back.
-
-        Raises:
-            NotFoundError: No such adapter or grant.
-        """
-        async with self._change(self._resolved) as session:
-            adapter, owner = await own_row(session, tenant_id, name)
-            await grants.remove_grant(session, adapter, grantee, version)
-            detail = {"grantee": grantee, "version": version}
-            audit.add(session, self._clock(), actor, "adapter.withdraw", tenant=owner, target=name, **detail)
 
     async def resolve(self, tenant_id: str, selector: str, sticky: str = "") -> tuple[AdapterIdentity, AdapterVersion]:
         """The adapter version that a caller of this tenant means.

@@ -1,13 +1,15 @@
-"""Grants: which other tenants may call an adapter, or one version of it. Runs in the caller's transaction."""
+"""Grants: which other tenants may call an adapter, or one version of it."""
 
 from __future__ import annotations
-
-from datetime import datetime
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError, NotFoundError
+from weft.registry import audit
+from weft.registry.adapters import own_row
+from weft.registry.audit import ADMIN
+from weft.registry.cache import Transactions
 from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow, to_record
 from weft.registry.names import EVERY_VERSION, MAX_VERSION, check_integer, check_text, no_such
 from weft.registry.records import Grant
@@ -15,52 +17,73 @@ from weft.registry.records import Grant
 MAX_GRANTS = 1000
 
 
-async def add_grant(
-    session: AsyncSession, adapter: AdapterRow, grantee: str, version: int | None, now: datetime
-) -> tuple[Grant, bool]:
-    """Let the tenant with the id `grantee` call an adapter, or only one version of it.
+class Grants(Transactions):
+    """The part of the registry that keeps grants."""
 
-    Returns:
-        The grant, and whether it is new.
+    async def list_grants(self, tenant_id: str, name: str) -> tuple[Grant, ...]:
+        """Grants of one of a tenant's adapters, by grantee and version.
 
-    Raises:
-        NotFoundError: No such tenant, or no such version.
-        InvalidRequestError: The grantee is the owner, or there are too many grants.
-    """
-    other = await _grantee(session, grantee)
-    if other.id == adapter.tenant_id:
-        raise InvalidRequestError("The owner needs no grant.", param="tenant")
-    if version is not None:
-        check_integer(version, "version", low=1, high=MAX_VERSION)
-        if await session.get(VersionRow, (adapter.id, version)) is None:
-            raise no_such("version", f"{adapter.name}@{version}", param="version")
-    row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
-    is_new = row is None
-    if row is None:
-        if len(await list_grants(session, adapter)) >= MAX_GRANTS:
-            raise InvalidRequestError(f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant")
-        row = GrantRow(adapter_id=adapter.id, tenant_id=other.id, version=version or EVERY_VERSION, created_at=now)
-        session.add(row)
-        await session.flush()
-    return _grant(row, other), is_new
+        Raises:
+            NotFoundError: The tenant has no adapter of this name.
+        """
+        async with self._database.read() as session:
+            return await _grants_of(session, (await own_row(session, tenant_id, name))[0])
+
+    async def grant_adapter(
+        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
+    ) -> tuple[Grant, bool]:
+        """Let the tenant with the id `grantee` call an adapter as `tenant/name`, or only one version of it.
+
+        Returns:
+            The grant, and whether it is new.
+
+        Raises:
+            NotFoundError: There is no such adapter, version or grantee.
+            InvalidRequestError: The grantee is the owner, or there are too many grants.
+        """
+        async with self._change(self._resolved) as session:
+            adapter, owner = await own_row(session, tenant_id, name)
+            other = await _grantee(session, grantee)
+            if other.id == adapter.tenant_id:
+                raise InvalidRequestError("The owner needs no grant.", param="tenant")
+            if version is not None:
+                check_integer(version, "version", low=1, high=MAX_VERSION)
+                if await session.get(VersionRow, (adapter.id, version)) is None:
+                    raise no_such("version", f"{name}@{version}", param="version")
+            key = {"adapter_id": adapter.id, "tenant_id": other.id, "version": version or EVERY_VERSION}
+            row = await session.get(GrantRow, key)
+            is_new = row is None
+            if row is None:
+                if len(await _grants_of(session, adapter)) >= MAX_GRANTS:
+                    raise InvalidRequestError(f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant")
+                row = GrantRow(**key, created_at=self._clock())
+                session.add(row)
+                await session.flush()
+            detail = {"grantee": other.name, "version": version}
+            audit.add(session, self._clock(), actor, "adapter.grant", tenant=owner, target=name, **detail)
+            return _grant(row, other), is_new
+
+    async def withdraw_grant(
+        self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
+    ) -> None:
+        """Delete a grant.
+
+        Raises:
+            NotFoundError: There is no such adapter or grant.
+        """
+        async with self._change(self._resolved) as session:
+            adapter, owner = await own_row(session, tenant_id, name)
+            other = await _grantee(session, grantee)
+            row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
+            if row is None:
+                granted = name if version is None else f"{name}@{version}"
+                raise NotFoundError(f"`{granted}` is not granted to `{other.name}`.")
+            await session.delete(row)
+            detail = {"grantee": grantee, "version": version}
+            audit.add(session, self._clock(), actor, "adapter.withdraw", tenant=owner, target=name, **detail)
 
 
-async def remove_grant(session: AsyncSession, adapter: AdapterRow, grantee: str, version: int | None) -> None:
-    """Take a grant back.
-
-    Raises:
-        NotFoundError: There is no such grant.
-    """
-    other = await _grantee(session, grantee)
-    row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
-    if row is None:
-        granted = adapter.name if version is None else f"{adapter.name}@{version}"
-        raise NotFoundError(f"`{granted}` is not granted to `{other.name}`.")
-    await session.delete(row)
-
-
-async def list_grants(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant, ...]:
-    """An adapter's grants by grantee and version."""
+async def _grants_of(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant, ...]:
     statement = (
         select(GrantRow, TenantRow)
         .join(TenantRow, TenantRow.id == GrantRow.tenant_id)

@@ -16,6 +16,7 @@ from weft.registry.batches import Batches, Files
 from weft.registry.cache import Changes, ReadThroughCache
 from weft.registry.db.clock import Clock, utc_now
 from weft.registry.db.database import Database
+from weft.registry.grants import Grants
 from weft.registry.keys import KeyRing, Keys, read_pepper
 from weft.registry.limits import Limits
 from weft.registry.records import AuditEntry, Resolution
@@ -50,6 +51,7 @@ class Registry:
         self.keys = Keys(*shared)
         self.sessions = Sessions(*shared)
         self.adapters = Adapters(*shared)
+        self.grants = Grants(*shared)
         self.usage = ledger
         self.uploads = Uploads(database, clock)
         self.files = Files(database, clock)

@@ -22,7 +22,7 @@ Version = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 @router.get("/v1/adapters/{name}/grants")
 async def list_grants(name: str, services: Wired, caller: TenantReader) -> GrantList:
     """List the other tenants that may call an adapter."""
-    grants = await services.registry.adapters.list_grants(caller.tenant_id, name)
+    grants = await services.registry.grants.list_grants(caller.tenant_id, name)
     return GrantList(data=[_view(name, grant) for grant in grants], next=None)
 
 
@@ -38,7 +38,7 @@ async def grant_adapter(
     """Let another tenant call an adapter as `tenant/name`, or one version of it as `tenant/name@version`."""
     body = await json_body(request, GrantBody, services.config.server.max_body_bytes, services.pace)
     grantee = await _tenant_id(services, caller, body.tenant)
-    grant, is_new = await services.registry.adapters.grant_adapter(
+    grant, is_new = await services.registry.grants.grant_adapter(
         caller.tenant_id, name, grantee, body.version, actor=caller.actor
     )
     response.status_code = 201 if is_new else 200
@@ -51,7 +51,7 @@ async def withdraw_grant(
 ) -> Response:
     """Take a grant back: new requests of the other tenant are refused at once, running ones finish."""
     other = await _tenant_id(services, caller, grantee)
-    await services.registry.adapters.withdraw_grant(caller.tenant_id, name, other, version, actor=caller.actor)
+    await services.registry.grants.withdraw_grant(caller.tenant_id, name, other, version, actor=caller.actor)
     return Response(status_code=204)
 
 

@@ -123,6 +123,8 @@ async def test_description_and_pin_change_by_themselves(registry: Registry, acme
     assert (await registry.adapters.update_adapter(acme.id, "support", pinned=True)).description == "old"
     adapter = await registry.adapters.update_adapter(acme.id, "support", description="new")
     assert (adapter.description, adapter.pinned) == ("new", True)
+    adapter, _, _ = await publish_version(registry, acme.id, "support", facts("b"))
+    assert (adapter.description, adapter.pinned) == ("new", True)
     with pytest.raises(InvalidRequestError):
         await registry.adapters.update_adapter(acme.id, "support", description="\x00")
 

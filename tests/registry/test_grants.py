@@ -35,10 +35,10 @@ async def may_call(registry: Registry, tenant: Tenant, *selectors: str) -> list[
 
 async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry, acme: Tenant, other: Tenant) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
-    made = [await registry.adapters.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
+    made = [await registry.grants.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
     assert [is_new for _, is_new in made] == [True, False]
     assert (made[0][0].tenant, made[0][0].tenant_id, made[0][0].version) == ("other", other.id, None)
-    assert await registry.adapters.list_grants(acme.id, "support") == (made[0][0],)
+    assert await registry.grants.list_grants(acme.id, "support") == (made[0][0],)
     adapter, version = await registry.adapters.resolve(other.id, "acme/support@1")
     assert (adapter.tenant, adapter.tenant_id, version.version) == ("acme", acme.id, 1)
     listed = await registry.adapters.list_granted(other.id)
@@ -47,17 +47,17 @@ async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry
     with pytest.raises(NotFoundError):
         await registry.adapters.get_adapter(other.id, "support")
 
-    await registry.adapters.withdraw_grant(acme.id, "support", other.id)
+    await registry.grants.withdraw_grant(acme.id, "support", other.id)
     assert await may_call(registry, other, "acme/support", "acme/support@1") == [False, False]
     with pytest.raises(NotFoundError, match="`support` is not granted to `other`"):
-        await registry.adapters.withdraw_grant(acme.id, "support", other.id)
+        await registry.grants.withdraw_grant(acme.id, "support", other.id)
     assert await registry.adapters.list_granted(other.id) == ()
 
 
 async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: Tenant, other: Tenant) -> None:
     for content in "abc":
         await publish_version(registry, acme.id, "support", facts(content))
-    await registry.adapters.grant_adapter(acme.id, "support", other.id, 2)
+    await registry.grants.grant_adapter(acme.id, "support", other.id, 2)
     selectors = ["acme/support@1", "acme/support@2", "acme/support", f"acme/support@{facts('c').digest}"]
     assert await may_call(registry, other, *selectors) == [False, True, False, False]
     listed = await registry.adapters.list_granted(other.id)
@@ -66,9 +66,9 @@ async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: T
     assert await may_call(registry, other, *selectors) == [False, True, True, False]
     for number in range(20):
         assert (await registry.adapters.resolve(other.id, "acme/support@split", str(number)))[1].version == 2
-    await registry.adapters.grant_adapter(acme.id, "support", other.id)
+    await registry.grants.grant_adapter(acme.id, "support", other.id)
     assert await may_call(registry, other, *selectors) == [True] * 4
-    await registry.adapters.withdraw_grant(acme.id, "support", other.id)
+    await registry.grants.withdraw_grant(acme.id, "support", other.id)
     assert await may_call(registry, other, *selectors) == [False, True, True, False]
 
 
@@ -77,10 +77,10 @@ async def test_a_deleted_version_takes_its_grant_along_and_a_new_one_is_not_gran
 ) -> None:
     for content in "ab":
         await publish_version(registry, acme.id, "support", facts(content))
-    await registry.adapters.grant_adapter(acme.id, "support", other.id, 2)
+    await registry.grants.grant_adapter(acme.id, "support", other.id, 2)
     await registry.adapters.delete_adapter(acme.id, "support", 2)
     assert await registry.adapters.list_granted(other.id) == ()
-    assert await registry.adapters.list_grants(acme.id, "support") == ()
+    assert await registry.grants.list_grants(acme.id, "support") == ()
     await publish_version(registry, acme.id, "support", facts("b"))
     assert await may_call(registry, other, "acme/support", "acme/support@3") == [False, False]
 
@@ -96,22 +96,22 @@ async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
         ("support", other.id, 2),
     ):
         with pytest.raises(NotFoundError):
-            await registry.adapters.grant_adapter(acme.id, name, grantee, version)
+            await registry.grants.grant_adapter(acme.id, name, grantee, version)
     with pytest.raises(NotFoundError):
-        await registry.adapters.grant_adapter(other.id, "support", other.id)
+        await registry.grants.grant_adapter(other.id, "support", other.id)
     with pytest.raises(InvalidRequestError, match="owner"):
-        await registry.adapters.grant_adapter(acme.id, "support", acme.id)
+        await registry.grants.grant_adapter(acme.id, "support", acme.id)
     monkeypatch.setattr(grants, "MAX_GRANTS", 1)
-    await registry.adapters.grant_adapter(acme.id, "support", other.id)
+    await registry.grants.grant_adapter(acme.id, "support", other.id)
     with pytest.raises(InvalidRequestError, match="at most 1"):
-        await registry.adapters.grant_adapter(acme.id, "support", other.id, 1)
+        await registry.grants.grant_adapter(acme.id, "support", other.id, 1)
 
 
 async def test_grants_go_with_the_grantee(registry: Registry, acme: Tenant, other: Tenant) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
-    await registry.adapters.grant_adapter(acme.id, "support", other.id)
+    await registry.grants.grant_adapter(acme.id, "support", other.id)
     await registry.tenants.delete_tenant("other")
-    assert await registry.adapters.list_grants(acme.id, "support") == ()
+    assert await registry.grants.list_grants(acme.id, "support") == ()
 
 
 async def test_what_strangers_grant_costs_no_more_questions(registry: Registry, acme: Tenant, other: Tenant) -> None:
@@ -122,8 +122,8 @@ async def test_what_strangers_grant_costs_no_more_questions(registry: Registry, 
     for number in range(4):
         await publish_version(registry, acme.id, f"support-{number}", facts(str(number)))
         await publish_version(registry, acme.id, f"support-{number}", facts(f"{number} again"))
-        await registry.adapters.grant_adapter(acme.id, f"support-{number}", other.id, 1)
-        await registry.adapters.grant_adapter(acme.id, f"support-{number}", other.id)
+        await registry.grants.grant_adapter(acme.id, f"support-{number}", other.id, 1)
+        await registry.grants.grant_adapter(acme.id, f"support-{number}", other.id)
         statements.clear()
         listed = await registry.adapters.list_granted(other.id)
         asked.append(len(statements))

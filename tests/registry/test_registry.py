@@ -17,6 +17,7 @@ from weft.errors import CapacityError, ConfigError, NotFoundError, WeftError
 from weft.registry.adapters import Adapters
 from weft.registry.cache import MAX_OUTAGE_S
 from weft.registry.db.clock import from_micros, iso, to_micros
+from weft.registry.grants import Grants
 from weft.registry.keys import Keys
 from weft.registry.registry import Registry
 from weft.registry.sessions import Sessions
@@ -29,9 +30,9 @@ TENANT_SCOPED: dict[str, Callable[[Registry, str, str], Awaitable[object]]] = {
     "list_versions": lambda registry, tenant, name: registry.adapters.list_versions(tenant, name),
     "update_adapter": lambda registry, tenant, name: registry.adapters.update_adapter(tenant, name, pinned=True),
     "delete_adapter": lambda registry, tenant, name: registry.adapters.delete_adapter(tenant, name),
-    "grant_adapter": lambda registry, tenant, name: registry.adapters.grant_adapter(tenant, name, "ten_mallory"),
-    "withdraw_grant": lambda registry, tenant, name: registry.adapters.withdraw_grant(tenant, name, "ten_mallory"),
-    "list_grants": lambda registry, tenant, name: registry.adapters.list_grants(tenant, name),
+    "grant_adapter": lambda registry, tenant, name: registry.grants.grant_adapter(tenant, name, "ten_mallory"),
+    "withdraw_grant": lambda registry, tenant, name: registry.grants.withdraw_grant(tenant, name, "ten_mallory"),
+    "list_grants": lambda registry, tenant, name: registry.grants.list_grants(tenant, name),
     "resolve": lambda registry, tenant, name: registry.adapters.resolve(tenant, name),
 }
 
@@ -90,7 +91,7 @@ async def test_a_second_process_is_refused_and_disturbs_nothing(registry: Regist
 async def test_every_question_about_one_adapter_is_tried_against_other_tenants() -> None:
     takes_tenant_and_name = {
         name
-        for part in (Tenants, Keys, Sessions, Adapters)
+        for part in (Tenants, Keys, Sessions, Adapters, Grants)
         for name, method in inspect.getmembers(part, inspect.iscoroutinefunction)
         if list(inspect.signature(method).parameters)[1:3] in (["tenant_id", "name"], ["tenant_id", "selector"])
     }

@@ -53,7 +53,7 @@ async def test_equal_bytes_count_once(api: Api) -> None:
     await upload(client, "twin")
     await upload(rival, "corsair")
     ids = {tenant.name: tenant.id for tenant in (await api.services.registry.tenants.list_tenants()).items}
-    await api.services.registry.adapters.grant_adapter(ids["rival"], "corsair", ids["acme"], actor="test")
+    await api.services.registry.grants.grant_adapter(ids["rival"], "corsair", ids["acme"], actor="test")
     body = await ask(api, adapters=["pirate", "pirate@1", "twin", "rival/corsair"])
     assert (body["pages"]["needed"], body["slots"]["needed"]) == (pages, 1)
     assert [item["adapter"] for item in body["adapters"]] == ["pirate", "pirate", "twin", "rival/corsair"]

@@ -223,6 +223,7 @@ class Uploads:
             AnsweredBeforeError: The same change was made before.
         """
         check_name(draft.name, "name")
+        check_text(draft.description or "", "description", MAX_DESCRIPTION)
         now = self._clock()
         async with self._database.write() as session:
             if await session.get(TenantRow, tenant_id) is None:
@@ -234,7 +235,7 @@ class Uploads:
                 tenant_id=tenant_id,
                 key_id=key_id or "",
                 name=draft.name,
-                description=_checked(draft.description),
+                description=draft.description,
                 activate=draft.activate,
                 manifest={name: {"size": file.size, "sha256": file.sha256} for name, file in draft.files.items()},
                 size_bytes=draft.weights.size,
@@ -304,10 +305,6 @@ class Uploads:
         """Ids of all tenants' uploads that still take bytes."""
         is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > self._clock())
         return frozenset(row.id for row in await self._database.rows(select(UploadRow.id).where(*is_open)))
-
-
-def _checked(description: str | None) -> str | None:
-    return None if description is None else check_text(description, "description", MAX_DESCRIPTION)
 
 
 async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> None:

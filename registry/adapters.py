@@ -10,18 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 
-from sqlalchemy import (
-    ColumnElement,
-    Select,
-    and_,
-    delete,
-    exists,
-    func,
-    not_,
-    or_,
-    select,
-    tuple_,
-)
+from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, not_, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
@@ -371,23 +360,15 @@ async def _records(session: AsyncSession, adapters: Sequence[tuple[AdapterRow, s
     """Records of adapters with their owners' names."""
     ids = [adapter.id for adapter, _ in adapters]
     aliases = await read_aliases(session, ids)
-    current = {row.adapter_id: row for row in await session.scalars(_current_versions(ids))}
+    other = aliased(VersionRow)
+    latest = select(func.max(other.version)).where(other.adapter_id == VersionRow.adapter_id).correlate(VersionRow)
+    plain_name = func.coalesce(main_version(DEFAULT_ALIAS), latest.scalar_subquery())
+    meant = select(VersionRow).where(VersionRow.adapter_id.in_(ids), VersionRow.version == plain_name)
+    current = {row.adapter_id: row for row in await session.scalars(meant)}
     return tuple(
         to_record(Adapter, adapter, tenant=owner, aliases=aliases[adapter.id], current=_version(current[adapter.id]))
         for adapter, owner in adapters
     )
-
-
-def _current_versions(adapter_ids: Sequence[str] | Select[str]) -> Select[VersionRow]:
-    other = aliased(VersionRow)
-    latest = (
-        select(func.max(other.version))
-        .where(other.adapter_id == VersionRow.adapter_id)
-        .correlate(VersionRow)
-        .scalar_subquery()
-    )
-    plain_name = func.coalesce(main_version(DEFAULT_ALIAS), latest)
-    return select(VersionRow).where(VersionRow.adapter_id.in_(adapter_ids), VersionRow.version == plain_name)
 
 
 def _version(row: VersionRow) -> AdapterVersion:

@@ -18,8 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, InvalidRequestError, NotFoundError
-from weft.registry.db.clock import Clock, to_micros, to_seconds
-from weft.registry.db.database import Database, insert_into
+from weft.registry.cache import Transactions
+from weft.registry.db.clock import to_micros, to_seconds
+from weft.registry.db.database import insert_into
 from weft.registry.db.models import BatchResultRow, BatchRow, FileRow
 from weft.registry.names import check_text, storable
 from weft.registry.records import Page, UsageEvent
@@ -32,15 +33,8 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 RowT = TypeVar("RowT", FileRow, BatchRow)
 
 
-class Files:
-    """All tenants' files. Thread: the event loop's.
-
-    Each method is one transaction and raises `CapacityError` when the database cannot answer.
-    """
-
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+class Files(Transactions):
+    """The part of the registry that keeps all tenants' files."""
 
     async def bytes_left(self, tenant_id: str, limits: BatchConfig) -> int:
         """Bytes that the tenant's next file may have.
@@ -190,15 +184,8 @@ class LineResult:
     """None for a line that was refused before it ran."""
 
 
-class Batches:
-    """All tenants' batches. Thread: the event loop's.
-
-    Each method is one transaction and raises `CapacityError` when the database cannot answer.
-    """
-
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+class Batches(Transactions):
+    """The part of the registry that keeps all tenants' batches."""
 
     async def create(
         self, tenant_id: str, key_id: str | None, input_file_id: str, endpoint: str, labels: Mapping[str, str]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weft.registry.records import Resolution
 
 MAX_ENTRIES = 10_000
+"""Answers of one map; when there would be more, all are dropped."""
 MAX_AGE_S = 1.0
 LOOK_S = 0.25
 """Least seconds between two queries for changes; there is none while nobody asks."""
@@ -93,17 +94,13 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
     Args:
         monotonic: Seconds that never jump.
         changes: Tells since when nothing has changed; None for answers whose changes are not in the audit log.
-        max_entries: When there are more, all are dropped.
     """
 
-    def __init__(
-        self, monotonic: Callable[[], float], changes: Changes | None = None, max_entries: int = MAX_ENTRIES
-    ) -> None:
+    def __init__(self, monotonic: Callable[[], float], changes: Changes | None = None) -> None:
         self._monotonic = monotonic
         self._changes = changes
         if changes is not None:
             changes.follow(self.forget)
-        self._max_entries = max_entries
         self._entries: dict[KeyT, tuple[float, ValueT]] = {}
         self._epoch = 0
         self._readings: dict[tuple[int, KeyT], asyncio.Task[ValueT]] = {}
@@ -161,7 +158,7 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
             raise
         self._retry_at = float("-inf")
         if epoch == self._epoch:
-            if len(self._entries) >= self._max_entries:
+            if len(self._entries) >= MAX_ENTRIES:
                 self._entries.clear()
             self._entries[key] = (asked_at, answer)
         return answer
@@ -175,13 +172,6 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
         """Drop all answers, and do not keep those being read now."""
         self._epoch += 1
         self._entries.clear()
-
-
-class Invalidates(Protocol):
-    """Keeps answers of the database."""
-
-    def forget(self) -> None:
-        """Drop all answers, and do not keep those being read now."""
 
 
 class Transactions:
@@ -205,7 +195,7 @@ class Transactions:
         self._tenant_limits = tenant_limits
 
     @asynccontextmanager
-    async def _change(self, *touched: Invalidates) -> AsyncIterator[AsyncSession]:
+    async def _change(self, *touched: KeyRing | ReadThroughCache[Any, Any]) -> AsyncIterator[AsyncSession]:
         """A transaction that writes, and then drops the answers that it touches.
 
         It drops no others: these may have to serve in an outage right after the change.

@@ -53,9 +53,9 @@ class Registry:
         self.adapters = Adapters(*shared)
         self.grants = Grants(*shared)
         self.usage = ledger
-        self.uploads = Uploads(database, clock)
-        self.files = Files(database, clock)
-        self.batches = Batches(database, clock)
+        self.uploads = Uploads(*shared)
+        self.files = Files(*shared)
+        self.batches = Batches(*shared)
         self._database = database
         self._answers: ReadThroughCache[str, bool] = ReadThroughCache(monotonic)
 

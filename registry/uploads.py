@@ -11,18 +11,18 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
-from weft.registry.db.clock import Clock, to_micros
-from weft.registry.db.database import Database
+from weft.registry.cache import Transactions
+from weft.registry.db.clock import to_micros
 from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow, to_record
 from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
 from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_not_split, check_text, no_such
-from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, UploadState
+from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft
 
 KEPT = timedelta(hours=24)
 """How long the answer to a change is kept for a repeated request."""
@@ -171,15 +171,8 @@ class Publication:
             await check_adapters(self._session, tenant_id)
 
 
-class Uploads:
-    """Uploads in pieces, and the answers to changes that are sent again. Thread: the event loop's.
-
-    Each method is one transaction and raises `CapacityError` when the database cannot answer.
-    """
-
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+class Uploads(Transactions):
+    """The part of the registry that keeps uploads in pieces, and the answers to changes that are sent again."""
 
     async def answered(self, tenant_id: str, retry: Retry) -> Answer | None:
         """The answer to this change, if it was made in the last 24 hours.
@@ -339,6 +332,5 @@ async def _records(session: AsyncSession, rows: Sequence[UploadRow]) -> tuple[Up
         )
         owner = select(TenantRow.name, stored.label("stored")).where(TenantRow.id == row.tenant_id)
         tenant, has_weights = (await session.execute(owner)).one()
-        given = {"state": cast(UploadState, row.state), "draft": draft, "tenant": tenant, "has_weights": has_weights}
-        records.append(to_record(Upload, row, **given))
+        records.append(to_record(Upload, row, draft=draft, tenant=tenant, has_weights=has_weights))
     return tuple(records)

@@ -37,16 +37,7 @@ from weft.errors import InvalidRequestError
 from weft.registry.db.clock import HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, MAX_VERSION, check_integer, check_text
-from weft.registry.records import (
-    GroupBy,
-    Page,
-    RankBy,
-    UsageEvent,
-    UsageQuery,
-    UsageReport,
-    UsageRow,
-    UsageTotals,
-)
+from weft.registry.records import GroupBy, Page, RankBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 from weft.registry.usage.buckets import WIDTHS, Buckets, zone
 from weft.registry.usage.prices import PART, PriceTable, cost_sums
 

@@ -29,9 +29,9 @@ class Source:
         return self.answer
 
 
-def made(max_entries: int = 100) -> tuple[ReadThroughCache[str, int], StandingClock]:
+def made() -> tuple[ReadThroughCache[str, int], StandingClock]:
     clock = StandingClock()
-    return ReadThroughCache(clock.monotonic, max_entries=max_entries), clock
+    return ReadThroughCache(clock.monotonic), clock
 
 
 async def answers(
@@ -266,8 +266,9 @@ async def test_a_change_made_here_counts_in_an_outage_too() -> None:
         await recent.ask("a", source)
 
 
-async def test_it_never_grows_beyond_its_bound() -> None:
-    (recent, _), source = made(max_entries=3), Source()
+async def test_it_never_grows_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_module, "MAX_ENTRIES", 3)
+    (recent, _), source = made(), Source()
     for key in ("a", "b", "c", "d", "d"):
         await recent.ask(key, source)
     assert source.num_asked == 4

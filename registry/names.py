@@ -175,7 +175,7 @@ async def point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping
         check_alias(alias)
         shares = {} if meaning is None else {meaning: 1} if isinstance(meaning, int) else meaning
         if meaning is not None and not 1 <= len(shares) <= MAX_SHARES:
-            raise InvalidRequestError(f"An alias means 1 to {MAX_SHARES} versions.", param="aliases")
+            raise InvalidRequestError(f"An alias must point to 1 to {MAX_SHARES} versions.", param="aliases")
         for version, weight in shares.items():
             check_integer(version, "aliases", low=1, high=MAX_VERSION)
             check_integer(weight, "aliases", low=1, high=MAX_WEIGHT)
@@ -200,7 +200,7 @@ async def check_not_split(session: AsyncSession, adapter_id: str) -> None:
     if len(meant) > 1:
         raise ConflictError(
             f"The alias `default` splits its requests among the versions {', '.join(map(str, meant))}, and this upload "
-            "would end the split. Upload with activate=false, then say what `default` means.",
+            "would end the split. Upload with activate=false, then set the alias `default`.",
             code="upload.ends_split",
             param="activate",
         )

@@ -138,9 +138,9 @@ def _check_top(query: UsageQuery) -> None:
         return
     check_integer(query.top, "top", low=1, high=MAX_TOP)
     if not query.group_by:
-        raise InvalidRequestError("top ranks groups: say by what with group_by.", param="top")
+        raise InvalidRequestError("top ranks groups, so it needs group_by.", param="top")
     if query.after is not None:
-        raise InvalidRequestError("With top all rows come at once: leave out after.", param="after")
+        raise InvalidRequestError("With top there are no further pages: leave out after.", param="after")
 
 
 def _check_filters(query: UsageQuery) -> None:

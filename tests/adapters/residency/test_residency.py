@@ -223,6 +223,17 @@ def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
     residency.check()
 
 
+def test_pages_of_an_adapter_wait_for_the_last_step_that_read_them(tmp_path: Path) -> None:
+    parts, (ref, *_), pages = prepare(tmp_path)
+    parts.load(ref)
+    assert parts.residency.acquire(ref.digest) is not None
+    parts.residency.release(ref.digest, last_step=7)
+    parts.residency.forget(ref.digest)
+    assert parts.pool.num_quarantined == pages
+    parts.residency.tick(7)
+    assert parts.pool.num_quarantined == 0
+
+
 def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.residency.want(ref)

@@ -10,8 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
-
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.residency import Residency
 from weft.engine.execution.runner import ModelRunner
@@ -21,6 +19,7 @@ from weft.engine.scheduling.plan import StepPlan
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus
 from weft.errors import EngineError
+from weft.memory.arena import is_device_lost
 from weft.memory.eviction import Evictor
 from weft.memory.host_slab import SwapSpace
 from weft.memory.page_map import page_map
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 NUM_KEPT_TENANTS = 256
 MAX_FAILURES = 3
 """The engine gives up when this many plans or steps failed with no good step between them."""
-DEVICE_LOST = ("CUDA error", "Triton Error [CUDA]")
-"""What errors of a device say that are not of the class `torch.AcceleratorError`. After one, every step fails."""
 CHECK_SHARE = 100
 """An idle engine verifies its page counts for at most one second in so many, since a request may come meanwhile."""
 
@@ -123,8 +120,7 @@ class EngineCore:
             EngineError: The device is lost, plans or steps failed `MAX_FAILURES` times in a row, or pages were lost.
                 This engine cannot go on; its requests get no further output.
         """
-        for failure in self._residency.tick(self._completed_step):
-            self._scheduler.fail_adapter(failure.digest, failure.error)
+        self._take_in_loads()
         plan = self._plan()
         self._set_stepping(0 if plan is None else max(self._scheduler.num_rows, 1), self._scheduler.num_held_up)
         if plan is None:
@@ -186,6 +182,15 @@ class EngineCore:
         self._residency.close()
         self._runner.close()
 
+    def _take_in_loads(self) -> None:
+        try:
+            failures = self._residency.tick(self._completed_step)
+        except Exception as error:
+            _give_up_if_lost(error)
+            raise
+        for failure in failures:
+            self._scheduler.fail_adapter(failure.digest, failure.error)
+
     def _plan(self) -> StepPlan | None:
         try:
             plan = self._scheduler.plan()
@@ -217,8 +222,7 @@ class EngineCore:
     def _note_failure(self, error: Exception) -> None:
         """Count a plan or step that failed, and give up where the next one would fail too."""
         self._num_failures += 1
-        if isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in DEVICE_LOST):
-            raise EngineError("the device is lost; the engine must be started again") from error
+        _give_up_if_lost(error)
         if self._num_failures >= MAX_FAILURES:
             raise EngineError(
                 f"{MAX_FAILURES} plans or steps in a row failed; the engine must be started again"
@@ -232,3 +236,8 @@ class EngineCore:
         self._is_checked = True
         ended_s = self._clock()
         self._next_check_s = ended_s + CHECK_SHARE * (ended_s - started_s)
+
+
+def _give_up_if_lost(error: Exception) -> None:
+    if is_device_lost(error):
+        raise EngineError("the device is lost; the engine must be started again") from error

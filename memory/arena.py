@@ -15,6 +15,14 @@ from weft.memory.geometry import PageGeometry
 POISON_BYTE = 0xFF
 """As bf16, fp16 or fp32 these bytes are NaN, so that a read of freed memory shows."""
 
+DEVICE_LOST = ("CUDA error", "Triton Error [CUDA]")
+"""What errors of a lost device say that are not of the class `torch.AcceleratorError`."""
+
+
+def is_device_lost(error: Exception) -> bool:
+    """Whether an error says that the device failed for good: every later call of it in this process fails too."""
+    return isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in DEVICE_LOST)
+
 
 class Arena:
     """`num_pages` equal pages in one zero-filled tensor; page 0 is the zero page and stays zero.

@@ -27,6 +27,7 @@ import torch
 
 from weft.adapters.residency.images import HostImage
 from weft.errors import AdapterUnavailableError, WeftError
+from weft.memory.arena import is_device_lost
 
 BURST_S = 0.002
 """What may be taken at once after a time without work: a short copy that a request waits for is done at once."""
@@ -127,6 +128,8 @@ class LoadJob:
     image: HostImage | None = field(default=None, init=False)
     error: WeftError | None = field(default=None, init=False)
     """Set when there is no image."""
+    device_error: Exception | None = field(default=None, init=False)
+    """Set when the device is lost: then not this adapter alone failed, and the engine must be started again."""
     turn: int = LAST_TURN
     """Of the jobs that wait, the one with the least turn is started first. May change while it waits."""
 
@@ -166,6 +169,7 @@ class LoadQueue:
             job.error = AdapterUnavailableError(f"The adapter's weights could not be read: {type(error).__name__}.")
         except Exception as fault:
             logger.exception("loading an adapter raised", exc_info=fault)
+            job.device_error = fault if is_device_lost(fault) else None
 
     def cancel(self, job: LoadJob) -> bool:
         """Take a job back; False when it has started."""

@@ -263,6 +263,9 @@ class Residency:
 
         Returns:
             Adapters that could not be loaded, with their holds gone; a later `want` tries again.
+
+        Raises:
+            Exception: What a load or a copy raised because the device is lost; see `is_device_lost`.
         """
         self._pool.complete(step)
         self._slots.complete(self._pool.completed_step)
@@ -400,6 +403,8 @@ class Residency:
                 self._start(self._enter(ref, comes_for_pin=True))
 
     def _take_in(self, job: LoadJob) -> None:
+        if job.device_error is not None:
+            raise job.device_error
         entry = self.entries[job.digest]
         entry.job = None
         if job.image is None:

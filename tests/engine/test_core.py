@@ -118,10 +118,13 @@ def test_steps_that_fail_with_good_ones_between_do_not_end_the_engine() -> None:
     assert simulator.core.num_steps > 2 * MAX_FAILURES
 
 
+LOST = torch.AcceleratorError("an illegal memory access was encountered", 700)
+
+
 @pytest.mark.parametrize(
     "error",
     [
-        torch.AcceleratorError("an illegal memory access was encountered", 700),
+        LOST,
         RuntimeError("CUDA error: device-side assert triggered"),
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     ],
@@ -136,6 +139,25 @@ def test_an_engine_that_has_lost_its_device_gives_up_at_once(error: Exception, m
     simulator.submit(request("one"))
     with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
         simulator.pump()
+
+
+@pytest.mark.parametrize("pages_at_once", [0, 1 << 30], ids=["copier's thread", "engine's thread"])
+@pytest.mark.parametrize("is_on_host", [False, True], ids=["store", "host"])
+def test_a_device_that_is_lost_while_an_adapter_is_copied_ends_the_engine(
+    pages_at_once: int, is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulator = Simulator(load_ticks=0)
+
+    def copy(*_: object) -> None:
+        raise LOST
+
+    if is_on_host:
+        simulator.put_on_host(adapter("x"))
+    for name, value in (("pages_at_once", pages_at_once), ("fence", lambda: None), ("copy_now", copy), ("copy", copy)):
+        monkeypatch.setattr(simulator.store, name, value, raising=False)
+    simulator.submit(request("one", ref=adapter("x")))
+    with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
+        simulator.pump(3)
 
 
 def test_the_accounts_are_checked_when_the_engine_falls_idle() -> None:

@@ -13,19 +13,20 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import msgspec
 import zmq
 
 from weft.adapters.ref import AdapterRef
-from weft.config import Config
+from weft.config import Config, Device, Dtype
 from weft.engine.process import messages
 from weft.engine.process.inbox import Inbox
 from weft.engine.process.supervisor import (
     CRASH_LOOP_DEATHS,
     CRASH_LOOP_DELAY_S,
-    CRASH_LOOP_WINDOW_S,
+    CRASH_LOOP_LIFE_S,
     EngineConnection,
     RestartPolicy,
 )
@@ -73,6 +74,8 @@ class EngineClient:
         self._weights: Counter[str] = Counter()
         """Requests by the blob of their adapter."""
         self._start_s = 1.0
+        self._first: EngineReady | None = None
+        """What the first engine said; every later one must serve the same model on the same kind of device."""
         self._down = EngineUnavailableError("The engine has not been started.")
         self.ready: EngineReady | None = None
         """What the engine said when it became ready; None while it is down."""
@@ -194,9 +197,11 @@ class EngineClient:
         connection = EngineConnection(self._config)
         try:
             first = await connection.start()
+            self._settle_on(first.ready)
         except BaseException:
             await connection.kill()
             raise
+        self._policy.became_ready()
         self._start_s = max(self._clock() - started_s, 1.0)
         self._announce(f"weft: {first.memory_plan}")
         self._announce(f"weft: engine ready after {self._start_s:.1f} s")
@@ -204,6 +209,18 @@ class EngineClient:
         for ref in self._pinned.values():
             self._tell(messages.PinAdapter(ref, True))
         return connection, first.ready
+
+    def _settle_on(self, ready: EngineReady) -> None:
+        """Have later engines start on the kind of device and with the dtype of the first, and serve the same model.
+
+        With `auto`, an engine that has lost its GPU would come back on the CPU, far slower and with another dtype.
+        """
+        if self._first is None:
+            self._first = ready
+            device, dtype = cast("Device", ready.device.partition(":")[0]), cast("Dtype", ready.dtype)
+            self._config = replace(self._config, model=replace(self._config.model, device=device, dtype=dtype))
+        elif (ready.base, ready.geometry) != (self._first.base, self._first.geometry):
+            raise EngineUnavailableError("The model's files have changed; restart the server to serve them.")
 
     async def _supervise(self, connection: EngineConnection) -> None:
         """Read from the engine until it dies, end all open requests, start another engine; repeat for ever."""
@@ -220,21 +237,19 @@ class EngineClient:
         while True:
             await asyncio.sleep(delay_s)
             try:
-                connection, _ = await self._launch()
+                return (await self._launch())[0]
             except (WeftError, OSError, zmq.ZMQError, msgspec.DecodeError) as error:
                 # A machine that is out of processes, files or memory for a while must not end the supervision.
                 logger.error("the engine did not start again: %s", error)  # noqa: TRY400 - its message says all
                 delay_s = self._note_death("The engine does not start; its log says why.")
-            else:
-                return connection
 
     def _note_death(self, message: str) -> float:
         """End all open requests with an error; returns the seconds to wait before the next start."""
         delay_s = self._policy.died()
         if self._policy.is_crash_loop:
             message = (
-                f"The engine stopped {CRASH_LOOP_DEATHS} times within {CRASH_LOOP_WINDOW_S:.0f} s; "
-                f"it is started again every {CRASH_LOOP_DELAY_S:.0f} s."
+                f"The engine stopped {CRASH_LOOP_DEATHS} times or more, each time before it was ready for "
+                f"{CRASH_LOOP_LIFE_S:.0f} s; it is started again every {CRASH_LOOP_DELAY_S:.0f} s."
             )
         self._announce(f"weft: {message}")
         self._go_down(EngineUnavailableError(message, retry_after_s=delay_s + self._start_s))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,8 @@ KEPT_FROM_ENGINE = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_REGISTRY__D
 """Environment variables that the engine does not need and does not get."""
 
 CRASH_LOOP_DEATHS = 3
-CRASH_LOOP_WINDOW_S = 60.0
+CRASH_LOOP_LIFE_S = 60.0
+"""An engine that dies within this time after it became ready, or before it is ready, has crashed."""
 CRASH_LOOP_DELAY_S = 30.0
 SECOND_DELAY_S = 1.0
 
@@ -181,11 +181,11 @@ class EngineConnection:
             if not self.exited.done():
                 try:
                     self.send(messages.Close())
-                    await self._has_exited(ASKED_S)
+                    await asyncio.wait({self.exited}, timeout=ASKED_S)
                 except EngineUnavailableError:
                     pass
                 self._process.end_input()
-                await self._has_exited(ENDED_INPUT_S)
+                await asyncio.wait({self.exited}, timeout=ENDED_INPUT_S)
         finally:
             await self.kill()
 
@@ -202,9 +202,6 @@ class EngineConnection:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.exited.set_result, code)
 
-    async def _has_exited(self, timeout_s: float) -> None:
-        await asyncio.wait({self.exited}, timeout=timeout_s)
-
 
 def _start_error(failed: messages.StartFailed) -> ConfigError | EngineUnavailableError:
     if failed.is_setting:
@@ -215,26 +212,35 @@ def _start_error(failed: messages.StartFailed) -> ConfigError | EngineUnavailabl
 class RestartPolicy:
     """When to start again: at once, then after a second, and every half minute where it keeps dying.
 
+    Only the time after an engine became ready counts as its life: loading a model may take minutes.
+
     Args:
         clock: Monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._deaths: deque[float] = deque(maxlen=CRASH_LOOP_DEATHS)
+        self._num_deaths = 0
+        """In a row, with no life longer than `CRASH_LOOP_LIFE_S` between them."""
+        self._ready_s: float | None = None
+        """When the engine that lives became ready; None while none is ready."""
 
     @property
     def is_crash_loop(self) -> bool:
-        """Whether it died too often in too short a time."""
-        return len(self._deaths) == CRASH_LOOP_DEATHS
+        """Whether it died too often with too short a life between."""
+        return self._num_deaths >= CRASH_LOOP_DEATHS
+
+    def became_ready(self) -> None:
+        """Note that an engine is ready."""
+        self._ready_s = self._clock()
 
     def died(self) -> float:
         """Note a death; returns the seconds to wait before the next start."""
-        now = self._clock()
-        while self._deaths and now - self._deaths[0] > CRASH_LOOP_WINDOW_S:
-            self._deaths.popleft()
-        self._deaths.append(now)
-        return (0.0, SECOND_DELAY_S, CRASH_LOOP_DELAY_S)[len(self._deaths) - 1]
+        if self._ready_s is not None and self._clock() - self._ready_s > CRASH_LOOP_LIFE_S:
+            self._num_deaths = 0
+        self._ready_s = None
+        self._num_deaths += 1
+        return (0.0, SECOND_DELAY_S, CRASH_LOOP_DELAY_S)[min(self._num_deaths, CRASH_LOOP_DEATHS) - 1]
 
 
 def _short_folder() -> str:

@@ -260,6 +260,68 @@ def test_what_comes_while_others_are_passed_on_waits_for_no_further_message(
     assert [tokens_of(outputs) for outputs in engine.run(main())] == [[1, 2, 3], [1, 2, 3]]
 
 
+class MortalConnection(ScriptedConnection):
+    """Says for each start what `answers` has for it, and dies as soon as it is read from, but for the last."""
+
+    answers: ClassVar[list[EngineReady]]
+    started: ClassVar[list[ModelConfig]]
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.started.append(config.model)
+
+    async def start(self) -> Ready:
+        return Ready(ready=self.answers[len(self.started) - 1], memory_plan="")
+
+    async def receive(self) -> FromEngine:
+        if len(self.started) < len(self.answers):
+            self.exited.set_result(1)
+        return await asyncio.Future()
+
+    async def kill(self) -> None:
+        """There is no process."""
+
+
+def live(engine: Engine, answers: list[EngineReady], monkeypatch: pytest.MonkeyPatch) -> tuple[EngineClient, list[str]]:
+    """A client with engines that say `answers`, each 100 s later, and its lines of progress; returns at the last."""
+    monkeypatch.setattr(MortalConnection, "answers", answers, raising=False)
+    monkeypatch.setattr(MortalConnection, "started", [], raising=False)
+    monkeypatch.setattr(client_module, "EngineConnection", MortalConnection)
+    config = Config(model=ModelConfig(path="m"))
+    lines: list[str] = []
+    client = EngineClient(config, announce=lines.append, clock=lambda: 100.0 * len(lines))
+
+    async def is_last() -> bool:
+        return client.ready is not None and client.ready.boot_id == answers[-1].boot_id
+
+    async def main() -> None:
+        await client.start()
+        await eventually(is_last)
+        await client.close()
+
+    engine.run(main())
+    return client, lines
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_an_engine_is_started_again_on_the_device_and_with_the_dtype_and_model_of_the_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    first = replace(engine.ready, device=device, dtype="bfloat16")
+    foreign = replace(first, base=replace(first.base, digest="sha256:" + "0" * 64))
+    client, _ = live(engine, [first, foreign, replace(first, boot_id="last")], monkeypatch)
+    assert client.restarts == 1
+    kind = device.partition(":")[0]
+    models = [(model.device, model.dtype) for model in MortalConnection.started]
+    assert models == [("auto", "auto"), *[(kind, "bfloat16")] * 2]
+
+
+def test_engines_that_die_after_a_long_life_are_no_crash_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, lines = live(engine, [engine.ready] * 4 + [replace(engine.ready, boot_id="last")], monkeypatch)
+    assert client.restarts == 4
+    assert not any("stopped" in line and "times" in line for line in lines)
+
+
 def test_a_refusal_is_an_output(engine: Engine, prompt: list[int]) -> None:
     (refusal,) = engine.run(collect(engine.client, question("long", prompt, max_tokens=5000)))
     assert refusal.finish_reason == "error"
@@ -442,7 +504,7 @@ def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
     client = engine.client
 
     async def is_broken() -> bool:
-        return any("stopped 3 times within 60 s" in line for line in engine.lines)
+        return any("stopped 3 times or more, each time before it was ready for 60 s" in line for line in engine.lines)
 
     async def main() -> None:
         model.rename(tmp_path / "gone")

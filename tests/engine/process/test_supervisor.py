@@ -17,19 +17,39 @@ class Clock:
         return self.now_s
 
 
-def test_the_first_restart_is_at_once_and_later_ones_take_longer() -> None:
-    policy = RestartPolicy(Clock())
-    assert [policy.died() for _ in range(4)] == [0.0, 1.0, 30.0, 30.0]
-    assert policy.is_crash_loop
+@pytest.mark.parametrize("load_s", [0.0, 600.0])
+@pytest.mark.parametrize("life_s", [None, 0.0, 60.0])
+def test_the_first_restart_is_at_once_and_later_ones_take_longer(load_s: float, life_s: float | None) -> None:
+    """However long the model takes to load, and whether the engine becomes ready for a short life or not at all."""
+    clock = Clock()
+    policy = RestartPolicy(clock)
+    delays_s: list[float] = []
+    for _ in range(4):
+        assert policy.is_crash_loop == (len(delays_s) >= 3)
+        clock.now_s += load_s
+        if life_s is not None:
+            policy.became_ready()
+            clock.now_s += life_s
+        delays_s.append(policy.died())
+    assert delays_s == [0.0, 1.0, 30.0, 30.0]
 
 
-def test_deaths_far_apart_are_no_crash_loop() -> None:
+def test_deaths_after_a_long_life_are_no_crash_loop() -> None:
     clock = Clock()
     policy = RestartPolicy(clock)
     for _ in range(10):
-        assert policy.died() == 0.0
+        policy.became_ready()
         clock.now_s += 61.0
+        assert policy.died() == 0.0
     assert not policy.is_crash_loop
+
+
+def test_an_engine_that_lived_long_and_does_not_start_again_is_in_a_crash_loop() -> None:
+    clock = Clock()
+    policy = RestartPolicy(clock)
+    policy.became_ready()
+    clock.now_s += 61.0
+    assert [policy.died() for _ in range(3)] == [0.0, 1.0, 30.0]
 
 
 def test_a_crash_loop_ends_when_the_engine_lives_for_a_while() -> None:
@@ -37,6 +57,7 @@ def test_a_crash_loop_ends_when_the_engine_lives_for_a_while() -> None:
     policy = RestartPolicy(clock)
     for _ in range(3):
         policy.died()
+    policy.became_ready()
     clock.now_s = 100.0
     assert policy.died() == 0.0
     assert not policy.is_crash_loop

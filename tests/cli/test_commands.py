@@ -4,9 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +14,12 @@ import weft
 from api_adapters import sound, sound_mlx
 from fake_engine import DEMO_MODEL
 from postgres_server import fresh_database
+from recording_server import Recorder
 from registry_samples import NEWEST
 from weft.cli import make_app
 from weft.server.settings import load_config, setting_names
 
 DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
-
-
-class Recorder:
-    """A server that answers what a test says and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.status, self.body = 200, {"object": "list", "data": [], "next": None, "totals": {}}  # type: Any, Any
-        self.pages: list[Any] = []
-        """Bodies of the next answers, before `body`."""
-        self.calls: list[tuple[str, str, str | None, bytes]] = []
-        recorder = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                sent = self.rfile.read(int(self.headers.get("content-length") or 0))
-                recorder.calls.append((self.command, self.path, self.headers.get("authorization"), sent))
-                body = recorder.pages.pop(0) if recorder.pages else recorder.body
-                text = body if isinstance(body, str) else json.dumps(body)
-                payload = b"" if recorder.status == 204 else text.encode()
-                self.send_response(recorder.status)
-                self.send_header("content-type", "application/json")
-                if recorder.pages:
-                    self.send_header("x-weft-next", "n")
-                self.send_header("content-length", str(len(payload)))
-                self.end_headers()
-                self.wfile.write(payload)
-
-            do_GET = do_POST = do_PATCH = do_DELETE = answer  # noqa: N815 - names of http.server
-
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-
-@pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    made = Recorder()
-    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
 
 
 def run(*arguments: str, **environ: str) -> Any:
@@ -410,6 +364,7 @@ def test_usage_of_many_pages_is_one_table(recorder: Recorder) -> None:
     recorder.pages = pages.copy()
     whole = json.loads(run("usage", "--json", "--url", recorder.url).output)
     assert (len(whole["data"]), whole["next"]) == (3, None)
+    recorder.headers = {"content-type": "text/csv; charset=utf-8"}
     recorder.pages = ["tenant,requests\r\na,1\r\n", "tenant,requests\r\nb,2\r\n"]
     shown = run("usage", "--csv", "--status", "stop", "--url", recorder.url).output
     assert shown == "tenant,requests\na,1\nb,2\n"

@@ -13,8 +13,9 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -24,6 +25,7 @@ from weft.config import environment, is_loopback
 from weft.errors import AdapterFormatError, ClientError
 
 Json = dict[str, Any]
+Kind = TypeVar("Kind")
 Progress = Callable[[Path, int, int], object]
 """Is called with a file, the number of its bytes that the server has, and its size in bytes."""
 
@@ -35,18 +37,19 @@ SILENCE_S = 20.0
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Seconds before each try to send a file of an adapter."""
 PIECE_BYTES = 1 << 18
-AGAIN = frozenset({None, 408, 429, 503})
-"""Statuses after which a push tries again; None is a connection that broke."""
-AGAIN_CODES = frozenset({"upload.busy", "upload.offset_mismatch"})
-"""The same, by code: the server has not yet noticed that the last connection broke."""
-INTERRUPTED = "upload.interrupted"
-"""Code of the error for an upload whose connection broke too often; pushing the same again continues it."""
+LONGEST_WAIT_S = 60.0
+"""A push does not try again where the server asks for a longer wait, in seconds."""
+AGAIN = frozenset({408, 429, 503, "unreachable", "upload.busy", "upload.offset_mismatch"})
+"""Statuses and codes after which a push tries again.
+
+With the codes of an upload, the server has not yet noticed that the last connection broke.
+"""
 
 
 class Client:
     """Calls one server. May be used by several threads. Its connections end with it, or with the block of `with`.
 
-    Every method raises `ClientError` when the server refuses or cannot be reached.
+    Every method raises `ClientError` when the server refuses, cannot be reached, or is not Weft.
 
     Args:
         url: Where the server listens, with or without /v1; None takes `WEFT_URL`, else http://127.0.0.1:8000.
@@ -88,7 +91,7 @@ class Client:
 
         Args:
             method: HTTP method.
-            path: Path of the route, with /v1.
+            path: Path of the route, with /v1. An address of another server is refused: the key would be sent there.
             content: As httpx takes it: `json`, `params`, `data`, `files`, `content`, `headers`. Parameters that are
                 None are left out.
 
@@ -111,27 +114,23 @@ class Client:
         Each event has a name: `message` with a body of `engine()`, or `engine_error` with the body of an error.
         """
         timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
-        try:
-            with self._http.stream("GET", "/v1/engine/events", timeout=timeout) as answer:
-                if answer.is_error:
-                    answer.read()
-                    raise refusal(answer, self.key)
-                if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    raise not_weft(self.url)
-                name = "message"
-                for line in answer.iter_lines():
-                    field, _, value = line.partition(": ")
-                    if field == "event":
-                        name = value
-                    elif field == "data":
-                        yield name, json.loads(value)
-                        name = "message"
-        except httpx.HTTPError as error:
-            raise unreachable(self.url, error) from error
+        with self._failures(), self._http.stream("GET", "/v1/engine/events", timeout=timeout) as answer:
+            if not answer.is_success:
+                answer.read()
+                raise refusal(answer, self.key)
+            self._check_type(answer, "text/event-stream")
+            name = "message"
+            for line in answer.iter_lines():
+                field, _, value = line.partition(": ")
+                if field == "event":
+                    name = value
+                elif field == "data":
+                    yield name, self._object(value)
+                    name = "message"
 
     def audit(self, limit: int = 50) -> list[Json]:
         """List the last changes, newest first, of all tenants or the client's `tenant`; needs the admin key."""
-        return list(self.request("GET", "/v1/audit", params={"limit": limit})["data"])
+        return self._field(self.request("GET", "/v1/audit", params={"limit": limit}), "data", list)
 
     def create_tenant(
         self, name: str, limits: Mapping[str, int | None] | None = None, weight: float | None = None
@@ -153,8 +152,11 @@ class Client:
         return self.request("PATCH", _path("tenants", name), json=fields)
 
     def set_limits(self, name: str, limits: Mapping[str, int | None]) -> Json:
-        """Set some of a tenant's limits, None for no limit; the others stay."""
-        return self.update_tenant(name, limits={**self.get_tenant(name)["limits"], **limits})
+        """Set some of a tenant's limits, None for no limit; the others stay.
+
+        Reads all limits, then writes all of them. If two clients do this at the same time, one change may be lost.
+        """
+        return self.update_tenant(name, limits={**self._field(self.get_tenant(name), "limits", dict), **limits})
 
     def delete_tenant(self, name: str) -> None:
         """Delete a tenant with its keys and adapters; its usage stays."""
@@ -210,7 +212,7 @@ class Client:
         if upload is None:
             headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
             upload = self.request("POST", "/v1/uploads", json={**draft, "files": files}, headers=headers)
-        place = _path("uploads", upload["id"])
+        place = _path("uploads", self._field(upload, "id", str))
         for each, file in named.items():
             self._patiently(self._send, place, each, file, progress or (lambda *_: None))
         answer = self._patiently(self._answer, "POST", f"{place}/complete")
@@ -270,12 +272,8 @@ class Client:
             filters: `start`, `end`, `adapter`, `status` and the others of `GET /v1/usage`; a list where several are
                 meant. Of sums also `group_by`, `bucket`, `tz` and `top`.
         """
-        path, after, rows = _usage_path(events), None, []
-        while True:
-            page = self.request("GET", path, params={**filters, "after": after})
-            rows += page["data"]
-            if (after := page["next"]) is None:
-                return {**page, "data": rows}
+        pages = [*self._pages(_usage_path(events), filters)]
+        return {**pages[-1], "data": [row for page in pages for row in page["data"]]}
 
     def usage_csv(self, *, events: bool = False, **filters: Any) -> Iterator[str]:  # noqa: ANN401 - parameters
         """The same as CSV, page by page; only the first page has the header line."""
@@ -283,99 +281,138 @@ class Client:
         while True:
             params = {**filters, "format": "csv", "after": after}
             answer = self._answer("GET", _usage_path(events), params=params)
+            self._check_type(answer, "text/csv")
             header, _, rows = answer.text.replace("\r\n", "\n").partition("\n")
             yield rows if after else f"{header}\n{rows}"
             if (after := answer.headers.get("x-weft-next")) is None:
                 return
 
     def _answer(self, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
+        if not path.startswith("/") or path.startswith("//"):
+            raise ClientError(f"A path starts with one slash, as /v1/me; got {path!r}.", code="invalid_path")
         params = {"tenant": self.tenant, **content.pop("params", {})}
         given = {name: value for name, value in params.items() if value is not None}
-        try:
+        with self._failures():
             answer = self._http.request(method, path, params=given, **content)
-        except httpx.HTTPError as error:
-            raise unreachable(self.url, error) from error
-        if answer.is_error:
+        if not answer.is_success:
             raise refusal(answer, self.key)
         return answer
 
-    def _body(self, answer: httpx.Response) -> Json:
-        if answer.status_code == httpx.codes.NO_CONTENT:
-            return {}
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raise `ClientError` for what httpx raises."""
+        if self._http.is_closed:
+            raise ClientError("This client is closed. Make a new one.", code="client_closed")
         try:
-            body = answer.json()
-        except ValueError:
+            yield
+        except httpx.DecodingError as error:
+            raise not_weft(self.url) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise unreachable(self.url, error) from error
+
+    def _body(self, answer: httpx.Response) -> Json:
+        return {} if answer.status_code == httpx.codes.NO_CONTENT else self._object(answer.content)
+
+    def _object(self, text: str | bytes) -> Json:
+        """The JSON object that the server sent."""
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             raise not_weft(self.url)
         return body
 
+    def _field(self, body: object, name: str, kind: type[Kind]) -> Kind:
+        """A field that every Weft server sends."""
+        value = body.get(name) if isinstance(body, dict) else None
+        if not isinstance(value, kind):
+            raise not_weft(self.url)
+        return value
+
+    def _check_type(self, answer: httpx.Response, content_type: str) -> None:
+        if not answer.headers.get("content-type", "").startswith(content_type):
+            raise not_weft(self.url)
+
     def _list(self, path: str, **params: object) -> list[Json]:
-        """All pages of a list."""
-        rows, after = [], None
+        """The rows of all pages of a list."""
+        return [row for page in self._pages(path, params) for row in page["data"]]
+
+    def _pages(self, path: str, params: Mapping[str, object]) -> Iterator[Json]:
+        after = None
         while True:
             page = self.request("GET", path, params={**params, "after": after})
-            rows += page["data"]
+            yield {**page, "data": self._field(page, "data", list)}
             if (after := page.get("next")) is None:
-                return rows
+                return
 
     def _begun(self, draft: Json, files: Json) -> Json | None:
         """The unfinished upload of the same files that an earlier push left."""
         wanted = {**draft, "state": "uploading"}
-        for upload in self.request("GET", "/v1/uploads")["data"]:
-            sent = upload["files"]
-            is_same = all(sent.get(name, {}).items() >= file.items() for name, file in files.items())
+        for upload in self._list("/v1/uploads"):
+            sent = self._field(upload, "files", dict)
+            is_same = all(self._field(sent, name, dict).items() >= file.items() for name, file in files.items())
             if is_same and upload.items() >= wanted.items():
-                return dict(upload)
+                return upload
         return None
 
     def _send(self, place: str, name: str, file: Path, progress: Progress) -> None:
-        """Send what the server lacks of a file."""
+        """Send what the server lacks of a file. An upload that has ended takes no more bytes."""
         upload, size = self.request("GET", place), file.stat().st_size
-        start = upload["files"][name]["received"]
+        start = self._field(self._field(self._field(upload, "files", dict), name, dict), "received", int)
         progress(file, start, size)
-        if name in upload["missing"]:
+        if upload.get("state") == "uploading" and name in self._field(upload, "missing", list):
             headers = {"content-range": f"bytes {start}-{size - 1}/{size}", "content-length": str(size - start)}
             self.request("PUT", f"{place}/files/{name}", content=_pieces(file, start, size, progress), headers=headers)
 
     def _patiently(self, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the call returns
         """Make a call again where the connection broke or the server is busy."""
+        wait_s = 0.0
         for pause_s in PAUSES_S:
-            time.sleep(pause_s)
+            time.sleep(max(pause_s, wait_s))
             try:
                 return call(*arguments)
             except ClientError as error:
-                if error.status not in AGAIN and error.code not in AGAIN_CODES:
+                wait_s = error.retry_after_s or 0.0
+                if wait_s > LONGEST_WAIT_S or AGAIN.isdisjoint({error.status, error.code}):
                     raise
                 last = error
-        if last.status is not None:
+        if last.code != "unreachable":
             raise last
         message = f"The connection broke {len(PAUSES_S)} times: {last.message}"
-        raise ClientError(message, code=INTERRUPTED, hint="Push again: it continues where this ended.") from last
+        raise ClientError(message, code="upload.interrupted", hint="Push again to continue this upload.") from last
 
 
 def refusal(answer: httpx.Response, key: str | None) -> ClientError:
-    """The error for an answer that is one; its body has been read. `key` is the one that was sent."""
+    """The error for an answer that is no success; its body has been read. `key` is the one that was sent."""
+    status, wait = answer.status_code, answer.headers.get("retry-after", "")
+    wait_s = float(wait) if wait.isascii() and wait.isdigit() else None  # a date is not read
+    hint = "Set key= or WEFT_KEY." if status == httpx.codes.UNAUTHORIZED and not key else ""
     try:
         error = answer.json()["error"]
-        message, code, param = error["message"], error["code"], error.get("param")
+        message, code, param = str(error["message"]), str(error["code"] or "not_weft"), error.get("param")
         findings = list(error.get("findings") or ())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        if findings:
+            hint = findings[0]["hint"]
+            message = message.removesuffix(hint).rstrip()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        message, code, param, findings = f"The server at {answer.url} answered {status}.", "not_weft", None, []
         hint = "Is it Weft? Set url= or WEFT_URL."
-        message = f"The server at {answer.url} answered {answer.status_code}."
-        return ClientError(message, code="not_weft", hint=hint, status=answer.status_code)
-    hint = "Set key= or WEFT_KEY." if answer.status_code == httpx.codes.UNAUTHORIZED and not key else ""
-    if findings:
-        hint = findings[0]["hint"]
-        message = message.removesuffix(hint).rstrip()
-    return ClientError(message, code=code, param=param, hint=hint, status=answer.status_code, findings=findings)
+        if answer.has_redirect_location:
+            message = f"{message} It names another address: {answer.headers['location']}."
+            hint = "Use this address: set url= or WEFT_URL."
+    return ClientError(
+        message, code=code, param=param, hint=hint, status=status, findings=findings, retry_after_s=wait_s
+    )
 
 
 def unreachable(url: str, error: Exception) -> ClientError:
-    """The error for a server that does not answer."""
-    message = f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}."
+    """The error for a server that does not answer, or has a certificate that is not trusted."""
+    message, code = f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}.", "unreachable"
     hint = "Is `weft serve` running there? Set url= or WEFT_URL."
-    return ClientError(message, code="unreachable", hint=hint)
+    if "CERTIFICATE_VERIFY_FAILED" in message:
+        code, hint = "untrusted_certificate", "Check the address. For an authority of your own, set SSL_CERT_FILE."
+    return ClientError(message, code=code, hint=hint)
 
 
 def not_weft(url: str) -> ClientError:

@@ -27,7 +27,7 @@
     * EngineError                   ours, does not pass; 500 with a constant body
       - PageAccountingError         pages were freed twice, handed out twice, or lost
       - StaleSlotError              a step refers to an adapter slot that was reused
-    * ClientError                   what `weft.Client` raises: the server refused, or cannot be reached
+    * ClientError                   what `weft.Client` raises: the server refused, cannot be reached, or is not Weft
 
 `code` is the machine-readable name that the HTTP error body carries. Messages say what was expected, what came, and
 what to do; they hold values of the caller's own input only.
@@ -267,14 +267,15 @@ class StaleSlotError(EngineError):
 
 
 class ClientError(WeftError):
-    """A call of `weft.Client` failed: the server refused it, or cannot be reached.
+    """A call of `weft.Client` failed: the server refused it, cannot be reached, or is not Weft.
 
     Args:
         message: What was expected, and what came.
         code: Stable machine-readable name, as the server gave it.
         param: The request field that is wrong, where there is one.
         hint: What to do, where more is known than the message says.
-        status: The HTTP status; None where there was no answer.
+        status: The HTTP status; None where there was no answer, or one that Weft does not give.
+        retry_after_s: After how many seconds the server wants to be asked again; None where it did not say.
         findings: Everything that is wrong with an adapter, each with `code`, `message`, `param` and `hint`.
     """
 
@@ -288,11 +289,13 @@ class ClientError(WeftError):
         param: str | None = None,
         hint: str = "",
         status: int | None = None,
+        retry_after_s: float | None = None,
         findings: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         super().__init__(message, code=code, param=param)
         self.hint = hint
         self.status = status
+        self.retry_after_s = retry_after_s
         self.findings = tuple(findings)
 
     def __str__(self) -> str:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 import weft
 from api_adapters import sound
 from api_server import ADMIN_KEY, Api
+from recording_server import Recorder
+from weft import client as client_module
 from weft.config import environment
+from weft.registry.records import FileFacts, UploadDraft
+from weft.registry.uploads import Answer
 
 pytestmark = pytest.mark.anyio
 
@@ -25,6 +36,12 @@ async def calling(api: Api, calls: Callable[[str], Any]) -> Any:
     """What `calls` returns, which gets the address of the server and runs in a thread."""
     async with api.listening() as url:
         return await asyncio.to_thread(calls, url)
+
+
+def failing(call: Callable[[], object]) -> weft.ClientError:
+    with pytest.raises(weft.ClientError) as failed:
+        call()
+    return failed.value
 
 
 def test_importing_weft_brings_no_http_client() -> None:
@@ -116,6 +133,45 @@ async def test_a_push_with_the_same_idempotency_key_is_the_same_upload(api: Api,
     assert await calling(api, calls) == 1
 
 
+async def test_a_push_refused_once_is_refused_with_the_same_findings_again(api: Api, folder: Path) -> None:
+    key = await api.key("acme")
+    (folder / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "use_dora": true, "bias": "all"}')
+
+    def calls(url: str) -> None:
+        client = weft.Client(url, key)
+        one, two = (failing(lambda: client.push(folder, idempotency_key="run-1")) for _ in range(2))
+        assert (one.status, len(one.findings) > 1) == (422, True)
+        assert (two.status, two.code, two.findings) == (one.status, one.code, one.findings)
+
+    await calling(api, calls)
+
+
+async def test_a_push_finds_its_upload_behind_a_hundred_ended_ones(api: Api, folder: Path) -> None:
+    key, uploads = await api.key("acme"), api.services.registry.uploads
+    tenant_id = (await api.client(key).get("/v1/me")).json()["tenant"]["id"]
+    files = {name: FileFacts(size=1, sha256="0" * 64) for name in ("adapter_config.json", "adapter_model.safetensors")}
+    draft = UploadDraft(name="old", description=None, activate=True, files=files)
+    for _ in range(100):
+        made = await uploads.create(
+            tenant_id, draft, None, None, lambda upload: Answer(status=201, body={"id": upload.id})
+        )
+        await uploads.reject(tenant_id, made.body["id"], {"findings": []})
+
+    def leave(*_: object) -> None:
+        raise InterruptedError
+
+    def calls(url: str) -> None:
+        client = weft.Client(url, key)
+        with pytest.raises(InterruptedError):
+            client.push(folder, progress=leave)
+        assert client.push(folder)["version"] == 1
+
+    await calling(api, calls)
+    pages = [await uploads.list(tenant_id, None, 100)]
+    pages.append(await uploads.list(tenant_id, pages[0].next, 100))
+    assert Counter(upload.state for page in pages for upload in page.items) == {"rejected": 100, "ready": 1}
+
+
 async def test_usage_is_read_to_its_last_page(api: Api) -> None:
     key = await api.key("acme")
 
@@ -134,11 +190,6 @@ async def test_usage_is_read_to_its_last_page(api: Api) -> None:
 
 async def test_errors_say_what_is_wrong_and_what_to_do(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = await api.key("acme")
-
-    def failing(call: Callable[[], object]) -> weft.ClientError:
-        with pytest.raises(weft.ClientError) as failed:
-            call()
-        return failed.value
 
     def calls(url: str) -> None:
         client = weft.Client(url, key)
@@ -163,3 +214,132 @@ async def test_errors_say_what_is_wrong_and_what_to_do(api: Api, folder: Path, m
     assert (absent.status, "There is no folder" in str(absent)) == (None, True)
     (folder / "adapter_config.json").unlink()
     assert "cannot be read" in str(failing(lambda: weft.Client().push(folder / "adapter_model.safetensors", "a")))
+
+
+def every_kind_of_call(client: weft.Client, folder: Path) -> list[Callable[[], object]]:
+    """Calls that read the answer in each way that the client has."""
+    return [
+        client.list_adapters,
+        client.audit,
+        client.usage,
+        lambda: list(client.usage_csv()),
+        lambda: list(client.watch_engine()),
+        lambda: client.set_limits("acme", {"adapters": 1}),
+        lambda: client.push(folder),
+        lambda: client.push(folder, idempotency_key="run-1"),
+    ]
+
+
+def test_a_redirect_is_an_error_that_names_the_address(recorder: Recorder, folder: Path) -> None:
+    recorder.status, recorder.headers["location"] = 301, "https://weft.example/v1"
+    client = weft.Client(recorder.url, "secret")
+    for call in (client.me, *every_kind_of_call(client, folder)):
+        moved = failing(call)
+        assert (moved.status, moved.code) == (301, "not_weft")
+        assert "another address: https://weft.example/v1. Use this address" in str(moved)
+
+
+@pytest.mark.parametrize("body", [{"hello": 1}, {"data": {}, "limits": [], "id": 1}, "[" * 100_000])
+def test_json_of_another_server_is_an_error_of_every_method(recorder: Recorder, folder: Path, body: object) -> None:
+    recorder.body = body
+    for call in every_kind_of_call(weft.Client(recorder.url, "secret"), folder):
+        assert failing(call).code == "not_weft"
+
+
+@pytest.mark.parametrize("upload", [1, {"files": {}}, {"files": {"adapter_config.json": 1}}])
+def test_uploads_of_another_server_are_an_error(recorder: Recorder, folder: Path, upload: object) -> None:
+    recorder.body = {"data": [upload]}
+    assert failing(lambda: weft.Client(recorder.url, "secret").push(folder)).code == "not_weft"
+
+
+@pytest.mark.parametrize("line", ["data: {", "data: [1]"])
+def test_an_event_that_is_no_json_object_is_an_error(recorder: Recorder, line: str) -> None:
+    recorder.body, recorder.headers = f"{line}\n\n", {"content-type": "text/event-stream"}
+    assert failing(lambda: list(weft.Client(recorder.url, "secret").watch_engine())).code == "not_weft"
+
+
+def test_a_body_that_cannot_be_unpacked_is_an_error(recorder: Recorder) -> None:
+    recorder.headers["content-encoding"] = "gzip"
+    assert failing(weft.Client(recorder.url, "secret").me).code == "not_weft"
+
+
+@pytest.mark.parametrize("error", [{"code": None}, {"code": "other", "findings": [{}]}])
+def test_a_refusal_of_another_server_is_not_taken_for_one_of_weft(recorder: Recorder, error: dict[str, object]) -> None:
+    recorder.status, recorder.body = 400, {"error": {"message": "no", **error}}
+    assert failing(weft.Client(recorder.url, "secret").me).code == "not_weft"
+
+
+def test_a_closed_client_says_so(recorder: Recorder, folder: Path) -> None:
+    client = weft.Client(recorder.url, "secret")
+    client.close()
+    for call in (client.me, *every_kind_of_call(client, folder)):
+        assert failing(call).code == "client_closed"
+
+
+@pytest.mark.parametrize("start", ["", "//", "v1/"])
+def test_a_key_is_never_sent_to_the_address_in_a_path(recorder: Recorder, start: str) -> None:
+    client = weft.Client("http://127.0.0.1:9", "secret")
+    path = start + (recorder.url if not start else "me")
+    assert failing(lambda: client.request("GET", path)).code == "invalid_path"
+    assert not recorder.calls
+
+
+def begin_to_fail(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, **failure: object) -> tuple[list[float], Any]:
+    """The seconds that pushes will sleep, and a progress that lets the server give another answer from then on."""
+    slept: list[float] = []
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=slept.append))
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    files = {name: {"received": 0} for name in names}
+    recorder.body = {"data": [], "id": "upl_1", "state": "uploading", "files": files, "missing": names}
+
+    def fail(*_: object) -> None:
+        vars(recorder).update(failure)
+
+    return slept, fail
+
+
+def test_a_push_waits_as_long_as_the_server_asks(
+    recorder: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = {"error": {"message": "The server is shutting down.", "code": "server.draining"}}
+    slept, fail = begin_to_fail(recorder, monkeypatch, status=503, body=busy, headers={"retry-after": "7"})
+    refused = failing(lambda: weft.Client(recorder.url, "secret").push(folder, progress=fail))
+    assert (refused.code, refused.retry_after_s) == ("server.draining", 7)
+    assert slept == [0, 7, 7, 7, 7, 8, 15, 30]
+
+
+@pytest.mark.parametrize(
+    ("failure", "retry_after_s"),
+    [
+        ({"status": 503, "headers": {"retry-after": "3600"}}, 3600),
+        ({"body": "<html>"}, None),
+        ({"status": 400, "headers": {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}}, None),
+    ],
+    ids=["busy for long", "another server", "refused"],
+)
+def test_a_push_does_not_try_again_where_that_is_no_use(
+    recorder: Recorder,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: dict[str, object],
+    retry_after_s: float | None,
+) -> None:
+    slept, fail = begin_to_fail(recorder, monkeypatch, **failure)
+    refused = failing(lambda: weft.Client(recorder.url, "secret").push(folder, progress=fail))
+    assert (refused.code, refused.retry_after_s) == ("not_weft", retry_after_s)
+    assert slept == [0]
+
+
+def test_a_certificate_that_is_not_trusted_is_no_broken_connection(recorder: Recorder, tmp_path: Path) -> None:
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "weft.example")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    certificate = builder.not_valid_before(now).not_valid_after(now + timedelta(days=1)).sign(key, hashes.SHA256())
+    private = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    file = tmp_path / "server.pem"
+    file.write_bytes(key.private_bytes(*private) + certificate.public_bytes(serialization.Encoding.PEM))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    recorder.server.socket = context.wrap_socket(recorder.server.socket, server_side=True)
+    refused = failing(weft.Client(recorder.url.replace("http:", "https:"), "secret").me)
+    assert (refused.code, refused.status, "SSL_CERT_FILE" in str(refused)) == ("untrusted_certificate", None, True)

@@ -29,7 +29,7 @@ FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"
 FAILURE, BAD_INPUT = 1, 2
 """Exit statuses."""
 INPUT_STATUSES = frozenset({400, 413, 422})
-NO_ANSWER = frozenset({"unreachable", "upload.interrupted", "not_weft"})
+NO_ANSWER = frozenset({"unreachable", "untrusted_certificate", "upload.interrupted", "not_weft"})
 WORDS = {
     "url=": "--url",
     "key=": "--key",

@@ -26,7 +26,7 @@ WHOLE_LOOK_STEPS = 8
 """While all rows are taken, the whole look-ahead is looked at, and its adapters are loaded, every so many steps."""
 
 MAX_STALLS = 16
-"""Plans that may come to nothing, with nothing under way, before the first in line is refused."""
+"""Empty plans in a row, while no copy or load runs, after which the first request in line is refused."""
 
 
 class Rows:

@@ -30,8 +30,8 @@ class SpanParams(BaseModel):
     end: str | None = None
     """End of the range, not included; now by default."""
     adapter: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
-    """Only adapters of this name, or with `owner/name` the owner's, whoever used it; the empty text means the base.
-    This and the other filters may be repeated."""
+    """Count requests to this adapter only. `owner/name` also counts those of other tenants to it; an empty text is the
+    base. This and the other filters may be repeated."""
     version: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(default_factory=list, max_length=MAX_WANTED)
     key: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
     """Ids of keys."""

@@ -26,9 +26,9 @@ from weft.memory.eviction import PageCosts
 PAGE_TOKENS = 4
 VOCAB_SIZE = 1000
 RECOMPUTES = PageCosts(copy_s=1.0, load_s=1.0, token_s=0.001)
-"""Computing anew is always cheaper than swapping."""
+"""Costs with which recomputing is always cheaper than swapping."""
 SWAPS = PageCosts(copy_s=0.001, load_s=1.0, token_s=1.0)
-"""Swapping is always cheaper than computing anew."""
+"""Costs with which swapping is always cheaper than recomputing."""
 GEOMETRY = small_geometry(PAGE_TOKENS)
 
 

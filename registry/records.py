@@ -123,6 +123,8 @@ class VersionFacts:
     """Modules of the base that an adapter could change."""
     parameters: int
     size_bytes: int
+    peft_version: str | None = None
+    """The PEFT that saved it, as its config says; None where it does not, and for versions from before it was kept."""
     report: Mapping[str, Any] = field(default_factory=dict)
     """What the check noticed, as JSON types; empty for versions from before there were reports."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ _ANOTHER_BASE = (
     "one."
 )
 _TRANSPOSE = "Save it as PEFT does, lora_A as [rank, in] and lora_B as [out, rank]."
+_PEFT_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+@_-]{,63}")
 _Named = tuple[TensorEntry, TensorName]
 
 
@@ -73,6 +75,8 @@ class Checkpoint:
     """Linear layers that the adapter changes."""
     total: int
     """Linear layers that adapters of this base may change; without a base, of as many layers as the file reaches."""
+    peft_version: str | None = field(default=None, compare=False)
+    """The PEFT that saved it, as its config says; None where that is no version of at most 64 characters."""
     report: Mapping[str, object] = field(default_factory=dict, compare=False)
     """What its owner should know (`report_on`); empty where the values were not looked at."""
 
@@ -83,7 +87,7 @@ class Checkpoint:
             "ranks": [[layer, module, rank] for (layer, module), rank in self.ranks.items()],
             "rank": self.largest_rank,
             "target_modules": list(self.target_modules),
-            **{name: getattr(self, name) for name in ("applied", "total", "parameters", "report")},
+            **{name: getattr(self, name) for name in ("applied", "total", "parameters", "peft_version", "report")},
         }
 
 
@@ -120,8 +124,11 @@ def read_checkpoint(
     checkpoint, names, zeros = findings.passed(found)
     if not scan_values:
         return checkpoint
-    report = report_on(checkpoint.spec, parse_config(config_bytes), names, zeros, base_names)
-    return replace(checkpoint, report=report)
+    config = parse_config(config_bytes)
+    report = report_on(checkpoint.spec, config, names, zeros, base_names)
+    written = config.get("peft_version")
+    version = written if isinstance(written, str) and _PEFT_VERSION.fullmatch(written) else None
+    return replace(checkpoint, peft_version=version, report=report)
 
 
 def check_weights(

@@ -169,6 +169,7 @@ class VersionRow(Base):
     total: Mapped[int] = mapped_column(Integer)
     parameters: Mapped[int]
     size_bytes: Mapped[int]
+    peft_version: Mapped[str | None] = mapped_column(String(64))
     created_at: Mapped[datetime]
     report: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     """What the check noticed, in the form in which clients see it."""

@@ -56,6 +56,8 @@ class VersionFields(View):
     applied_modules: AppliedModules
     parameters: int
     size_bytes: int
+    peft_version: str | None
+    """The PEFT that saved it, as its config says; null where it does not say."""
     residency: AdapterTier
     created_at: Moment
     report: ReportView | None

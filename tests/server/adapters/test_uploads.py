@@ -61,6 +61,19 @@ async def test_identical_bytes_are_the_same_version(api: Api) -> None:
     assert len(api.files()) == 1
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [("0.21.2", "0.21.2"), ("0.99.0.dev0@abc", "0.99.0.dev0@abc"), ("<b>", None), ("1" * 65, None), (None, None)],
+)
+async def test_a_version_says_which_peft_saved_it(api: Api, written: str | None, shown: str | None) -> None:
+    client = await api.tenant("acme")
+    answer = await upload(client, "pirate", Upload(config_bytes(peft_version=written), sound().weights))
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["peft_version"] == shown
+    (version,) = VersionList.model_validate((await client.get("/v1/adapters/pirate/versions")).json()).data
+    assert version.peft_version == shown
+
+
 async def test_what_the_check_noticed_is_shown_with_the_version(api: Api) -> None:
     client = await api.tenant("acme")
     other_base = Upload(config_bytes(base_model_name_or_path="meta/Big"), sound().weights)

@@ -1,7 +1,8 @@
 """All benchmarks by name, and what is the same for all of them. `python -m weft.benchmarks.main NAME` needs no typer.
 
-The module of a benchmark says in its docstring what it asks and how, adds its own options to a parser (`add_options`)
-and measures what they ask for (`measure`). All else is the same for all of them and stands here and in `report.py`.
+The module of a benchmark says in its docstring what it asks and how, adds its own options (`add_options`, if it has
+any) and measures what they ask for (`measure`). All else is the same for all of them and stands here and in
+`report.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ BENCHMARKS = {
     "overload": ("http.overload", "Send more requests than the server can answer."),
     "batching": ("pool.batching", "Compare static, windowed and continuous batching."),
     "offline": ("engine.offline", "Compare with transformers and PEFT in one process."),
-    "floor": ("engine.floor", "Time the linear layers alone."),
     "adapters": ("pool.adapter_count", "Serve from 5 to 2,000 adapters with room for 20."),
     "adapters-http": ("http.adapters_http", "Ask a server for 5 to 2,000 adapters, popular and rare ones."),
     "cliff": ("pool.cliff", "Serve more adapters than fit."),
@@ -42,7 +42,8 @@ def make_parser(name: str) -> argparse.ArgumentParser:
         prog=f"weft bench {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, default=None, help="write the result here")
-    module.add_options(parser)
+    if hasattr(module, "add_options"):
+        module.add_options(parser.add_argument)
     return parser
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(slots=True)
@@ -72,15 +72,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if values else math.nan
 
 
-def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float | None]:
-    """Mean, percentiles and maximum of the values that are numbers, times `scale`; None where there are none."""
+def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
+    """Mean, percentiles and maximum of the values that are numbers, times `scale`; NaN where there are none."""
     numbers = [value * scale for value in values if not math.isnan(value)]
-    if not numbers:
-        return {"mean": None, **{f"p{p}": None for p in PERCENTILES}, "max": None}
     return {
-        "mean": sum(numbers) / len(numbers),
+        "mean": sum(numbers) / len(numbers) if numbers else math.nan,
         **{f"p{p}": percentile(numbers, p) for p in PERCENTILES},
-        "max": max(numbers),
+        "max": max(numbers, default=math.nan),
     }
 
 

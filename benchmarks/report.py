@@ -1,4 +1,4 @@
-"""What benchmarks share: where generated files go, what every result carries, and how results are written."""
+"""What benchmarks share: numbers on command lines, runs in turns, what every result carries, and how it is written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -27,6 +27,52 @@ SHOWN = ("median", "min", "max")
 """What tables show of a spread."""
 _PACKAGES = ("weft", "torch", "transformers", "peft", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
+AddOption = Callable[..., argparse.Action]
+"""The `add_argument` of a benchmark's parser."""
+N = TypeVar("N")
+R = TypeVar("R")
+
+
+def positive(text: str) -> int:
+    """Read a whole number from 1 on a command line.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not.
+    """
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Read whole numbers from 1, comma-separated; an empty text is none.
+
+    Raises:
+        argparse.ArgumentTypeError: They are not.
+    """
+    return [positive(each) for each in text.split(",")] if text else []
+
+
+def take_turns(names: Iterable[N], repeats: int, run: Callable[[N, int], R], first: int = 0) -> dict[N, list[R]]:
+    """Run what is compared in turns, in the other order in every second round: a slow minute of the machine hits all.
+
+    Args:
+        names: What takes turns.
+        repeats: Rounds that count: 1 to `repeats`.
+        run: Runs one of them; gets its name and the round.
+        first: The round to begin with. Round 0 is run to warm up; 1 leaves it out.
+
+    Returns:
+        What `run` returned in the rounds that count, by name.
+    """
+    runs: dict[N, list[R]] = {name: [] for name in names}
+    for round_ in range(first, repeats + 1):
+        for name in runs if round_ % 2 else reversed(runs):
+            found = run(name, round_)
+            print(f"round {round_} of {repeats}: {name}", file=sys.stderr, flush=True)
+            if round_:
+                runs[name].append(found)
+    return runs
 
 
 def provenance() -> dict[str, Any]:
@@ -58,20 +104,19 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
         raise WeftError(f"cannot write the result to {path}: {error.strerror}") from error
 
 
-def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Some of the options by name."""
-    return {name: getattr(options, name) for name in names}
-
-
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, smallest and largest of repeats, and all of them in order."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": list(values)}
 
 
-def goal(name: str, figure: float | None, limit: float, *, is_least: bool = False) -> dict[str, Any]:
-    """A figure beside the most, or least, that it should be; one that is missing does not reach it."""
-    is_known = figure is not None and not math.isnan(figure)
-    reached = is_known and (figure >= limit if is_least else figure <= limit)  # type: ignore[operator]
+def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """The spread of ratios that are taken within rounds; NaN where a round has none."""
+    return spread([one / two if two else math.nan for one, two in zip(over, under, strict=True)])
+
+
+def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> dict[str, Any]:
+    """A figure beside the most, or least, that it should be; NaN, where nothing was measured, does not reach it."""
+    reached = figure >= limit if is_least else figure <= limit
     return {"goal": name, "figure": figure, "should be": "least" if is_least else "most", "limit": limit, "ok": reached}
 
 

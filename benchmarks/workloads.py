@@ -7,7 +7,7 @@ Popularity patterns follow Punica (arXiv:2310.18547, section 7), arrivals follow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,41 +31,40 @@ class TimedRequest:
     output_tokens: int
 
 
-def adapter_counts(pattern: str, num_requests: int, num_adapters: int | None = None) -> list[int]:
+def adapter_counts(pattern: str, num_requests: int, num_adapters: int) -> list[int]:
     """Requests per adapter, most popular first.
 
     Semantics:
         identical           all requests ask for one adapter
-        distinct            every request asks for its own
-        uniform             ceil(sqrt(num_requests)) adapters, as equal as possible
+        uniform             all adapters, as equally as possible
+        distinct            the same: every request asks for its own adapter where there are as many
         zipf:b              groups of floor(b**k), k = 0, 1, ..., as long as they leave a rest; the rest is one group
         one-against-many    one request for the first adapter, all others for the second
 
     Args:
         pattern: One of the above.
         num_requests: Requests in all, at least 1.
-        num_adapters: Adapters there are. `distinct` and `uniform` then spread over exactly these; the smallest zipf
-            groups are merged into the last adapter. None takes as many as the pattern wants.
+        num_adapters: Adapters there are. The smallest zipf groups are merged into the last one.
 
     Raises:
         ConfigError: The pattern is unknown or needs more adapters or requests than there are.
     """
-    if num_requests < 1 or (num_adapters is not None and num_adapters < 1):
+    if num_requests < 1 or num_adapters < 1:
         raise ConfigError(f"need at least one request and one adapter, got {num_requests} and {num_adapters}")
     if pattern == "identical":
         return [num_requests]
-    if pattern == "distinct":
-        return _equal_shares(num_requests, min(num_requests, num_adapters or num_requests))
-    if pattern == "uniform":
-        return _equal_shares(num_requests, min(num_requests, num_adapters or math.ceil(math.sqrt(num_requests))))
+    if pattern in ("uniform", "distinct"):
+        share, rest = divmod(num_requests, num_adapters)
+        return [count for count in [share + 1] * rest + [share] * (num_adapters - rest) if count]
     if pattern == "one-against-many":
-        if num_requests < 2 or (num_adapters is not None and num_adapters < 2):
+        if num_requests < 2 or num_adapters < 2:
             raise ConfigError("one-against-many needs two requests and two adapters")
         return [1, num_requests - 1]
-    return _merge_tail(_zipf_groups(_zipf_base(pattern), num_requests), num_adapters)
+    counts = _zipf_counts(_zipf_base(pattern), num_requests)
+    return [*counts[: num_adapters - 1], sum(counts[num_adapters - 1 :])] if len(counts) > num_adapters else counts
 
 
-def assign_adapters(pattern: str, num_requests: int, num_adapters: int | None = None, seed: int = 0) -> list[int]:
+def assign_adapters(pattern: str, num_requests: int, num_adapters: int, seed: int) -> list[int]:
     """Adapter index of each request: the pattern's counts, shuffled."""
     counts = adapter_counts(pattern, num_requests, num_adapters)
     indices = np.repeat(np.arange(len(counts)), counts)
@@ -74,36 +73,32 @@ def assign_adapters(pattern: str, num_requests: int, num_adapters: int | None = 
 
 
 def slora_trace(
-    *,
     num_adapters: int,
+    num_requests: int,
+    input_range: Sequence[int],
+    output_range: Sequence[int],
+    *,
     alpha: float = 1.0,
-    rate: float,
-    duration_s: float = 1.0,
-    input_range: tuple[int, int] = (8, 512),
-    output_range: tuple[int, int] = (8, 512),
-    seed: int = 42,
+    seed: int,
 ) -> list[TimedRequest]:
     """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator.
 
+    Arrivals are a Poisson process of one request a second.
+
     Args:
         num_adapters: Adapters there are.
-        alpha: Popularity, `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0.
-        rate: Requests per second; arrivals are a Poisson process.
-        duration_s: Seconds of arrivals.
+        num_requests: Requests in all.
         input_range: Prompt tokens, upper end excluded.
         output_range: Output tokens, upper end excluded.
+        alpha: Popularity, `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0.
         seed: Of all draws.
     """
     random = np.random.RandomState(seed)
-    total = int(rate * duration_s)
-    adapters = (random.power(alpha, total) * num_adapters).astype(int)
-    inputs = random.randint(*input_range, total)
-    outputs = random.randint(*output_range, total)
-    arrivals = np.cumsum(random.gamma(1, 1 / rate, total))
-    return [
-        TimedRequest(float(arrival), int(adapter), int(prompt), int(output))
-        for arrival, adapter, prompt, output in zip(arrivals, adapters, inputs, outputs, strict=True)
-    ]
+    adapters = (random.power(alpha, num_requests) * num_adapters).astype(int)
+    inputs, outputs = (random.randint(low, high, num_requests) for low, high in (input_range, output_range))
+    arrivals = np.cumsum(random.gamma(1, 1, num_requests))
+    columns = (each.tolist() for each in (arrivals, adapters, inputs, outputs))
+    return [TimedRequest(*values) for values in zip(*columns, strict=True)]
 
 
 def gamma_arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list[float]:
@@ -114,17 +109,12 @@ def gamma_arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list
     return cast("list[float]", np.cumsum(random.gamma(1 / cv**2, cv**2 / rate, num_requests)).tolist())
 
 
-def zipf_adapters(num_adapters: int, *, exponent: float = 1.0, seed: int) -> Iterator[int]:
-    """Adapters by Zipf's law, without end: `P(i)` is proportional to `(i + 1) ** -exponent`."""
-    weights = np.arange(1, num_adapters + 1) ** -exponent
+def zipf_adapters(num_adapters: int, *, seed: int) -> Iterator[int]:
+    """Adapters by Zipf's law with exponent 1, without end: `P(i)` is proportional to `1 / (i + 1)`."""
+    weights = 1 / np.arange(1, num_adapters + 1)
     random = np.random.Generator(np.random.PCG64(seed))
     while True:
         yield from random.choice(num_adapters, 4096, p=weights / weights.sum()).tolist()
-
-
-def _equal_shares(total: int, parts: int) -> list[int]:
-    share, rest = divmod(total, parts)
-    return [share + 1] * rest + [share] * (parts - rest)
 
 
 def _zipf_base(pattern: str) -> float:
@@ -139,14 +129,8 @@ def _zipf_base(pattern: str) -> float:
     return base
 
 
-def _zipf_groups(base: float, num_requests: int) -> list[int]:
+def _zipf_counts(base: float, num_requests: int) -> list[int]:
     groups: list[int] = []
     while (rest := num_requests - sum(groups)) > (size := math.floor(base ** len(groups))):
         groups.append(size)
     return sorted([*groups, rest], reverse=True)
-
-
-def _merge_tail(counts: list[int], num_adapters: int | None) -> list[int]:
-    if num_adapters is None or len(counts) <= num_adapters:
-        return counts
-    return [*counts[: num_adapters - 1], sum(counts[num_adapters - 1 :])]

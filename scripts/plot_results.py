@@ -73,7 +73,7 @@ def cliff(result: dict[str, Any]) -> None:
     _, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
     actives = [int(active) for active in result["adapters"]]
     found = list(result["adapters"].values())
-    room = result["load"]["room"]
+    room = {**result["options"], **result["load"]}["room"]
     for name, label, color in (("small", f"room for {room}", ORANGE), ("whole", "all fit", BLUE)):
         spreads = [each["median_ttft_ms"][name] for each in found]
         medians = [each["median"] for each in spreads]

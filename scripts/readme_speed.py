@@ -24,6 +24,11 @@ def result(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
+def asked(run: dict[str, Any]) -> dict[str, Any]:
+    """What a benchmark was asked to measure."""
+    return {**run.get("options", {}), **run.get("load", {})}
+
+
 def machine(run: dict[str, Any]) -> str:
     """Where and when a result was measured."""
     hardware, versions = run["hardware"], run["versions"]
@@ -32,7 +37,7 @@ def machine(run: dict[str, Any]) -> str:
 
 def offline_table(run: dict[str, Any]) -> list[str]:
     """Weft against the reference in one process."""
-    speed, ratios, load = run["output_tokens_per_s"], run["ratios"], run["load"]
+    speed, ratios, load = run["output_tokens_per_s"], run["ratios"], asked(run)
     rows = [
         ("base", "transformers", "base", "base: weft / transformers"),
         ("8 mixed adapters, ranks 8 to 64", "transformers + PEFT", "mixed", "mixed: weft / transformers + PEFT"),
@@ -72,7 +77,7 @@ def change(ratio: dict[str, Any]) -> str:
 
 def adapter_count_line(run: dict[str, Any]) -> str:
     """Throughput by number of registered adapters."""
-    ratios, facts, load = run["ratios"], run["facts"], run["load"]
+    ratios, facts, load = run["ratios"], run["facts"], asked(run)
     few, some, *_, many = run["output_tokens_per_s"]
     steps = " and ".join(f"{facts[count]['adapters_per_step']:.1f}" for count in (few, some))
     return (
@@ -84,7 +89,7 @@ def adapter_count_line(run: dict[str, Any]) -> str:
 
 def cliff_line(run: dict[str, Any]) -> str:
     """TTFT with more adapters in use than fit."""
-    load = run["load"]
+    load = asked(run)
     found = run["adapters"][str(2 * load["room"])]
     medians, ratio = found["median_ttft_ms"], found["ratio"]
     return (
@@ -103,9 +108,9 @@ def unified_line(run: dict[str, Any]) -> str:
 
 def step_stall_line(run: dict[str, Any]) -> str:
     """Steps beside loads."""
-    ratios, loads = run["ratios"], run["load_ms"]
+    ratios, loads, load = run["ratios"], run["load_ms"], asked(run)
     return (
-        f"Decode steps of {run['requests']} requests with {run['adapters']} adapters (Qwen2-0.5B shape) while other"
+        f"Decode steps of {load['requests']} requests with {load['adapters']} adapters (Qwen2-0.5B shape) while other"
         f" adapters load without pause: the slowest in a hundred takes **{ratios['swaps / quiet, p99']:.2f} times** as"
         f" long as without, the median {ratios['swaps / quiet, p50']:.2f} times. A load then takes"
         f" {loads['stored']['p50'] / 1e3:.1f} s, without steps {loads['idle']['p50']:.0f} ms."
@@ -201,7 +206,7 @@ def overhead_line(run: dict[str, Any]) -> str:
     shares = run["share of a step"]
     return (
         f"Planning, messages between processes and HTTP take **{shares['all']['median']:.1%}** of a step of"
-        f" {run['load']['requests']} requests ({shares['all']['min']:.1%} to {shares['all']['max']:.1%};"
+        f" {asked(run)['requests']} requests ({shares['all']['min']:.1%} to {shares['all']['max']:.1%};"
         f" `{run['command']}`)."
     )
 
@@ -209,7 +214,7 @@ def overhead_line(run: dict[str, Any]) -> str:
 def speed_section() -> str:
     """The four rows of the README: the base and mixed adapters, in one process and over HTTP."""
     offline = result("offline-cpu")
-    at_once, speed = f"{offline['load']['requests']} at once", offline["output_tokens_per_s"]
+    at_once, speed = f"{asked(offline)['requests']} at once", offline["output_tokens_per_s"]
     lines = [
         f"Output tokens per second; {offline['load']['model']}; {machine(offline)}."
         " [How to measure, and all other figures](docs/benchmarks.md).",

@@ -12,6 +12,7 @@ product, both measured in the same run; on a GPU at least 3 us, as of a launch. 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,12 @@ from typing import Any
 
 import torch
 
-from weft.adapters.base_shape import SITES
+from weft.adapters.base_shape import SITES, BaseShape
 from weft.adapters.lora.layout import adapter_pages, plan_layout
 from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.adapters.lora.tables import AdapterTables
-from weft.benchmarks.arguments import counts
 from weft.benchmarks.model_shapes import MODELS, ModelShape
-from weft.benchmarks.report import goal
+from weft.benchmarks.report import AddOption, counts, goal
 from weft.engine.model.device import choose_device
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch, KvSlots
@@ -85,17 +85,15 @@ class KernelBench:
     """Operands in the shapes of a model.
 
     Args:
-        model: Its sizes.
+        model: Its sizes. The calls take its layers in turn.
         device: Where to compute.
-        num_layers: Layers that the calls take in turn.
-        arena_pages: Pages for KV cache and adapters.
     """
 
-    def __init__(self, model: ModelShape, device: torch.device, num_layers: int, arena_pages: int) -> None:
-        self.model, self.device, self.num_layers = model, device, num_layers
+    def __init__(self, model: ModelShape, device: torch.device) -> None:
+        self.model, self.device, self.num_layers = model, device, model.num_layers
         self.base, self.geometry = model.base(), model.geometry()
         self.kernels = kernels_for(device, DTYPE)
-        self.arena = Arena(self.geometry, arena_pages, device, DTYPE)
+        self.arena = Arena(self.geometry, arena_pages(model), device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
         self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
 
@@ -107,7 +105,7 @@ class KernelBench:
         next_page = 1  # each mix takes the same pages
         num_bytes = dict.fromkeys(range(len(SITES)), 0.0)
         for slot, rank in enumerate(ranks):
-            of_modules = {(i, m): rank for i in range(self.base.num_layers) for m in range(len(self.base.modules))}
+            of_modules = all_modules(self.base, rank)
             layout = plan_layout(of_modules, self.base, self.geometry)
             pages = list(range(next_page, next_page + layout.num_pages))
             next_page += layout.num_pages
@@ -150,9 +148,8 @@ class KernelBench:
         q, k, v = torch.split(heads, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
         gate_up = self._random(rows, 2 * model.intermediate)
         cos, sin = (torch.rand(rows, model.head_dim, device=self.device) for _ in range(2))
-        slots = KvSlots.build(
-            [geometry.page_tokens * (1 + row) for row in range(rows)], geometry.page_tokens, self.device
-        )
+        page_tokens = geometry.page_tokens
+        slots = KvSlots.build([page_tokens * (1 + row) for row in range(rows)], page_tokens, self.device)
         logits = torch.randn(rows, VOCAB_SIZE, device=self.device)
         greedy = SamplingTensors.build([0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0.5] * rows, self.device)
         return [
@@ -170,19 +167,16 @@ class KernelBench:
     def _attention(self, name: str, rows: int, query: int, context: int, flops: float) -> Work:
         model, blocks = self.model, self.geometry.blocks(context)
         # Where the requests need more pages than there are, they share some: reading them costs the same.
-        tables = [
-            [1 + (1 + row * blocks + block) % (self.arena.num_pages - 1) for block in range(blocks)]
-            for row in range(rows)
-        ]
+        pages = [1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)]
+        tables = [pages[row * blocks : (row + 1) * blocks] for row in range(rows)]
         lengths = [query] * rows, [context] * rows
         batch = AttentionBatch.build(tables, *lengths, self.device, self.geometry.page_tokens)
         q = self._random(rows * query, model.num_heads * model.head_dim).view(-1, model.num_heads, model.head_dim)
         kv_bytes = 2 * rows * context * model.num_kv_heads * model.head_dim * DTYPE.itemsize
 
         def attend(call: int) -> object:
-            return self.kernels.paged_attention(
-                q, *self.arena.kv(call % self.num_layers), batch, model.head_dim**-0.5, None
-            )
+            kv = self.arena.kv(call % self.num_layers)
+            return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None)
 
         return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
 
@@ -193,9 +187,13 @@ class KernelBench:
 def arena_pages(model: ModelShape) -> int:
     """Pages that hold the adapters of each mix, and requests enough that their keys come from memory."""
     base, geometry = model.base(), model.geometry()
-    modules = [(layer, module) for layer in range(base.num_layers) for module in range(len(base.modules))]
-    mixes = [sum(adapter_pages(dict.fromkeys(modules, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
+    mixes = [sum(adapter_pages(all_modules(base, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
     return max(*mixes, KV_PAGES) + 1
+
+
+def all_modules(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
+    """The rank of each module of each layer, of an adapter on all linear layers."""
+    return dict.fromkeys(itertools.product(range(base.num_layers), range(len(base.modules))), rank)
 
 
 def measure_machine(device: torch.device) -> Machine:
@@ -239,7 +237,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.threads:
         torch.set_num_threads(options.threads)
     machine = measure_machine(device)
-    bench = KernelBench(model, device, model.num_layers, arena_pages(model))
+    bench = KernelBench(model, device)
     found: dict[str, dict[str, Any]] = {}
     for rows in options.rows:
         for work in (*bench.small(rows), *(bench.attention(rows, context) for context in CONTEXT_TOKENS)):
@@ -285,9 +283,8 @@ def figures(work: Work, device: torch.device, machine: Machine) -> dict[str, flo
     return {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "ratio": seconds / floor_s}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--model", choices=[model.name for model in MODELS], default=None, help="take the shapes of this model")
     add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")

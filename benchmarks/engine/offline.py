@@ -15,7 +15,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +25,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from weft import LLM, SamplingParams
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, chosen
-from weft.benchmarks.rounds import take_turns
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, take_turns
 
+PEERS = {"base": "transformers", "mixed": "transformers + PEFT", "single": "transformers"}
+"""What Weft is compared with, by load."""
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, Sequence[int] | None], list[list[int]]]
 """Token ids of each answer, from prompts and the adapter index of each (None is the base)."""
 Case = tuple[Prompts, list[int] | None]
 """One load that contenders are timed on: prompts, and the adapter of each."""
-
-
-@dataclass(slots=True)
-class Timed:
-    """What one contender did with one load."""
-
-    seconds: list[float] = field(default_factory=list)
-    answers: list[list[int]] = field(default_factory=list)
-    """Of the last repeat."""
+Timed = tuple[float, list[list[int]]]
+"""Seconds that a contender took for one load, and its answers."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -57,23 +50,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "transformers": _transformers(options, base),
         "transformers + PEFT": _peft(options, base, adapters),
     }
-    timed = {
-        (case, name): Timed()
-        for case in cases
-        for name in contenders
-        if name == "weft" or (name == "transformers + PEFT") == (case == "mixed")
-    }
+    turns = [(case, name) for case in cases for name in ("weft", PEERS[case])]
 
-    def run(turn: tuple[str, str], round_: int) -> None:
+    def run(turn: tuple[str, str], _round: int) -> Timed:
         case, name = turn
         start_s = time.perf_counter()
         answers = contenders[name](*cases[case])
-        if round_:
-            timed[turn].seconds.append(time.perf_counter() - start_s)
-            timed[turn].answers = answers
+        return time.perf_counter() - start_s, answers
 
-    take_turns(timed, options.repeats, run)
-    return make_result(options, timed)
+    return make_result(options, take_turns(turns, options.repeats, run))
 
 
 def make_cases(num_requests: int, input_tokens: int, num_adapters: int) -> dict[str, Case]:
@@ -84,35 +69,32 @@ def make_cases(num_requests: int, input_tokens: int, num_adapters: int) -> dict[
     return {"base": (prompts, None), "mixed": (prompts, mixed), "single": (prompts[:1], None)}
 
 
-def make_result(options: argparse.Namespace, timed: dict[tuple[str, str], Timed]) -> dict[str, Any]:
-    """Medians, ratios and how far the outputs agree, from what was timed by case and contender."""
+def make_result(options: argparse.Namespace, timed: dict[tuple[str, str], list[Timed]]) -> dict[str, Any]:
+    """Medians, ratios and how far the outputs of the last repeat agree, from the repeats by case and contender."""
     rates: dict[str, dict[str, float]] = {name: {} for _, name in timed}
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in rates}
-    for (case, name), found in timed.items():
+    for (case, name), repeats in timed.items():
         tokens = options.output_tokens * (1 if case == "single" else options.requests)
-        rates[name][case] = tokens / statistics.median(found.seconds)
-        seconds[name][case] = found.seconds
-    peers = {"base": "transformers", "mixed": "transformers + PEFT", "single": "transformers"}
+        seconds[name][case] = [taken_s for taken_s, _ in repeats]
+        rates[name][case] = tokens / statistics.median(seconds[name][case])
     return {
         "threads": torch.get_num_threads(),
-        "load": {"model": MODEL_ABOUT, **chosen(options, "requests", "input_tokens", "output_tokens", "repeats")},
+        "load": {"model": MODEL_ABOUT},
         "output_tokens_per_s": rates,
         "seconds": seconds,
         "ratios": {
-            **{f"{case}: weft / {peer}": rates["weft"][case] / rates[peer][case] for case, peer in peers.items()},
+            **{f"{case}: weft / {peer}": rates["weft"][case] / rates[peer][case] for case, peer in PEERS.items()},
             "weft: mixed / base": rates["weft"]["mixed"] / rates["weft"]["base"],
         },
         "first_tokens_equal": {
-            case: _agreement(timed[case, "weft"].answers, timed[case, peers[case]].answers)
-            for case in ("base", "mixed")
+            case: _agreement(timed[case, "weft"][-1][1], timed[case, PEERS[case]][-1][1]) for case in ("base", "mixed")
         },
-        "table": [{"tokens/s": name, **{case: each.get(case, "-") for case in peers}} for name, each in rates.items()],
+        "table": [{"tokens/s": name, **{case: each.get(case, "-") for case in PEERS}} for name, each in rates.items()],
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add = parser.add_argument
     add("--repeats", type=int, default=3)
     add("--requests", type=int, default=32)
     add("--input-tokens", type=int, default=64)
@@ -136,11 +118,7 @@ def _weft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> G
 
 def _transformers(options: argparse.Namespace, base: Path) -> Generate:
     model = _load(base)
-
-    def generate(prompts: Prompts, _adapters: Sequence[int] | None) -> list[list[int]]:
-        return _generate(model, prompts, options.output_tokens)
-
-    return generate
+    return lambda prompts, _adapters: _generate(model, prompts, options.output_tokens)
 
 
 def _peft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> Generate:

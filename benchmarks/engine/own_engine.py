@@ -1,4 +1,4 @@
-"""An engine in this process that a benchmark drives call by call, with blobs of its own."""
+"""An engine in this process that a benchmark drives call by call."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from weft.adapters.ref import AdapterRef
 from weft.benchmarks.engine.stored import greedy_request
-from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from weft.config import Config, RegistryConfig
 from weft.engine.build import EngineParts, build_engine
+from weft.engine.request import GenerationRequest, RequestOutput
 from weft.errors import EngineError
+from weft.memory.eviction import PageCosts
 
 _BLOCKED_WAIT_S = 0.02
 
@@ -30,36 +33,47 @@ class OwnEngine:
     def __init__(self, parts: EngineParts, loaded: threading.Event, config: Config) -> None:
         self.parts, self.core = parts, parts.core
         self.blob_dir = config.blob_dir
+        self.outputs: list[RequestOutput] = []
+        """What the last call of the core returned."""
         self._loaded = loaded
         self._is_blocked = False
-        """Whether the last call of the core found nothing to compute."""
+        """Whether the last call of the core found nothing to do, and no request came since."""
         self._ids = itertools.count(1)
 
-    def submit(self, prompts: Sequence[list[int]], adapters: Sequence[AdapterRef | None]) -> list[str]:
-        """Requests for these adapters in turn that answer until they are aborted, as long as the model allows."""
+    def submit(self, request: GenerationRequest) -> None:
+        """Hand a request to the core."""
+        self.core.submit(request)
+        self._is_blocked = False
+
+    def submit_endless(self, prompts: Sequence[list[int]], adapters: Sequence[AdapterRef | None]) -> list[str]:
+        """Submit requests for these adapters in turn that run until they are aborted or reach the model's length.
+
+        Returns:
+            Their ids.
+        """
         ids = []
         for prompt, adapter in zip(prompts, itertools.cycle(adapters), strict=False):
             ids.append(str(next(self._ids)))
             most = self.parts.ready.max_model_len - len(prompt)
-            self.core.submit(greedy_request(ids[-1], prompt, most, adapter))
+            self.submit(greedy_request(ids[-1], prompt, most, adapter))
         return ids
 
-    def pump(self) -> float:
-        """Call the core once; returns the seconds that it took.
+    def pump(self, longest_wait_s: float = _BLOCKED_WAIT_S) -> float:
+        """Call the core once, after a wait for a load where it can do nothing; returns the seconds without the wait.
 
         Raises:
             EngineError: A request failed.
         """
         if self._is_blocked:
-            self._loaded.wait(_BLOCKED_WAIT_S)
+            self._loaded.wait(longest_wait_s)
         self._loaded.clear()
         num_steps, start_s = self.core.num_steps, time.perf_counter()
-        outputs = self.core.pump()
+        self.outputs = self.core.pump()
         seconds = time.perf_counter() - start_s
-        for output in outputs:
+        for output in self.outputs:
             if output.error is not None:
                 raise EngineError(f"a request of the benchmark failed: {output.error.message}")
-        self._is_blocked = self.core.num_steps == num_steps
+        self._is_blocked = self.core.num_steps == num_steps and not self.outputs
         return seconds
 
     def pump_until_running(self, count: int) -> None:
@@ -75,12 +89,20 @@ class OwnEngine:
 
 
 @contextlib.contextmanager
-def own_engine(model: ModelConfig, memory: MemoryConfig, scheduler: SchedulerConfig) -> Iterator[OwnEngine]:
-    """An engine as the product builds it, until the block is left."""
+def own_engine(
+    config: Config, build: Callable[..., EngineParts] = build_engine, costs: PageCosts | None = None
+) -> Iterator[OwnEngine]:
+    """Build an engine as the product does, and close it when the block is left.
+
+    Args:
+        config: Its settings; without a blob store it gets an empty one of its own.
+        build: Builds it.
+        costs: Seconds to get a page back; None measures them.
+    """
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        config = Config(model=model, memory=memory, scheduler=scheduler, registry=RegistryConfig(blob_url=folder))
+        config = replace(config, registry=RegistryConfig(blob_url=config.registry.blob_url or folder))
         loaded = threading.Event()
-        parts = build_engine(config, notify=loaded.set)
+        parts = build(config, notify=loaded.set, costs=costs)
         try:
             yield OwnEngine(parts, loaded, config)
         finally:

@@ -40,6 +40,11 @@ GROUPS = {
 """Parts that tables add up. Attention includes rope and storing keys and values; the rest
 of the decoder is Python."""
 PARTS = tuple(itertools.chain(*GROUPS.values()))
+_KERNEL_PARTS = {
+    **dict.fromkeys(("rms_norm", "fused_add_rms_norm"), "norms"),
+    **dict.fromkeys(("rope", "kv_write", "paged_attention", "attend"), "attention"),
+    "silu_and_mul": "activation",
+}
 
 
 class PartClock:
@@ -78,15 +83,9 @@ def timed_parts() -> Generator[PartClock]:
 
     def timed_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         kernels = kernels_for(device, dtype)
+        found = {name: getattr(kernels, name) for name in _KERNEL_PARTS}
         return replace(
-            kernels,
-            rms_norm=clock.around("norms", kernels.rms_norm),
-            fused_add_rms_norm=clock.around("norms", kernels.fused_add_rms_norm),
-            rope=clock.around("attention", kernels.rope),
-            silu_and_mul=clock.around("activation", kernels.silu_and_mul),
-            kv_write=clock.around("attention", kernels.kv_write),
-            paged_attention=clock.around("attention", kernels.paged_attention),
-            attend=kernels.attend and clock.around("attention", kernels.attend),
+            kernels, **{name: each and clock.around(_KERNEL_PARTS[name], each) for name, each in found.items()}
         )
 
     def timed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -102,15 +101,15 @@ def timed_parts() -> Generator[PartClock]:
             return None if step is None else TimedLora(step)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(weights, "kernels_for", timed_kernels))
-        stack.enter_context(patch.object(weights, "make_linear", timed_linear))
-        stack.enter_context(patch.object(build, "PagedLora", TimedPagedLora))
-        stack.enter_context(patch.object(runner, "build_batch", clock.around("batch", build_batch)))
-        for part, owner, name in (
-            ("rest of the decoder", Decoder, "forward"),
-            ("rest of the decoder", Decoder, "logits"),
-            ("sampling", Sampler, "sample"),
-            ("scheduling", EngineCore, "pump"),
+        for owner, name, timed in (
+            (weights, "kernels_for", timed_kernels),
+            (weights, "make_linear", timed_linear),
+            (build, "PagedLora", TimedPagedLora),
+            (runner, "build_batch", clock.around("batch", build_batch)),
+            (Decoder, "forward", clock.around("rest of the decoder", Decoder.forward)),
+            (Decoder, "logits", clock.around("rest of the decoder", Decoder.logits)),
+            (Sampler, "sample", clock.around("sampling", Sampler.sample)),
+            (EngineCore, "pump", clock.around("scheduling", EngineCore.pump)),
         ):
-            stack.enter_context(patch.object(owner, name, clock.around(part, getattr(owner, name))))
+            stack.enter_context(patch.object(owner, name, timed))
         yield clock

@@ -14,6 +14,7 @@ import argparse
 import random
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,21 +22,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from weft.adapters.ref import AdapterRef
-from weft.benchmarks.arguments import counts, positive
-from weft.benchmarks.engine.floor import LinearPass
 from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
 from weft.benchmarks.engine.stored import store_adapters
+from weft.benchmarks.model_shapes import QWEN
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, chosen
-from weft.config import MemoryConfig, ModelConfig, SchedulerConfig
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive
+from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.engine.model.linear import make_linear
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
 """Steps of a case that are not timed, until the adapters' weights lie as they will stay."""
 FIRST_STEPS = 4
 """Decode steps of fresh requests that are not timed."""
+NUM_PASSES = 5
+"""Timed passes of the floor, after one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +56,52 @@ class Case:
     """Whether the step over the prompts is timed, instead of those that follow."""
 
 
+class LinearPass:
+    """All linear layers of the 0.5B shape in bfloat16 with random weights (0.8 GB).
+
+    They run in model order, so that every weight comes from memory and not from a cache, as in a real step.
+    """
+
+    def __init__(self) -> None:
+        hidden, inner = QWEN.hidden, QWEN.intermediate
+        qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
+        shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * QWEN.num_layers
+        self._linears = [(make_linear(_random(*shape)), shape[1]) for shape in (*shapes, (VOCAB_SIZE, hidden))]
+
+    @torch.inference_mode()
+    def seconds(self, rows: int, head_rows: int) -> float:
+        """Median time of one pass over so many rows of activations, `head_rows` of which get logits."""
+        counts = [rows] * (len(self._linears) - 1) + [head_rows]
+        inputs = {
+            (count, width): _random(count, width) for count, (_, width) in zip(counts, self._linears, strict=True)
+        }
+        work = [(linear, inputs[count, width]) for count, (linear, width) in zip(counts, self._linears, strict=True)]
+        seconds = []
+        for _ in range(NUM_PASSES + 1):
+            start_s = time.perf_counter()
+            for linear, x in work:
+                linear(x)
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds[1:])
+
+
+def _random(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns).mul_(0.02).to(torch.bfloat16)
+
+
 def step_engine(base: Path, *, threads: int, max_rows: int) -> AbstractContextManager[OwnEngine]:
     """An engine for steps of so many requests at most; it chooses its threads where they are 0."""
-    return own_engine(
-        ModelConfig(path=str(base), device="cpu", dtype="bfloat16", threads=threads),
-        MemoryConfig(gib=1.0, host_gib=0.75, prefix_cache=False),
-        SchedulerConfig(max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS)),
-    )
+    model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", threads=threads)
+    memory = MemoryConfig(gib=1.0, host_gib=0.75, prefix_cache=False)
+    scheduler = SchedulerConfig(max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS))
+    return own_engine(Config(model=model, memory=memory, scheduler=scheduler))
 
 
 def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> tuple[list[float], Counter[str]]:
     """Seconds of so many steps of a case, one after the other, and of their parts, summed; a prefill is one step."""
     draw = random.Random(engine.core.num_steps)
     prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)] for _ in range(case.rows)]
-    requests = engine.submit(prompts, case.adapters)
+    requests = engine.submit_endless(prompts, case.adapters)
     if not case.is_prefill:
         engine.pump_until_running(case.rows)
         for _ in range(FIRST_STEPS):
@@ -78,17 +115,17 @@ def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> 
 
 def make_cases(engine: OwnEngine, adapters: Sequence[Path], rows: Sequence[int], prefill: int) -> list[Case]:
     """Decode steps of so many rows for the base and, from 8 rows on, for 8 adapters; then a prompt."""
-    mixed = store_adapters(engine.parts.ready, engine.blob_dir, adapters, len(adapters))
     smallest = [folder for folder, rank in zip(adapters, RANKS, strict=True) if rank == min(RANKS)]
-    small = store_adapters(engine.parts.ready, engine.blob_dir, smallest, len(adapters))
+    mixed, small = (
+        store_adapters(engine.parts.ready, engine.blob_dir, folders, len(adapters)) for folders in (adapters, smallest)
+    )
     cases = [Case(f"decode, {count} base", count, [None]) for count in rows]
     for count in rows:
         if count >= len(mixed):
             cases.append(Case(f"decode, {count} of 8 adapters of rank 8", count, small))
             cases.append(Case(f"decode, {count} of 8 mixed adapters", count, mixed))
-    if prefill:
-        cases.append(Case(f"prompt of {prefill:,} tokens, base", 1, [None], prefill, is_prefill=True))
-        cases.append(Case(f"prompt of {prefill:,} tokens, rank 64", 1, mixed[3:4], prefill, is_prefill=True))
+    for name, refs in (("base", [None]), ("rank 64", mixed[3:4])) if prefill else ():
+        cases.append(Case(f"prompt of {prefill:,} tokens, {name}", 1, refs, prefill, is_prefill=True))
     return cases
 
 
@@ -112,13 +149,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 floor_s.append(floor.seconds(floor_rows, head_rows=case.rows))
             found[case.name] = figures(step_s, floor_s, part_s)
             print(f"measured: {case.name}", file=sys.stderr, flush=True)
-    return make_result(options, found)
+    return make_result(found)
 
 
-def make_result(options: argparse.Namespace, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def make_result(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The figures of all cases, and a table with the parts in groups."""
     return {
-        "load": {"model": MODEL_ABOUT, "prompt_tokens": PROMPT_TOKENS, **chosen(options, "steps", "repeats")},
+        "load": {"model": MODEL_ABOUT, "prompt_tokens": PROMPT_TOKENS},
         "groups": GROUPS,
         "cases": cases,
         "table": [
@@ -144,9 +181,8 @@ def figures(step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[s
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add = parser.add_argument
     add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
     add("--steps", type=positive, default=24, help="timed decode steps of each repeat")

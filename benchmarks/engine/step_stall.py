@@ -29,8 +29,8 @@ from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.metrics import distribution
 from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, chosen
-from weft.config import Dtype, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption
+from weft.config import Config, Dtype, MemoryConfig, ModelConfig, SchedulerConfig
 
 PROMPT = list(range(10, 18))
 UNDER_WAY = 2
@@ -51,12 +51,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         memory, phase_steps = MemoryConfig(gib=1.0, host_gib=0.5), 60
     dtype: Dtype = "float32" if options.shape == "demo" else "bfloat16"
     model = ModelConfig(path=str(base), device="cpu", dtype=dtype, threads=options.threads)
-    with own_engine(model, memory, SchedulerConfig(max_running=options.requests)) as engine:
+    scheduler = SchedulerConfig(max_running=options.requests)
+    with own_engine(Config(model=model, memory=memory, scheduler=scheduler)) as engine:
         refs = store_adapters(engine.parts.ready, engine.blob_dir, folders, 2 * options.adapters)
         swaps = Swaps(engine, refs[options.adapters :])
         swaps.load_idle(options.requests)
         step_s = time_steps(options, engine, refs[: options.adapters], swaps, options.phase_steps or phase_steps)
-    return make_result(options, step_s, swaps.load_s)
+    return make_result(step_s, swaps.load_s)
 
 
 class Swaps:
@@ -111,7 +112,7 @@ def time_steps(
     """Seconds of the steps of each phase."""
     step_s: dict[str, list[float]] = {"quiet": [], "swaps": []}
     for round_ in range(options.rounds):
-        requests = engine.submit([PROMPT] * options.requests, steady)
+        requests = engine.submit_endless([PROMPT] * options.requests, steady)
         engine.pump_until_running(len(requests))
         for phase in step_s if round_ % 2 == 0 else reversed(step_s):
             for _ in range(SETTLE_STEPS if engine.core.num_steps > WARM_UP_STEPS else WARM_UP_STEPS):
@@ -125,13 +126,10 @@ def time_steps(
     return step_s
 
 
-def make_result(
-    options: argparse.Namespace, step_s: Mapping[str, Sequence[float]], load_s: Mapping[str, Sequence[float]]
-) -> dict[str, Any]:
+def make_result(step_s: Mapping[str, Sequence[float]], load_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Percentiles and ratios, with where they come from."""
     steps, loads = _milliseconds(step_s), _milliseconds(load_s)
     return {
-        **chosen(options, "shape", "requests", "adapters"),
         "step_ms": steps,
         "ratios": {f"swaps / quiet, {name}": steps["swaps"][name] / steps["quiet"][name] for name in ("p50", "p99")},
         "load_ms": loads,
@@ -147,9 +145,8 @@ def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str,
     return {name: {"count": len(each), **distribution(each, 1e3)} for name, each in seconds.items()}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add = parser.add_argument
     add("--shape", choices=("qwen", "demo"), default="qwen")
     add("--requests", type=int, default=16, help="size of the steady batch")
     add("--adapters", type=int, default=8, help="adapters of the steady batch")

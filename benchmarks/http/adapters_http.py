@@ -28,13 +28,11 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.arguments import counts, positive
-from weft.benchmarks.http.generator import Calls, Reply, closed_loop, first_error, tokens_per_s
+from weft.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop, tokens_per_s
 from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import percentile
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
-from weft.benchmarks.report import DEFAULT_CACHE, goal, spread
-from weft.benchmarks.rounds import ratios
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, goal, positive, ratios, spread
 from weft.benchmarks.workloads import zipf_adapters
 from weft.errors import WeftError
 
@@ -47,6 +45,8 @@ MAX_COLD_TTFT_MS = 300.0
 """Demo model."""
 TURN_S = 5.0
 """Of the load of one server, then it is the other one's turn."""
+Spans = dict[str, list[dict[str, Any]]]
+"""What each turn of the cold and of the warm span came to."""
 _PASS_IN_FLIGHT = 8
 _SAMPLE = 40
 """Adapters to ask for their number of pages; the copies repeat after a few."""
@@ -90,7 +90,7 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
     registered = register(options, folder, count)
     settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": []}
 
-    def run(repeat: int) -> dict[str, dict[str, Any]]:
+    def run(repeat: int) -> dict[str, Spans]:
         with contextlib.ExitStack() as stack:
             servers = {}
             copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-", dir=options.cache)))
@@ -100,7 +100,7 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
             return _load_in_turns(options, servers, registered["key"], registered["names"], repeat)
 
     runs = [run(repeat) for repeat in range(1, options.repeats + 1)]
-    merged = {kind: {span: _merged([each[kind][span] for each in runs]) for span in MIN_RATIO} for kind in settings}
+    merged = {kind: {span: _figures([each[kind][span] for each in runs]) for span in MIN_RATIO} for kind in settings}
     rates = {kind: {span: merged[kind][span]["tokens_per_s"]["repeats"] for span in MIN_RATIO} for kind in merged}
     return {
         "adapters": count,
@@ -136,7 +136,7 @@ def _half_of_pool(
 
 def _load_in_turns(
     options: argparse.Namespace, servers: dict[str, OwnServer], key: str, names: Sequence[str], seed: int
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Spans]:
     """Cold and warm spans of both servers, which get the same requests."""
     num_turns = max(round(options.seconds / TURN_S), 1)
     turn_s = options.seconds / num_turns
@@ -151,7 +151,7 @@ def _load_in_turns(
             )
             end_s = time.perf_counter() + turn_s
             await closed_loop(load, options.in_flight, replies, until_s=end_s)
-        _check(replies)
+        check_replies(replies)
         return {
             "tokens_per_s": tokens_per_s(replies, end_s - turn_s, end_s),
             # The first requests of a turn come all at once, as they do in no other moment.
@@ -166,7 +166,7 @@ def _load_in_turns(
         kind = list(servers)[(index + index // 2) % 2]  # a b b a
         turns[kind].append(uvloop.run(turn(kind)))
     count = min(max(round(options.span_s / turn_s), 1), num_turns)
-    return {kind: {"cold": _span(each[:count]), "warm": _span(each[-count:])} for kind, each in turns.items()}
+    return {kind: {"cold": each[:count], "warm": each[-count:]} for kind, each in turns.items()}
 
 
 async def _warm_up(options: argparse.Namespace, server: OwnServer, calls: Calls, names: Sequence[str]) -> None:
@@ -177,7 +177,7 @@ async def _warm_up(options: argparse.Namespace, server: OwnServer, calls: Calls,
         await closed_loop(base, options.in_flight, replies)
         one_each = (calls.make(name, options.input_tokens, 1, number) for number, name in enumerate(names, 128))
         await closed_loop(one_each, _PASS_IN_FLIGHT, replies)
-    _check(replies)
+    check_replies(replies)
     found = sum(resident["tier"] == "device" for resident in server.admin.engine()["residents"])
     if found < len(names):
         raise WeftError(
@@ -186,33 +186,21 @@ async def _warm_up(options: argparse.Namespace, server: OwnServer, calls: Calls,
         )
 
 
-def _check(replies: Sequence[Reply]) -> None:
-    if failed := first_error(replies):
-        raise WeftError(f"A request failed: {failed}")
-
-
-def _span(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "tokens_per_s": statistics.mean(turn["tokens_per_s"] for turn in turns),
-        "ttft_ms": [value for turn in turns for value in turn["ttft_ms"]],
-        "states": sum((turn["states"] for turn in turns), Counter[str]()),
-    }
-
-
-def _merged(spans: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    states = sum((each["states"] for each in spans), Counter[str]())
+def _figures(repeats: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """What the turns of one span show, from those of each repeat."""
+    turns = list(itertools.chain(*repeats))
+    states = sum((turn["states"] for turn in turns), Counter[str]())
     return {
         "requests": states.total(),
-        "tokens_per_s": spread([each["tokens_per_s"] for each in spans]),
-        "ttft_p99_ms": percentile([value for each in spans for value in each["ttft_ms"]], 99),
+        "tokens_per_s": spread([statistics.mean(turn["tokens_per_s"] for turn in each) for each in repeats]),
+        "ttft_p99_ms": percentile([value for turn in turns for value in turn["ttft_ms"]], 99),
         "states": {state: number / states.total() for state, number in states.items()},
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_demo_options(parser)
-    add = parser.add_argument
+    add_demo_options(add)
     add("--counts", type=counts, default="5,100,2000", help="registered adapters, comma-separated")
     add("--shape", choices=("demo", "0.5b"), default="demo", help="0.5b: random weights, adapters of rank 8 on q and v")
     add("--tight", type=int, default=100, help="adapters of the arm with a pool for half of them; 0 leaves the arm out")

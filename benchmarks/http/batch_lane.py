@@ -19,10 +19,9 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.arguments import positive
-from weft.benchmarks.http import load, serve
-from weft.benchmarks.metrics import RequestRecord, percentile
-from weft.benchmarks.report import goal
+from weft.benchmarks.http.serve import add_server_options, make_load, target
+from weft.benchmarks.metrics import Objective, RequestRecord, summarise
+from weft.benchmarks.report import AddOption, goal, positive
 from weft.client import Client
 from weft.errors import WeftError
 
@@ -35,13 +34,12 @@ _TARGET = "scheduler.itl_target_ms="
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The load alone and beside a batch, sent to the server that the options describe."""
-    with serve.target(options) as served, Client(served.url, served.key) as client:
-        plan, settings = load.make_plan(options), load.make_settings(options)
-        uvloop.run(load.send(served, plan[: options.warmup], settings))
-        alone = uvloop.run(load.send(served, plan, settings))
+    with target(options) as served, Client(served.url, served.key) as client:
+        load = make_load(options, len(served.models))
+        alone = uvloop.run(load.send(served, options.warmup))
         batch_id = _start(client, options, served.models)
         _until(client, batch_id, "in_progress", "completed")
-        beside = uvloop.run(load.send(served, plan, settings))
+        beside = uvloop.run(load.send(served))
         done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"]["completed"]
         ended = _until(client, batch_id, "completed")
     counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])
@@ -95,25 +93,16 @@ def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[
 
 
 def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
-    good = [record for record in records if record.error is None]
-    if not good:
+    found = summarise(records, Objective())
+    if found["errors"] == len(records):
         raise WeftError(f"no interactive request succeeded: {records[0].error}")
-    ttft, tpot = [record.ttft_s * 1e3 for record in good], [record.tpot_s * 1e3 for record in good]
-    return {
-        "errors": len(records) - len(good),
-        "ttft_p50_ms": percentile(ttft, 50),
-        "ttft_p95_ms": percentile(ttft, 95),
-        "tpot_p50_ms": percentile(tpot, 50),
-        "tpot_p95_ms": percentile(tpot, 95),
-    }
+    times = {f"{kind}_{at}_ms": found[f"{kind}_ms"][at] for kind in ("ttft", "tpot") for at in ("p50", "p95")}
+    return {"errors": found["errors"], **times}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    serve.add_server_options(parser)
-    load.add_load_options(parser)
-    parser.set_defaults(requests=200, concurrency=8)
-    add = parser.add_argument
+    add_server_options(add, requests=200, concurrency=8)
     add("--warmup", type=int, default=16, help="requests sent before, not measured")
     add("--lines", type=positive, default=1000, help="requests of the batch")
     add("--line-prompt", type=positive, default=64, help="prompt tokens of a line")

@@ -11,24 +11,18 @@ make no sense.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
 
-from weft.benchmarks.arguments import positive
-from weft.benchmarks.http import load
-from weft.benchmarks.http.generator import PlannedRequest
 from weft.benchmarks.http.own_server import Served
-from weft.benchmarks.http.serve import add_server_options, target
+from weft.benchmarks.http.serve import add_server_options, make_load, target
 from weft.benchmarks.metrics import Objective, summarise
-from weft.benchmarks.report import spread
-from weft.benchmarks.rounds import take_turns
+from weft.benchmarks.report import AddOption, positive, ratios, spread, take_turns
 from weft.errors import ConfigError, WeftError
 
-FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
+FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "output tokens/s": lambda summary: summary["output_tokens_per_s"],
     "TTFT p50 ms": lambda summary: summary["ttft_ms"]["p50"],
     "TPOT p50 ms": lambda summary: summary["tpot_ms"]["p50"],
@@ -44,15 +38,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         WeftError: A request of the round that is not counted failed.
     """
     with target(options) as served:
-        contenders = make_contenders(options, served)
-        plan, settings = load.make_plan(options), load.make_settings(options)
+        contenders, load = make_contenders(options, served), make_load(options, len(served.models))
 
         def run(name: str, round_: int) -> dict[str, Any]:
-            contender = contenders[name]
             # Other prompts in each round: a repeated one measures prefix caches.
-            fresh = replace(settings, seed=options.seed + round_)
-            translated = translate(plan, contenders["Weft"].models, contender.models)
-            records = uvloop.run(load.send(contender, translated, fresh))
+            records = uvloop.run(load.with_seed(options.seed + round_).send(contenders[name]))
             failed = next((record.error for record in records if record.error), None)
             if not round_ and failed:
                 raise WeftError(f"{name} does not answer as asked: {failed}")
@@ -76,33 +66,20 @@ def make_contenders(options: argparse.Namespace, served: Served) -> dict[str, Se
         )
     if options.peer_name == "Weft":
         raise ConfigError("--peer-name must not be Weft", param="peer_name")
-    return {
-        "Weft": served,
-        options.peer_name: Served(options.peer, options.peer_key, theirs),
-    }
-
-
-def translate(plan: Sequence[PlannedRequest], ours: Sequence[str], theirs: Sequence[str]) -> list[PlannedRequest]:
-    """The same requests for a server with other names."""
-    names = dict(zip(ours, theirs, strict=True))
-    return [replace(request, model=names[request.model]) for request in plan]
+    return {"Weft": served, options.peer_name: Served(options.peer, options.peer_key, theirs)}
 
 
 def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Spreads of each, and ratios of Weft over the peer within rounds."""
-    found = {
-        name: {figure: [_number(read(run)) for run in each] for figure, read in FIGURES.items()}
+    figures = {
+        name: {figure: spread([read(run) for run in each]) for figure, read in FIGURES.items()}
         for name, each in runs.items()
     }
-    ours, theirs = found.values()
-    figures = {name: {figure: spread(values) for figure, values in each.items()} for name, each in found.items()}
+    ours, theirs = figures.values()
     errors = {name: sum(run["errors"] for run in each) for name, each in runs.items()}
     return {
         "figures": figures,
-        "ratios": {
-            figure: spread([ratio_of(one, two) for one, two in zip(ours[figure], theirs[figure], strict=True)])
-            for figure in FIGURES
-        },
+        "ratios": {figure: ratios(ours[figure]["repeats"], theirs[figure]["repeats"]) for figure in FIGURES},
         "errors": {name: {"errors": count} for name, count in errors.items()},
         "table": [
             {"": figure, **{name: each[figure]["median"] for name, each in figures.items()}} for figure in FIGURES
@@ -113,23 +90,12 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value  # no answer of a round came
-
-
-def ratio_of(one: float, two: float) -> float:
-    """One figure over the other; NaN where a round has none."""
-    return one / two if two else math.nan
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add = parser.add_argument
     add("--peer", required=True, help="base URL with /v1 of the other server")
     add("--peer-models", required=True, help="its names for the same models, comma-separated, the base first")
     add("--peer-key", default="", help="its API key")
     add("--peer-name", default="peer", help="what to call it")
     add("--peer-about", default="", help="its version and how it was started, for the result")
     add("--repeats", type=positive, default=3, help="rounds that count")
-    add_server_options(parser)
-    load.add_load_options(parser)
+    add_server_options(add)

@@ -23,23 +23,31 @@ import asyncio
 import contextlib
 import itertools
 import math
+import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import uvloop
 
-from weft.benchmarks.arguments import positive
-from weft.benchmarks.http.flood import Stream, flood
-from weft.benchmarks.http.generator import Reply, first_error, tokens_per_s, watch_delay
-from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
+from weft.benchmarks.http.generator import (
+    Call,
+    Calls,
+    LoadSettings,
+    Reply,
+    check_replies,
+    closed_loop,
+    tokens_per_s,
+    watch_delay,
+)
+from weft.benchmarks.http.http_stream import EventClient
+from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, Served, add_demo_options, plain_server
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.report import goal, spread
-from weft.benchmarks.rounds import take_turns
-from weft.errors import WeftError
+from weft.benchmarks.report import AddOption, goal, positive, spread, take_turns
 
 WEIGHTS = {"heavy": 3, "light": 1}
 MAX_RATIO = 3.0
@@ -60,10 +68,38 @@ _OTHERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class Streams:
+    """Requests that one tenant keeps open without pause."""
+
+    served: Served
+    """Its models are asked in turn."""
+    count: int
+    prompt_tokens: int
+    output_tokens: int
+    settings: LoadSettings
+
+    def calls(self) -> Iterator[Call]:
+        """Requests without end."""
+        made = Calls(EventClient(self.served.url, self.served.key), self.settings)
+        for index, model in enumerate(itertools.cycle(self.served.models)):
+            yield made.make(model, self.prompt_tokens, self.output_tokens, index)
+
+
+@dataclass(frozen=True, slots=True)
+class FloodReport:
+    """The replies of a flood; complete when its block has ended."""
+
+    replies: list[list[Reply]]
+    """Per group of streams, in the order in which they were sent; those of the end are cut short."""
+    delays_s: list[float]
+    """How late the flood's own event loop was."""
+
+
+@dataclass(frozen=True, slots=True)
 class Arm:
     """The flooding streams and the quiet requests of one arm."""
 
-    groups: tuple[Stream, ...]
+    groups: tuple[Streams, ...]
     quiet: tuple[str, str] | None
     """Key and model of the quiet requests, if there are any."""
 
@@ -85,17 +121,10 @@ def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
     def adapters(tenant: str, count: int, first: int) -> list[str]:
         return server.upload_copies(keys[tenant], options.adapters, count, first)
 
-    def group(tenant: str, models: Sequence[str], streams: int = options.streams) -> Stream:
-        return Stream(
-            url=server.url,
-            key=keys[tenant],
-            models=tuple(models),
-            count=streams,
-            prompt_tokens=options.prompt_tokens,
-            output_tokens=options.flood_tokens,
-            vocab_size=server.ready["vocab_size"],
-            seed=next(seeds),
-        )
+    def group(tenant: str, models: list[str], count: int = options.streams) -> Streams:
+        served = Served(server.url, keys[tenant], models)
+        settings = LoadSettings(vocab_size=server.ready["vocab_size"], seed=next(seeds))
+        return Streams(served, count, options.prompt_tokens, options.flood_tokens, settings)
 
     few = adapters("flood", 5, 0)
     quiet = (keys["quiet"], adapters("quiet", 1, _OTHERS)[0])
@@ -130,8 +159,7 @@ def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: 
                 steps_s.append(_watch_steps(options, server))
             spans[name].append((start_s, time.perf_counter()))
     server.wait_idle()
-    if failed := first_error(replies) or first_error([reply for group in report.replies for reply in group]):
-        raise WeftError(f"A request failed: {failed}")
+    check_replies(itertools.chain(replies, *report.replies))
     rates = {
         name: [statistics.mean(tokens_per_s(group, *span) for span in turns) for group in report.replies]
         for name, turns in spans.items()
@@ -146,6 +174,50 @@ def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: 
         "rates": rates["with"],
         "kept": sum(rates["with"]) / sum(rates["without"]) if arm.groups else None,
     }
+
+
+@contextlib.contextmanager
+def flood(groups: Sequence[Streams]) -> Iterator[FloodReport]:
+    """Keep streams open from a process of its own until the block is left, and then close them all.
+
+    The clients whose times are measured beside the flood must not wait while its tokens are counted. Both processes
+    read the same clock.
+    """
+    report = FloodReport([], [])
+    if not groups:
+        yield report
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pipe, other = spawn.Pipe()
+    process = spawn.Process(target=run_clients, args=(other, groups), daemon=True)
+    process.start()
+    other.close()  # the pipe ends when the process dies
+    pipe.recv()
+    try:
+        yield report
+    finally:
+        pipe.send(None)
+        found = pipe.recv()
+        report.replies.extend(found.replies)
+        report.delays_s.extend(found.delays_s)
+        process.join()
+
+
+def run_clients(pipe: Connection, groups: Sequence[Streams]) -> None:
+    """What the flood's own process does."""
+    uvloop.run(_keep_open(pipe, groups))
+
+
+async def _keep_open(pipe: Connection, groups: Sequence[Streams]) -> None:
+    report = FloodReport([[] for _ in groups], [])
+    loops = (closed_loop(each.calls(), each.count, found) for each, found in zip(groups, report.replies, strict=True))
+    tasks = [asyncio.create_task(each) for each in (*loops, watch_delay(report.delays_s))]
+    pipe.send(None)
+    await asyncio.to_thread(pipe.recv)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    pipe.send(report)
 
 
 def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
@@ -165,8 +237,7 @@ async def _ask_quietly(
     calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
     with contextlib.closing(calls.client):
         await calls.make(model, options.prompt_tokens, options.quiet_tokens, 0).send(first := Reply(model, due_s=0.0))
-        if first.error:
-            raise WeftError(f"A request failed: {first.error}")
+        check_replies([first])
         end_s = time.perf_counter() + options.seconds / TURNS
         while time.perf_counter() < end_s:
             await asyncio.sleep(draw.expovariate(1e3 / options.pause_ms))
@@ -222,10 +293,9 @@ def _arm_result(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_demo_options(parser)
-    add = parser.add_argument
+    add_demo_options(add)
     add("--seconds", type=float, default=20.0, help="of an arm with the quiet requests, and without")
     add("--repeats", type=positive, default=3)
     add("--streams", type=positive, default=200, help="that the flood keeps open")

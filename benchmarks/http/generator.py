@@ -7,11 +7,10 @@ Every answer is checked for its end, its usage and its token counts; a wrong one
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ import orjson
 
 from weft.benchmarks.http.http_stream import EventClient, HttpStatusError
 from weft.benchmarks.metrics import RequestRecord
+from weft.errors import WeftError
 
 _TICK_S = 0.005
 REFUSED_PAUSE_S = 0.25
@@ -29,17 +29,6 @@ _LOWEST_PROMPT_ID = 16
 """Ids below are often special tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    """One request to send."""
-
-    model: str
-    prompt_tokens: int
-    output_tokens: int
-    arrival_s: float = 0.0
-    """Seconds after the start at which it is due; ignored in a closed loop."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
     """How requests are written and sent."""
@@ -48,8 +37,6 @@ class LoadSettings:
     """Prompt ids are drawn below this."""
     ignore_eos: bool = True
     """Ask for exactly `output_tokens`; false for servers that lack the field."""
-    concurrency: int | None = 32
-    """Requests in flight in a closed loop; None is an open loop."""
     timeout_s: float = 600.0
     seed: int = 0
 
@@ -82,8 +69,10 @@ class Call:
     """A request, ready to be sent."""
 
     client: EventClient
-    request: PlannedRequest
     settings: LoadSettings
+    model: str
+    prompt_tokens: int
+    output_tokens: int
     body: bytes
 
     async def send(self, reply: Reply) -> None:
@@ -97,7 +86,7 @@ class Call:
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 await self.client.post(PATH, self.body, answer.take, note_head)
-            reply.error = reply.error or answer.fault(self.request, self.settings)
+            reply.error = reply.error or answer.fault(self)
         except TimeoutError:
             reply.error = f"no answer within {self.settings.timeout_s:g} s"
         except (HttpStatusError, OSError, ValueError) as error:
@@ -115,31 +104,30 @@ class Calls:
 
     def make(self, model: str, prompt_tokens: int, output_tokens: int, index: int) -> Call:
         """A request."""
-        request = PlannedRequest(model, prompt_tokens, output_tokens)
-        return Call(self.client, request, self.settings, request_body(request, self.settings, index))
+        draw, vocab_size = random.Random(f"{self.settings.seed}/{index}"), self.settings.vocab_size
+        lowest = min(_LOWEST_PROMPT_ID, vocab_size - 1)
+        body = {
+            "model": model,
+            "prompt": [draw.randrange(lowest, vocab_size) for _ in range(prompt_tokens)],
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if self.settings.ignore_eos else {}),
+        }
+        return Call(self.client, self.settings, model, prompt_tokens, output_tokens, orjson.dumps(body))
 
-    def without_end(self, models: Sequence[str], prompt_tokens: int, output_tokens: int) -> Iterator[Call]:
-        """Requests for models in turn."""
-        for index, model in enumerate(itertools.cycle(models)):
-            yield self.make(model, prompt_tokens, output_tokens, index)
 
-
-async def run_load(client: EventClient, plan: Sequence[PlannedRequest], settings: LoadSettings) -> list[Reply]:
-    """Send all requests and wait for all answers."""
-    calls = [Call(client, each, settings, request_body(each, settings, index)) for index, each in enumerate(plan)]
-    replies: list[Reply] = []
-    if settings.concurrency is not None:
-        await closed_loop(iter(calls), settings.concurrency, replies)
-        return replies
+async def open_loop(calls: Sequence[Call], arrivals_s: Sequence[float], replies: list[Reply]) -> None:
+    """Send each request so many seconds after the start, and wait for all answers."""
     start_s = time.perf_counter()
 
-    async def send_when_due(call: Call) -> None:
-        replies.append(reply := Reply(call.request.model, due_s=start_s + call.request.arrival_s))
+    async def send_when_due(call: Call, arrival_s: float) -> None:
+        replies.append(reply := Reply(call.model, due_s=start_s + arrival_s))
         await asyncio.sleep(max(0.0, reply.due_s - time.perf_counter()))
         await call.send(reply)
 
-    await asyncio.gather(*map(send_when_due, calls))
-    return replies
+    await asyncio.gather(*map(send_when_due, calls, arrivals_s))
 
 
 async def closed_loop(
@@ -152,7 +140,7 @@ async def closed_loop(
 
     async def work() -> None:
         for call in calls:
-            reply = Reply(call.request.model, due_s=time.perf_counter())
+            reply = Reply(call.model, due_s=time.perf_counter())
             if reply.due_s >= until_s:
                 return
             replies.append(reply)
@@ -163,9 +151,14 @@ async def closed_loop(
     await asyncio.gather(*(work() for _ in range(in_flight)))
 
 
-def first_error(replies: Sequence[Reply]) -> str | None:
-    """What went wrong, refusals apart."""
-    return next((reply.error for reply in replies if reply.error and not reply.is_refused), None)
+def check_replies(replies: Iterable[Reply]) -> None:
+    """Check that all requests were answered or refused.
+
+    Raises:
+        WeftError: One failed.
+    """
+    if failed := next((reply.error for reply in replies if reply.error and not reply.is_refused), None):
+        raise WeftError(f"A request failed: {failed}")
 
 
 def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> float:
@@ -179,23 +172,6 @@ async def watch_delay(delays_s: list[float]) -> None:
         due_s = time.perf_counter() + _TICK_S
         await asyncio.sleep(_TICK_S)
         delays_s.append(max(0.0, time.perf_counter() - due_s))
-
-
-def request_body(request: PlannedRequest, settings: LoadSettings, index: int) -> bytes:
-    """The JSON of one request; the prompt depends on seed and index only."""
-    draw = random.Random(f"{settings.seed}/{index}")
-    body: dict[str, Any] = {
-        "model": request.model,
-        "max_tokens": request.output_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if settings.ignore_eos:
-        body["ignore_eos"] = True
-    lowest = min(_LOWEST_PROMPT_ID, settings.vocab_size - 1)
-    body["prompt"] = [draw.randrange(lowest, settings.vocab_size) for _ in range(request.prompt_tokens)]
-    return orjson.dumps(body)
 
 
 class _Answer:
@@ -221,7 +197,7 @@ class _Answer:
             self._record.token_times_s.append(now)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
-    def fault(self, request: PlannedRequest, settings: LoadSettings) -> str | None:
+    def fault(self, call: Call) -> str | None:
         """What is wrong with the finished answer."""
         if not self._is_done or self._finish_reason is None:
             return "the stream ended without finish_reason and [DONE]"
@@ -229,8 +205,8 @@ class _Answer:
             return "no usage came, although stream_options asked for it"
         self._record.prompt_tokens = int(self._usage["prompt_tokens"])
         self._record.completion_tokens = int(self._usage["completion_tokens"])
-        if settings.ignore_eos and self._record.completion_tokens != request.output_tokens:
-            return f"usage says {self._record.completion_tokens} tokens came, {request.output_tokens} were asked for"
-        if self._record.prompt_tokens != request.prompt_tokens:
-            return f"usage says {self._record.prompt_tokens} prompt tokens, {request.prompt_tokens} were sent"
+        if call.settings.ignore_eos and self._record.completion_tokens != call.output_tokens:
+            return f"usage says {self._record.completion_tokens} tokens came, {call.output_tokens} were asked for"
+        if self._record.prompt_tokens != call.prompt_tokens:
+            return f"usage says {self._record.prompt_tokens} prompt tokens, {call.prompt_tokens} were sent"
         return None

@@ -26,7 +26,6 @@ class HttpStatusError(Exception):
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}: {body[:500].decode(errors='replace')}")
-        self.status = status
 
 
 class EventClient:
@@ -72,16 +71,15 @@ class EventClient:
         """
         head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         connection = await self._connect()
-        answer = _Answer(on_event, on_head)
         try:
-            await connection.ask(head.encode() + body, answer)
+            await connection.ask(head.encode() + body, on_event, on_head)
         finally:
             if connection.can_be_kept:
                 self._idle.append(connection)
             else:
                 connection.transport.abort()
-        if answer.status != 200:
-            raise HttpStatusError(answer.status, answer.body)
+        if connection.status != 200:
+            raise HttpStatusError(connection.status, connection.body)
 
     async def _connect(self) -> _Connection:
         while self._idle:
@@ -94,83 +92,68 @@ class EventClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with one request at a time."""
+    """One connection, with one request at a time. Its `on_` methods are the parser's."""
 
     transport: asyncio.Transport
     can_be_kept = False
     """The last answer came to its end, and the server takes another request."""
-    _answer: _Answer | None = None
+    status = 0
+    """Of the answer; 0 before its head is there."""
+    _end: asyncio.Future[bool] | None = None
+    """Whether the connection can be used again, once the answer has ended."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
 
-    async def ask(self, request: bytes, answer: _Answer) -> None:
+    async def ask(self, request: bytes, on_event: OnEvent, on_head: OnHead) -> None:
         """Send a request and wait for the end of its answer."""
-        self.can_be_kept = False
-        self._answer = answer
-        self.transport.write(request)
-        self.can_be_kept = await answer.end
-
-    def data_received(self, data: bytes) -> None:
-        if self._answer is not None and not self._answer.end.done():
-            self._answer.feed(data)
-        else:
-            self.transport.close()  # nobody asked
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._answer is not None:
-            self._answer.cut(exc)
-
-
-class _Answer:
-    """What comes back for one request. Its `on_` methods are the parser's."""
-
-    def __init__(self, on_event: OnEvent, on_head: OnHead) -> None:
-        self.end: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the connection can be used again."""
-        self._on_event = on_event
-        self._on_head = on_head
+        self._on_event, self._on_head = on_event, on_head
         self._parser = httptools.HttpResponseParser(self)
-        self.status = 0
-        """0 before the head is there."""
         self._headers: dict[bytes, bytes] = {}
         self._pieces: list[bytes] = []
-        self._can_be_kept: bool | None = None
-
-    def feed(self, data: bytes) -> None:
-        """Take what arrived; errors end up in `end`."""
-        try:
-            self._parser.feed_data(data)
-            if self.status == 200:
-                *lines, rest = b"".join(self._pieces).split(b"\n")
-                self._pieces = [rest]
-                for line in lines:
-                    if line.startswith(b"data:"):
-                        self._on_event(line[5:].strip())
-            if self._can_be_kept is not None:
-                self.end.set_result(self._can_be_kept)
-        except httptools.HttpParserError as error:
-            self.end.set_exception(ConnectionError(f"the server's answer is not HTTP: {error}"))
-        except Exception as error:  # noqa: BLE001 - not lost: `ask` raises it to its caller
-            self.end.set_exception(error)
-
-    def cut(self, error: Exception | None) -> None:
-        """The connection is closed: the end of an answer that does not say how long it is."""
-        if self.end.done():
-            return
-        if self.status and error is None and not self._headers.keys() & {b"content-length", b"transfer-encoding"}:
-            self.end.set_result(False)
-        else:
-            self.end.set_exception(error or ConnectionError(_CUT))
+        self._keeps_alive: bool | None = None
+        self._end = asyncio.get_running_loop().create_future()
+        self.status, self.can_be_kept = 0, False
+        self.transport.write(request)
+        self.can_be_kept = await self._end
 
     @property
     def body(self) -> bytes:
         """Of an answer whose status is not 200."""
         return b"".join(self._pieces)
 
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived; errors end up in `ask`."""
+        if self._end is None or self._end.done():
+            self.transport.close()  # nobody asked
+            return
+        try:
+            self._parser.feed_data(data)
+            if self.status == 200:
+                *lines, rest = self.body.split(b"\n")
+                self._pieces = [rest]
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        self._on_event(line[5:].strip())
+            if self._keeps_alive is not None:
+                self._end.set_result(self._keeps_alive)
+        except httptools.HttpParserError as error:
+            self._end.set_exception(ConnectionError(f"the server's answer is not HTTP: {error}"))
+        except Exception as error:  # noqa: BLE001 - not lost: `ask` raises it to its caller
+            self._end.set_exception(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take the closing as the end of an answer that does not say how long it is; else it is an error."""
+        if self._end is None or self._end.done():
+            return
+        if self.status and exc is None and not self._headers.keys() & {b"content-length", b"transfer-encoding"}:
+            self._end.set_result(False)
+        else:
+            self._end.set_exception(exc or ConnectionError(_CUT))
+
     def on_message_begin(self) -> None:
-        if self._can_be_kept:
-            self._can_be_kept = False  # nobody asked for another answer
+        if self._keeps_alive:
+            self._keeps_alive = False  # nobody asked for another answer
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
@@ -183,4 +166,4 @@ class _Answer:
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        self._can_be_kept = self._parser.should_keep_alive()
+        self._keeps_alive = self._parser.should_keep_alive()

@@ -18,16 +18,15 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.arguments import positive
 from weft.benchmarks.engine.own_engine import OwnEngine
 from weft.benchmarks.engine.part_clock import PartClock
 from weft.benchmarks.engine.step import PROMPT_TOKENS, Case, step_engine, timed_steps
-from weft.benchmarks.http.generator import LoadSettings, PlannedRequest
-from weft.benchmarks.http.load import send
+from weft.benchmarks.http.generator import LoadSettings
 from weft.benchmarks.http.own_server import Served, own_server
+from weft.benchmarks.http.serve import Load
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, chosen, spread
-from weft.benchmarks.rounds import take_turns
+from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, AddOption, positive, spread, take_turns
+from weft.benchmarks.workloads import TimedRequest
 from weft.errors import ConfigError, WeftError
 
 MAX_STEPS = 256
@@ -52,7 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         def run(name: str, round_: int) -> dict[str, float]:
             return in_process(engine, options) if name == "engine" else over_http(served, options, round_)
 
-        return make_result(options, take_turns(("engine", "server"), options.repeats, run))
+        return make_result(take_turns(("engine", "server"), options.repeats, run))
 
 
 def server_settings(requests: int) -> list[str]:
@@ -77,16 +76,15 @@ def in_process(engine: OwnEngine, options: argparse.Namespace) -> dict[str, floa
 
 def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[str, float]:
     """Median seconds between two tokens of a stream."""
-    plan = [PlannedRequest(served.models[0], PROMPT_TOKENS, options.output_tokens) for _ in range(options.requests)]
-    settings = LoadSettings(vocab_size=VOCAB_SIZE, concurrency=options.requests, seed=seed)
-
-    replies = uvloop.run(send(served, plan, settings))
+    plan = [TimedRequest(0.0, 0, PROMPT_TOKENS, options.output_tokens)] * options.requests
+    load = Load(plan, LoadSettings(vocab_size=VOCAB_SIZE, seed=seed), options.requests)
+    replies = uvloop.run(load.send(served))
     if failed := next((reply.error for reply in replies if reply.error), None):
         raise WeftError(f"a request over HTTP failed: {failed}")
     return {"gap over HTTP": statistics.median(gap for reply in replies for gap in reply.gaps_s)}
 
 
-def make_result(options: argparse.Namespace, runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any]:
+def make_result(runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any]:
     """Medians in ms, and shares of a step, taken within rounds."""
     rounds = [engine | server for engine, server in zip(runs["engine"], runs["server"], strict=True)]
 
@@ -102,7 +100,7 @@ def make_result(options: argparse.Namespace, runs: Mapping[str, Sequence[dict[st
         },
     }
     return {
-        "load": {"model": MODEL_ABOUT, **chosen(options, "requests", "output_tokens", "repeats")},
+        "load": {"model": MODEL_ABOUT},
         **found,
         "table": [
             {"": f"{name}, {unit}", **{key: each[key] for key in SHOWN}}
@@ -112,9 +110,8 @@ def make_result(options: argparse.Namespace, runs: Mapping[str, Sequence[dict[st
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add = parser.add_argument
     add("--requests", type=positive, default=32, help="at once")
     add("--output-tokens", type=positive, default=64)
     add("--repeats", type=positive, default=3)

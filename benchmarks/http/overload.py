@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import math
 import random
 import statistics
 import sys
@@ -31,13 +32,11 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.arguments import positive
-from weft.benchmarks.http.generator import Call, Calls, Reply, closed_loop, first_error, tokens_per_s, watch_delay
+from weft.benchmarks.http.generator import Call, Calls, Reply, check_replies, closed_loop, tokens_per_s, watch_delay
 from weft.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import Objective, distribution
-from weft.benchmarks.report import goal
+from weft.benchmarks.report import AddOption, goal, positive
 from weft.benchmarks.workloads import gamma_arrivals
-from weft.errors import WeftError
 
 SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
 """Of the demand, by tenant."""
@@ -81,8 +80,8 @@ class Phase:
     next_probe_s: float = 0.0
     delays_s: list[float] = field(default_factory=list)
     """Of the clients' event loop."""
-    normal_after_s: float | None = None
-    """From the last arrival; None: not within the time given."""
+    normal_after_s: float = math.nan
+    """From the last arrival; NaN: not within the time given."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -134,8 +133,7 @@ async def measure_capacity(options: argparse.Namespace, calls: Mapping[str, Iter
     end_s = start_s + options.capacity_seconds
     loads = ((mixed, options.in_flight, replies), (calls[QUIET], 1, quiet))
     await asyncio.gather(*(closed_loop(*each, until_s=end_s) for each in loads))
-    if failed := first_error(replies + quiet):
-        raise WeftError(f"The server cannot answer a load without overload: {failed}")
+    check_replies(replies + quiet)
     capacity = tokens_per_s(replies + quiet, start_s, end_s) / float(options.output_tokens)
     return capacity, statistics.median(reply.ttft_s for reply in quiet[len(quiet) // 4 :])
 
@@ -180,7 +178,7 @@ async def carry_out(options: argparse.Namespace, phase: Phase, quiet: Iterator[C
 async def _visit(options: argparse.Namespace, phase: Phase, visit: Visit) -> None:
     due_s = phase.start_s + visit.arrival_s
     for _ in range(TRIES[visit.kind]):
-        visit.tries.append(reply := Reply(visit.call.request.model, due_s=due_s))
+        visit.tries.append(reply := Reply(visit.call.model, due_s=due_s))
         await visit.call.send(reply)
         if not reply.is_refused:
             return
@@ -197,7 +195,7 @@ async def _probe(call: Call, told_s: float) -> float | None:
     start_s = time.perf_counter()
     for part in PROBE_AT:
         await _sleep_until(start_s + part * told_s)
-        reply = Reply(call.request.model, due_s=time.perf_counter())
+        reply = Reply(call.model, due_s=time.perf_counter())
         await call.send(reply)
         if reply.status == 200:
             return reply.due_s - start_s
@@ -235,7 +233,7 @@ def phase_result(options: argparse.Namespace, phase: Phase, capacity: float, fac
         "ttft_ms": distribution([reply.ttft_s for reply in replies], 1e3),
         "quiet_ttft_ms": distribution([reply.ttft_s for reply in quiet], 1e3),
         "refusal_ms": distribution([reply.head_s - reply.sent_s for reply in refused], 1e3),
-        "with_retry_after": len(told_s) / len(refused) if refused else None,
+        "with_retry_after": len(told_s) / len(refused) if refused else math.nan,
         "retry_after_s": distribution(told_s),
         "probes": [{"told_s": told, "admitted_after_s": after} for told, after in phase.truths],
         "true_within_twice": _mean([is_true(*truth) for truth in phase.truths]),
@@ -282,8 +280,8 @@ def _is_served(visit: Visit) -> bool:
     return bool(visit.tries) and visit.tries[-1].error is None and visit.tries[-1].completion_tokens > 0
 
 
-def _mean(values: Sequence[bool]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 async def _sleep_until(time_s: float) -> None:
@@ -294,10 +292,9 @@ def _factors(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_demo_options(parser)
-    add = parser.add_argument
+    add_demo_options(add)
     add("--factors", type=_factors, default="1,1.6,20", help="offered load in capacities, comma-separated")
     add("--seconds", type=float, default=60.0, help="of each")
     add("--capacity-seconds", type=float, default=60.0, help="of the load that measures it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import struct
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 from weft import demo
 from weft.benchmarks.http.generator import Calls, LoadSettings
 from weft.benchmarks.http.http_stream import EventClient
+from weft.benchmarks.report import AddOption
 from weft.client import Client
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
@@ -73,7 +73,7 @@ class OwnServer:
             name, files = originals[index % len(originals)]
             # Finite in every dtype: what differs are bits of mantissas.
             own = files["weights"][:-4] + struct.pack("<HH", 0x3C00 | index >> 7, 0x3C00 | index & 127)
-            upload(client, f"{name}-{index}", {**files, "weights": own})
+            _upload(client, f"{name}-{index}", {**files, "weights": own})
             return f"{name}-{index}"
 
         with self.client(key) as client, ThreadPoolExecutor(_UPLOADS) as threads:
@@ -104,9 +104,8 @@ class Served:
     """The base, then the adapters."""
 
 
-def add_demo_options(parser: argparse.ArgumentParser) -> None:
+def add_demo_options(add: AddOption) -> None:
     """Add the options of benchmarks that serve the demo model by default."""
-    add = parser.add_argument
     add("--model", type=Path, default=demo.MODEL, help="folder of the base; the demo model by default")
     add("--adapters", type=Path, default=demo.ADAPTERS, help="folder of folders of its adapters")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
@@ -130,9 +129,7 @@ def plain_server(
         WeftError: The server does not start.
     """
     plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")}
-    options = ["--model", str(model), "--served-model-name", BASE_NAME]
-    for setting in settings:
-        options += ["--set", setting]
+    options = ["--model", str(model), "--served-model-name", BASE_NAME, *(f"--set={setting}" for setting in settings)]
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
         server_process(0, folder or Path(own_folder), options, plain) as server,  # any port: several may run
@@ -158,17 +155,16 @@ def own_server(
         ConfigError: An adapter's folder lacks a file, or two have one name.
         WeftError: The server does not start, or refuses an adapter; the message is its own.
     """
-    _, *names = server_names(adapters)
-    files = {name: read_adapter(folder) for name, folder in zip(names, adapters, strict=True)}
+    names, files = server_names(adapters), [read_adapter(folder) for folder in adapters]
     with plain_server(model, settings, ready_within_s) as server:
         key = server.add_tenant(TENANT)
         with server.client(key) as client:
-            for name, content in files.items():
-                upload(client, name, content)
-        yield Served(server.url, key, [BASE_NAME, *files])
+            for name, content in zip(names[1:], files, strict=True):
+                _upload(client, name, content)
+        yield Served(server.url, key, names)
 
 
-def upload(client: Client, name: str, files: dict[str, bytes]) -> None:
+def _upload(client: Client, name: str, files: dict[str, bytes]) -> None:
     """Upload an adapter from memory, in one request."""
     client.request("POST", "/v1/adapters", data={"name": name}, files=files)
 

@@ -13,23 +13,90 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import random
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http import load
+from weft.benchmarks.http.generator import Calls, LoadSettings, Reply, closed_loop, open_loop
+from weft.benchmarks.http.http_stream import EventClient
 from weft.benchmarks.http.own_server import READY_WITHIN_S, Served, own_server, server_names
+from weft.benchmarks.metrics import Objective, summarise
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, positive
+from weft.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, gamma_arrivals
 from weft.errors import ConfigError
+
+RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", "within_objective")
+_SHOWN_ERRORS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests, in order of arrival, and how they are sent."""
+
+    plan: list[TimedRequest]
+    """`adapter` is the index of one of the server's models."""
+    settings: LoadSettings
+    concurrency: int | None
+    """Requests in flight in a closed loop; None is an open loop."""
+
+    def with_seed(self, seed: int) -> Load:
+        """The same requests with other prompts: those of another seed."""
+        return replace(self, settings=replace(self.settings, seed=seed))
+
+    async def send(self, served: Served, num_warm_up: int = 0) -> list[Reply]:
+        """Send all requests and wait for all answers.
+
+        Args:
+            served: Where to.
+            num_warm_up: Requests sent before, all due at once, for each model at least one; 0 sends none.
+        """
+        each = list({request.adapter: request for request in self.plan}.values())
+        warm_up = [*each, *self.plan][: max(num_warm_up, len(each))] if num_warm_up else []
+        with contextlib.closing(EventClient(served.url, served.key)) as client:
+            await self._send(client, served, [replace(request, arrival_s=0.0) for request in warm_up])
+            return await self._send(client, served, self.plan)
+
+    async def _send(self, client: EventClient, served: Served, plan: list[TimedRequest]) -> list[Reply]:
+        made, replies = Calls(client, self.settings), list[Reply]()
+        calls = [
+            made.make(served.models[each.adapter], each.prompt_tokens, each.output_tokens, index)
+            for index, each in enumerate(plan)
+        ]
+        if self.concurrency is None:
+            await open_loop(calls, [each.arrival_s for each in plan], replies)
+        else:
+            await closed_loop(iter(calls), self.concurrency, replies)
+        return replies
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The load, sent to the server that the options describe."""
+    """Send the load to the server that the options describe.
+
+    Raises:
+        ConfigError: The options contradict each other.
+        WeftError: The server does not start.
+    """
+    objective = Objective(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
     with target(options) as served:
-        return uvloop.run(load.measure(options, served))
+        load = make_load(options, len(served.models))
+        records = uvloop.run(load.send(served, options.warmup))
+    errors = Counter(record.error for record in records if record.error).most_common()
+    summary = summarise(records, objective)
+    print(", ".join(f"{name} {summary[name]:,.4g}" for name in RATES), file=sys.stderr)
+    return {
+        "adapters": dict(Counter(record.model for record in records).most_common()),
+        "errors": dict(errors),
+        "summary": summary,
+        "table": [{"": name, **summary[name]} for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms")],
+        "failures": [f"{count} x {error}" for error, count in errors[:_SHOWN_ERRORS]],
+    }
 
 
 @contextlib.contextmanager
@@ -41,11 +108,12 @@ def target(options: argparse.Namespace) -> Iterator[Served]:
         WeftError: The server does not start.
     """
     if options.url is not None:
-        if not options.models:
+        models = [name for name in options.models.split(",") if name]
+        if not models:
             raise ConfigError("--url needs --models: the names to ask for", param="models")
         if options.model or options.adapter or options.set:
             raise ConfigError("--url takes a server as it is: leave out --model, --adapter and --set", param="url")
-        yield Served(options.url, options.key, [name for name in options.models.split(",") if name])
+        yield Served(options.url, options.key, models)
         return
     if options.models or options.key:
         raise ConfigError("--models and --key are for a server that runs already: give its --url", param="models")
@@ -55,16 +123,55 @@ def target(options: argparse.Namespace) -> Iterator[Served]:
             raise ConfigError("--adapter needs --model: the base of the adapters", param="model")
         model, adapters = make_checkpoints(options.cache)
         options.vocab_size = VOCAB_SIZE
-    names = server_names(adapters)
-    load.make_plan(argparse.Namespace(**{**vars(options), "models": ",".join(names)}))  # refuses before a server starts
+    make_load(options, len(server_names(adapters)))  # refuses before a server starts
     with own_server(str(model), adapters, options.set, options.ready_within_s) as served:
         options.models = ",".join(served.models)
         yield served
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which server is asked."""
-    add = parser.add_argument
+def make_load(options: argparse.Namespace, num_models: int) -> Load:
+    """The load that the options describe.
+
+    Raises:
+        ConfigError: The options contradict each other.
+    """
+    ranges = (_range(options.input_tokens, "input-tokens"), _range(options.output_tokens, "output-tokens"))
+    count, rate, seed = options.requests, options.rate, options.seed
+    adapters, draw = assign_adapters(options.popularity, count, num_models, seed), random.Random(seed)
+    arrivals = gamma_arrivals(count, rate, options.cv, seed) if rate else [0.0] * count
+    settings = LoadSettings(
+        vocab_size=options.vocab_size, ignore_eos=options.ignore_eos, timeout_s=options.timeout_s, seed=seed
+    )
+    return Load(
+        [
+            TimedRequest(arrival_s, adapter, *(draw.randrange(*bounds) for bounds in ranges))
+            for arrival_s, adapter in zip(arrivals, adapters, strict=True)
+        ],
+        settings,
+        None if rate else options.concurrency,
+    )
+
+
+def _range(text: str, option: str) -> tuple[int, int]:
+    """`64` is [64, 65), `8:512` is [8, 512)."""
+    low, _, high = text.partition(":")
+    try:
+        bounds = int(low), int(high) if high else int(low) + 1
+    except ValueError:
+        bounds = 0, 0
+    if not 1 <= bounds[0] < bounds[1]:
+        raise ConfigError(f"--{option} must be a number or low:high with 1 <= low < high, got {text!r}", param=option)
+    return bounds
+
+
+def _rate(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32) -> None:
+    """Add what says which server is asked, and for what, with these defaults."""
     add("--model", default=None, help="folder or hub id of the base to serve")
     add("--adapter", type=Path, action="append", default=[], help="folder of an adapter to upload; may be repeated")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
@@ -73,13 +180,22 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--url", default=None, help="base URL with /v1 of a server that runs already")
     add("--key", default="", help="its API key")
     add("--models", default="", help="names to ask for there, comma-separated; the first is the most popular")
+    add("--requests", type=positive, default=requests)
+    add("--concurrency", type=positive, default=concurrency, help="requests in flight (closed loop)")
+    add("--rate", type=_rate, default=None, help="requests per second (open loop)")
+    add("--cv", type=float, default=1.0, help="variation of the gaps in an open loop; 1 Poisson, 0 even")
+    add("--popularity", default="uniform", help=", ".join(PATTERNS))
+    add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
+    add("--output-tokens", default="64", help="output tokens: a number or low:high")
+    add("--vocab-size", type=positive, default=512, help="prompt ids are drawn below this")
+    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="for servers without ignore_eos")
+    add("--timeout-s", type=float, default=600.0)
+    add("--seed", type=int, default=0)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_server_options(parser)
-    load.add_load_options(parser)
-    add = parser.add_argument
+    add_server_options(add)
     add("--slo-ttft-ms", type=float, default=math.inf)
     add("--slo-tpot-ms", type=float, default=math.inf)
     add("--warmup", type=int, default=0, help="requests sent before, not measured")

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
-from weft.benchmarks.pool.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import chosen, spread
-from weft.benchmarks.rounds import ratios, take_turns
+from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine
+from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
+from weft.benchmarks.report import AddOption, ratios, spread, take_turns
 from weft.benchmarks.workloads import slora_trace
 
 SHOWN_FACTS = (
@@ -36,47 +36,28 @@ SHOWN_FACTS = (
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All numbers of adapters, in turns."""
     shape = make_pool_shape(options.cache, options.files)
-    costs = measure_pool_costs(shape)
     kv_pages = options.max_running * shape.geometry.pages(options.lengths[1])
     memory = shape.memory(options.room * shape.mean_pages + kv_pages, options.host_room * shape.mean_pages)
     with contextlib.ExitStack() as stack:
         engines = {
-            count: stack.enter_context(pool_engine(shape, costs, count, memory, options.max_running))
+            count: stack.enter_context(pool_engine(shape, count, memory, options.max_running))
             for count in options.counts
         }
 
         def run(count: int, round_: int) -> PoolRun:
-            load = slora_trace(
-                num_adapters=count,
-                alpha=options.alpha,
-                rate=options.requests,
-                input_range=options.lengths,
-                output_range=options.lengths,
-                seed=42 + round_,
-            )
-            return engines[count].run(load, seed=[0], in_flight=options.in_flight)
+            lengths = options.lengths
+            load = slora_trace(count, options.requests, lengths, lengths, alpha=options.alpha, seed=42 + round_)
+            return engines[count].run(load, in_flight=options.in_flight)
 
-        return make_result(options, shape, take_turns(engines, options.repeats, run))
-
-
-def make_result(options: argparse.Namespace, shape: PoolShape, runs: dict[int, list[PoolRun]]) -> dict[str, Any]:
-    """Throughput by number of adapters, ratios within rounds, and what explains them."""
+        runs = take_turns(engines, options.repeats, run)
     rates = {count: [run.output_tokens_per_s for run in each] for count, each in runs.items()}
     facts = {str(count): mean_facts(each) for count, each in runs.items()}
     return {
-        "load": {
-            "model": shape.kind.about,
-            "ranks": list(RANKS),
-            "tokens": list(options.lengths),
-            "pages": shape.mean_pages,
-            **chosen(options, "alpha", "requests", "in_flight", "max_running", "room", "host_room", "repeats"),
-        },
+        "load": {"model": shape.kind.about, "ranks": list(RANKS), "pages": shape.mean_pages},
         "output_tokens_per_s": {str(count): spread(values) for count, values in rates.items()},
         "ratios": {
             f"{after} / {before}": ratios(rates[after], rates[before])
-            for before in rates
-            for after in rates
-            if before < after
+            for before, after in itertools.combinations(sorted(rates), 2)
         },
         "facts": facts,
         "decode_step_ms": {str(count): decode_steps(each, options.max_running) for count, each in runs.items()},
@@ -104,10 +85,9 @@ def decode_steps(runs: Sequence[PoolRun], num_requests: int) -> dict[str, dict[s
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_pool_options(parser, requests=128, repeats=5, max_running=16)
-    add = parser.add_argument
+    add_pool_options(add, requests=128, repeats=5, max_running=16)
     add("--counts", type=int, nargs="+", default=[5, 100, 1000, 2000], help="registered adapters")
     add("--alpha", type=float, default=0.3, help="popularity; 1 uniform, smaller more skewed")
     add("--lengths", type=int, nargs=2, default=(8, 512), help="prompt and output tokens, upper end excluded")

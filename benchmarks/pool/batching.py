@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool.pool_run import PoolEngine, add_pool_options, measure_pool_costs, pool_engine
+from weft.benchmarks.pool.pool_run import PoolEngine, add_pool_options, pool_engine
 from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
-from weft.benchmarks.report import spread
-from weft.benchmarks.rounds import take_turns
+from weft.benchmarks.report import AddOption, spread, take_turns
 from weft.benchmarks.workloads import TimedRequest, slora_trace
 
 MODES = ("static", "windowed", "continuous")
@@ -53,9 +52,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     shape = make_pool_shape(options.cache, options.files)
     room = options.adapters * max(shape.pages(rank) for rank in RANKS)
     kv_pages = options.max_running * shape.geometry.pages(2 * options.lengths[1])
-    memory, costs = shape.memory(room + kv_pages, 2 * room), measure_pool_costs(shape)
-    with pool_engine(shape, costs, options.adapters, memory, options.max_running) as engine:
-        full = engine.run(make_load(options, 0), seed=[0], in_flight=2 * options.max_running)
+    memory = shape.memory(room + kv_pages, 2 * room)
+    with pool_engine(shape, options.adapters, memory, options.max_running) as engine:
+        full = engine.run(make_load(options, 0), in_flight=2 * options.max_running)
         rate = full.output_tokens_per_s / (sum(r.completion_tokens for r in full.records) / len(full.records))
         runs = take_turns(
             itertools.product(MODES, options.loads),
@@ -75,29 +74,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def make_load(options: argparse.Namespace, round_: int) -> list[TimedRequest]:
     """S-LoRA's trace, one request a second on the average."""
-    return slora_trace(
-        num_adapters=options.adapters,
-        alpha=options.alpha,
-        rate=1,
-        duration_s=options.requests,
-        input_range=options.lengths,
-        output_range=options.lengths,
-        seed=42 + round_,
-    )
+    lengths, seed = options.lengths, 42 + round_
+    return slora_trace(options.adapters, options.requests, lengths, lengths, alpha=options.alpha, seed=seed)
 
 
 def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: float, round_: int) -> dict[str, float]:
     """One mode at one rate."""
     batches = Batches(options.max_running, None if mode == "static" else options.window_ms / 1e3)
     admit = None if mode == "continuous" else batches.admit
-    run = engine.run(make_load(options, round_), seed=[round_], scale=1 / rate, admit=admit)
-    first = 0
+    run = engine.run(make_load(options, round_), scale=1 / rate, admit=admit)
+    records = iter(run.records)
     for size in batches.sizes:
-        batch = run.records[first : first + size]
+        batch = list(itertools.islice(records, size))
         end_s = max(record.done_s for record in batch)
         for record in batch:
             record.done_s = end_s  # all are answered together
-        first += size
     latency_ms = [1e3 * record.latency_s for record in run.records]
     return {
         "requests/s": rate,
@@ -107,10 +98,9 @@ def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: f
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_pool_options(parser, requests=150, repeats=2, max_running=16)
-    add = parser.add_argument
+    add_pool_options(add, requests=150, repeats=2, max_running=16)
     add("--loads", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], help="shares of the saturated rate")
     add("--window-ms", type=float, default=100.0, help="longest wait for a full batch in windowed batching")
     add("--adapters", type=int, default=8, help="all on the device")

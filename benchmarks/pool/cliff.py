@@ -16,17 +16,9 @@ import contextlib
 from typing import Any
 
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool.pool_run import (
-    PoolEngine,
-    PoolRun,
-    add_pool_options,
-    mean_facts,
-    measure_pool_costs,
-    pool_engine,
-)
-from weft.benchmarks.pool.pool_shape import RANKS, PoolShape, make_pool_shape
-from weft.benchmarks.report import SHOWN, chosen, spread
-from weft.benchmarks.rounds import ratios, take_turns
+from weft.benchmarks.pool.pool_run import PoolEngine, PoolRun, add_pool_options, mean_facts, pool_engine
+from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
+from weft.benchmarks.report import SHOWN, AddOption, ratios, spread, take_turns
 from weft.benchmarks.workloads import TimedRequest, slora_trace
 
 MAX_RATIO = 2.0
@@ -37,69 +29,23 @@ ENGINES = ("small", "whole")
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both engines under the same open loops."""
     shape = make_pool_shape(options.cache, options.files)
-    costs = measure_pool_costs(shape)
     most = max(options.actives)
     kv_pages = options.max_running * shape.geometry.pages(options.input_tokens + options.output_tokens)
-    rooms = (options.room * shape.mean_pages, most * max(shape.pages(rank) for rank in RANKS))
-    memories = [shape.memory(room + kv_pages, 2 * most * shape.mean_pages) for room in rooms]
+    rooms = {"small": options.room * shape.mean_pages, "whole": most * max(shape.pages(rank) for rank in RANKS)}
     with contextlib.ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(pool_engine(shape, costs, most, memory, options.max_running))
-            for name, memory in zip(ENGINES, memories, strict=True)
-        }
+        engines = {}
+        for name, room in rooms.items():
+            memory = shape.memory(room + kv_pages, 2 * most * shape.mean_pages)
+            engines[name] = stack.enter_context(pool_engine(shape, most, memory, options.max_running))
         for ref in shape.adapters(most):
             engines["whole"].core.pin_adapter(ref, True)
         each = [TimedRequest(0.0, index, 1, 1) for index in range(most)]
         for _ in range(2):  # from their files, then from host memory
-            copy_ms = engines["small"].run(each, seed=[1], in_flight=1).facts()["load_ms"]
+            copy_ms = engines["small"].run(each, in_flight=1).facts()["load_ms"]
         runs = take_turns(options.actives, options.repeats, lambda active, i: measure_both(options, engines, active, i))
-    return make_result(options, shape, runs, copy_ms)
-
-
-def measure_both(
-    options: argparse.Namespace, engines: dict[str, PoolEngine], active: int, round_: int
-) -> dict[str, PoolRun]:
-    """What the whole engine can do with so many equally popular adapters, then both of them at a share of that."""
-    load = slora_trace(
-        num_adapters=active,
-        rate=1,
-        duration_s=options.requests,
-        input_range=(options.input_tokens, options.input_tokens + 1),
-        output_range=(options.output_tokens, options.output_tokens + 1),
-        seed=100 * round_ + active,
-    )
-    in_flight = min(2 * options.max_running, options.requests - 1)
-    full = engines["whole"].run(load, seed=[2], in_flight=in_flight)
-    scale = options.output_tokens / (options.load * full.output_tokens_per_s)
-    both = {name: engines[name].run(load, seed=[3], scale=scale) for name in sorted(engines, reverse=bool(round_ % 2))}
-    return {"full": full, **both}
-
-
-def make_result(
-    options: argparse.Namespace, shape: PoolShape, runs: dict[int, list[dict[str, PoolRun]]], copy_ms: float
-) -> dict[str, Any]:
-    """Median TTFT on both engines, and their ratio within rounds."""
-    by_active = {}
-    for active, rounds in runs.items():
-        ttft = {
-            name: [1e3 * percentile([record.ttft_s for record in each[name].records], 50) for each in rounds]
-            for name in ENGINES
-        }
-        saturated = [each["full"].output_tokens_per_s / options.output_tokens for each in rounds]
-        by_active[str(active)] = {
-            "saturated_requests_per_s": spread(saturated),
-            "median_ttft_ms": {name: spread(values) for name, values in ttft.items()},
-            "ratio": ratios(ttft["small"], ttft["whole"]),
-            "share_of_limit": ratios(ttft["small"], [MAX_RATIO * each + copy_ms for each in ttft["whole"]]),
-            "facts": {name: mean_facts([each[name] for each in rounds]) for name in ENGINES},
-        }
+    by_active = {str(active): compare_rounds(options, rounds, copy_ms) for active, rounds in runs.items()}
     return {
-        "load": {
-            "model": shape.kind.about,
-            "ranks": list(RANKS),
-            "tokens": [options.input_tokens, options.output_tokens],
-            **chosen(options, "load", "room", "requests", "max_running", "repeats"),
-        },
+        "load": {"model": shape.kind.about, "ranks": list(RANKS)},
         "copy_ms": copy_ms,
         "adapters": by_active,
         "table": [
@@ -116,10 +62,35 @@ def make_result(
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def measure_both(
+    options: argparse.Namespace, engines: dict[str, PoolEngine], active: int, round_: int
+) -> dict[str, PoolRun]:
+    """What the whole engine can do with so many equally popular adapters, then both of them at a share of that."""
+    inputs, outputs = ((tokens, tokens + 1) for tokens in (options.input_tokens, options.output_tokens))
+    load = slora_trace(active, options.requests, inputs, outputs, seed=100 * round_ + active)
+    full = engines["whole"].run(load, in_flight=min(2 * options.max_running, options.requests - 1))
+    scale = options.output_tokens / (options.load * full.output_tokens_per_s)
+    both = {name: engines[name].run(load, scale=scale) for name in sorted(engines, reverse=bool(round_ % 2))}
+    return {"full": full, **both}
+
+
+def compare_rounds(options: argparse.Namespace, rounds: list[dict[str, PoolRun]], copy_ms: float) -> dict[str, Any]:
+    """Median TTFT on both engines, and their ratio within rounds."""
+    small, whole = (
+        [1e3 * percentile([record.ttft_s for record in each[name].records], 50) for each in rounds] for name in ENGINES
+    )
+    return {
+        "saturated_requests_per_s": spread([run["full"].output_tokens_per_s / options.output_tokens for run in rounds]),
+        "median_ttft_ms": {"small": spread(small), "whole": spread(whole)},
+        "ratio": ratios(small, whole),
+        "share_of_limit": ratios(small, [MAX_RATIO * each + copy_ms for each in whole]),
+        "facts": {name: mean_facts([each[name] for each in rounds]) for name in ENGINES},
+    }
+
+
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_pool_options(parser, requests=150, repeats=4, max_running=16)
-    add = parser.add_argument
+    add_pool_options(add, requests=150, repeats=4, max_running=16)
     add("--actives", type=int, nargs="+", default=[10, 20, 40, 60], help="adapters in use")
     add("--room", type=int, default=20, help="adapters of the mean size that fit the device beside the KV cache")
     add("--load", type=float, default=0.6, help="share of the saturated rate")

@@ -43,10 +43,6 @@ def waste_of(model: ModelShape, modules: tuple[int, ...], rank: int) -> dict[str
     }
 
 
-def add_options(_parser: argparse.ArgumentParser) -> None:
-    """There are no options."""
-
-
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
     """Every kind of adapter on every model."""
     found = [waste_of(model, modules, rank) for model, (modules, rank) in itertools.product(MODELS, KINDS)]

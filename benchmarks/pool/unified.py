@@ -17,16 +17,17 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
-from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, measure_pool_costs, pool_engine
+from weft.adapters.residency.residency import Residency
+from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine
 from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.pool.split_pool import build_split_engine
-from weft.benchmarks.report import SHOWN, chosen, spread
-from weft.benchmarks.rounds import ratios, take_turns
+from weft.benchmarks.report import SHOWN, AddOption, ratios, spread, take_turns
 from weft.benchmarks.workloads import slora_trace
-from weft.engine.build import EngineParts, build_engine
-
-ENGINES: dict[str, Callable[..., EngineParts]] = {"unified": build_engine, "split": build_split_engine}
+from weft.config import Config
+from weft.engine import build
+from weft.memory.eviction import Evictor, PageCosts, eviction_policy
+from weft.memory.pool import PagePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,46 @@ LOADS = (
 )
 
 
+def build_split_engine(config: Config, *, notify: Callable[[], None], costs: PageCosts) -> build.EngineParts:
+    """Build the product's engine, but with one half of its pages for the KV cache and the other for adapters.
+
+    Both halves lie in one arena, each with a pool and an evictor of its own; neither gives pages to the other. There is
+    no prefix cache.
+    """
+
+    def kv_half(num_pages: int, *_: object, **__: object) -> PagePool:
+        return PagePool(1 + (num_pages - 1) // 2)  # page 0 is never handed out
+
+    class HalfResidency(Residency):
+        """Adapters with pages of their own, which leave none for running requests to grow into."""
+
+        def __init__(self, *parts: Any, **options: Any) -> None:  # noqa: ANN401 - whatever the residency takes
+            loader, copier, kv_pool, images, tables, _, costs = parts
+            first_page = 1 + kv_pool.capacity
+            pool = PagePool(first_page + kv_pool.capacity, first_page=first_page)
+            evictor = Evictor(pool, eviction_policy(config.memory.eviction))
+            super().__init__(loader, copier, pool, images, tables, evictor, costs, **options)
+
+        @property
+        def reserve_pages(self) -> int:
+            return 0
+
+        @reserve_pages.setter
+        def reserve_pages(self, value: int) -> None:
+            pass
+
+    with patch.object(build, "PagePool", kv_half), patch.object(build, "Residency", HalfResidency):
+        return build.build_engine(config, notify=notify, costs=costs)
+
+
+ENGINES: dict[str, Callable[..., build.EngineParts]] = {"unified": build.build_engine, "split": build_split_engine}
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both engines under all loads."""
     loads = {load.name: measure_load(options, load) for load in LOADS}
     return {
-        "load": {
-            "ranks": list(RANKS),
-            **chosen(options, "adapters", "batch", "requests", "in_flight", "max_running", "repeats"),
-        },
+        "load": {"ranks": list(RANKS)},
         "loads": loads,
         "table": [
             {
@@ -72,22 +105,15 @@ def measure_load(options: argparse.Namespace, load: Load) -> dict[str, Any]:
     shape = make_pool_shape(options.cache, options.files, load.model)
     num_pages = shared_pages(options, shape, load)
     memory = shape.memory(num_pages, 3 * options.adapters * shape.mean_pages, prefix_cache=False)
-    costs = measure_pool_costs(shape)
     with contextlib.ExitStack() as stack:
         engines = {
-            name: stack.enter_context(pool_engine(shape, costs, options.adapters, memory, options.max_running, build))
-            for name, build in ENGINES.items()
+            name: stack.enter_context(pool_engine(shape, options.adapters, memory, options.max_running, build=builder))
+            for name, builder in ENGINES.items()
         }
 
         def run(name: str, round_: int) -> PoolRun:
-            trace = slora_trace(
-                num_adapters=options.adapters,
-                rate=options.requests,
-                input_range=load.lengths,
-                output_range=load.lengths,
-                seed=42 + round_,
-            )
-            return engines[name].run(trace, seed=[4], in_flight=options.in_flight)
+            trace = slora_trace(options.adapters, options.requests, load.lengths, load.lengths, seed=42 + round_)
+            return engines[name].run(trace, in_flight=options.in_flight)
 
         runs = take_turns(ENGINES, options.repeats, run)
     rates = {name: [run.output_tokens_per_s for run in each] for name, each in runs.items()}
@@ -110,10 +136,9 @@ def shared_pages(options: argparse.Namespace, shape: PoolShape, load: Load) -> i
     return 2 * round(batch * (kv_pages + shape.mean_pages) / 2)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(add: AddOption) -> None:
     """Add its options."""
-    add_pool_options(parser, requests=120, repeats=4, max_running=32)
-    add = parser.add_argument
+    add_pool_options(add, requests=120, repeats=4, max_running=32)
     add("--adapters", type=int, default=200)
     add("--batch", type=int, default=8, help="mean requests, each with an adapter of its own, that all pages hold")
     add("--in-flight", type=int, default=24)

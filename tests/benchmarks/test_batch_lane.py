@@ -1,13 +1,18 @@
+"""`weft bench batches`, with a server that it starts, gives an adapter and ends."""
+
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+
 from weft import demo
 from weft.benchmarks.main import main
 
 
-def test_a_load_is_measured_alone_and_beside_a_batch(tmp_path: Path) -> None:
+def test_a_load_is_measured_alone_and_beside_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_REGISTRY__BLOB_URL", str(tmp_path / "of-a-real-server"))
     path = tmp_path / "r.json"
     arguments = ["--model", str(demo.MODEL), "--adapter", str(demo.ADAPTERS / "pirate")]
     arguments += ["--set", "memory.gib=0.05", "--set", "memory.host_gib=0.05", "--set", "model.threads=1"]
@@ -15,6 +20,8 @@ def test_a_load_is_measured_alone_and_beside_a_batch(tmp_path: Path) -> None:
     assert main("batches", [*arguments, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["batch"]["total"], result["batch"]["completed"], result["batch"]["failed"]) == (6, 6, 0)
+    assert result["options"]["models"] == "base,pirate"
     assert result["alone"]["errors"] == result["beside"]["errors"] == 0
     assert result["beside"]["ttft_p95_ms"] > 0
     assert "key" not in result["options"]
+    assert not (tmp_path / "of-a-real-server").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.http.compare import ratio_of
 from weft.benchmarks.main import main
 
 
@@ -84,9 +82,3 @@ def test_a_server_that_answers_wrongly_is_named_before_anything_is_measured(
     assert status == 1
     assert "peer does not answer as asked: usage says 2 tokens came, 3 were asked for" in capsys.readouterr().err
     assert not result
-
-
-def test_a_round_without_answers_has_no_ratio() -> None:
-    assert math.isnan(ratio_of(1.0, 0.0))
-    assert math.isnan(ratio_of(math.nan, 1.0))
-    assert ratio_of(3.0, 2.0) == 1.5

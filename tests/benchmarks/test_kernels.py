@@ -38,7 +38,7 @@ def test_every_operation_is_timed_beside_its_floor(
 
 
 def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
-    bench = KernelBench(SMALL, CPU, 2, 64)
+    bench = KernelBench(SMALL, CPU)
     qkv, out, gate_up, down = bench.lora((8, 16), rows=4)
     x, y = 4 * 64 * 2, 4 * 64 * 2
     assert out.num_bytes == (8 + 16) * (64 + 64) * 2 + x + 2 * y

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import pytest
 
 from shop_window import shop_window
-from weft.benchmarks.http import overhead
-from weft.benchmarks.http.overhead import make_result, over_http
+from weft.benchmarks.http.overhead import make_result, over_http, server_settings
 from weft.benchmarks.http.own_server import Served
 from weft.benchmarks.main import main
 from weft.errors import WeftError
@@ -31,7 +29,7 @@ def test_shares_are_taken_within_rounds() -> None:
         "engine": [{"computed": 0.1, "step": 0.11}, {"computed": 0.2, "step": 0.22}],
         "server": [{"gap over HTTP": 0.121}, {"gap over HTTP": 0.22}],
     }
-    result = make_result(OPTIONS, runs)
+    result = make_result(runs)
     shares = result["share of a step"]
     assert shares["planning"]["median"] == pytest.approx(0.01 / 0.11, rel=1e-3)
     assert shares["processes and HTTP"]["repeats"] == pytest.approx([0.1, 0.0], abs=1e-3)
@@ -50,15 +48,7 @@ def test_options_are_checked(option: list[str], capsys: pytest.CaptureFixture[st
     assert option[0] in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_start_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(overhead, "make_checkpoints", lambda _: (tmp_path, []))
-    assert main("overhead", []) == 1
-    assert capsys.readouterr().err.startswith("overhead: ")
-
-
 def test_the_server_has_the_settings_of_the_engine() -> None:
-    settings = dict(setting.split("=") for setting in overhead.server_settings(64))
+    settings = dict(setting.split("=") for setting in server_settings(64))
     assert settings["scheduler.max_running"] == "64"
     assert settings["scheduler.step_tokens"] == "4096"

@@ -16,7 +16,6 @@ from weft.benchmarks.main import main
 from weft.benchmarks.pool import unified
 from weft.benchmarks.pool.pool_run import PoolEngine, pool_engine
 from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.pool.split_pool import build_split_engine
 from weft.benchmarks.workloads import TimedRequest
 from weft.errors import WeftError
 from weft.memory.eviction import PageCosts
@@ -42,7 +41,7 @@ def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
 
         def make(room: int, count: int) -> PoolEngine:
             memory = shape.memory(room * shape.mean_pages + 16, 400)
-            engines.append(stack.enter_context(pool_engine(shape, COSTS, count, memory, max_running=2)))
+            engines.append(stack.enter_context(pool_engine(shape, count, memory, max_running=2, costs=COSTS)))
             return engines[-1]
 
         yield make
@@ -73,7 +72,7 @@ def test_every_adapter_is_a_version_of_its_own_that_the_base_accepts(shape: Pool
 
 def test_a_closed_loop_records_every_token_and_load(make_engine: Callable[[int, int], PoolEngine]) -> None:
     load = [TimedRequest(0.0, index % 8, 3, 4) for index in range(16)]
-    run = make_engine(3, 8).run(load, seed=[0], in_flight=4)
+    run = make_engine(3, 8).run(load, in_flight=4)
     assert [len(record.token_times_s) for record in run.records] == [4] * 16
     assert all(record.due_s <= record.token_times_s[0] <= record.done_s for record in run.records)
     assert sum(step.requests for step in run.steps) >= 16 * 4
@@ -86,7 +85,7 @@ def test_a_closed_loop_records_every_token_and_load(make_engine: Callable[[int, 
 def test_a_second_run_counts_only_its_own_steps_and_loads(make_engine: Callable[[int, int], PoolEngine]) -> None:
     engine = make_engine(8, 2)
     load = [TimedRequest(0.0, index % 2, 3, 4) for index in range(4)]
-    first, second = (engine.run(load, seed=[0], in_flight=2) for _ in range(2))
+    first, second = (engine.run(load, in_flight=2) for _ in range(2))
     assert sum(first.counts["loads"].values()) == 2
     assert sum(second.counts["loads"].values()) == 0
     assert {step.step for step in first.steps}.isdisjoint(step.step for step in second.steps)
@@ -94,7 +93,7 @@ def test_a_second_run_counts_only_its_own_steps_and_loads(make_engine: Callable[
 
 def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, int], PoolEngine]) -> None:
     load = [TimedRequest(0.5 * index, 0, 3, 2) for index in range(3)]
-    run = make_engine(2, 1).run(load, seed=[0], scale=0.2)
+    run = make_engine(2, 1).run(load, scale=0.2)
     dues = [record.due_s - run.start_s for record in run.records]
     assert dues == pytest.approx([0.0, 0.1, 0.2])
     assert all(record.token_times_s[0] > record.due_s for record in run.records)
@@ -103,10 +102,10 @@ def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, in
 def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp_path: Path) -> None:
     elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.kind)
     with (
-        pool_engine(elsewhere, COSTS, 1, elsewhere.memory(100, 100), max_running=2) as engine,
-        pytest.raises(WeftError, match="0 of 2 tokens: The adapter's weights"),
+        pool_engine(elsewhere, 1, elsewhere.memory(100, 100), max_running=2, costs=COSTS) as engine,
+        pytest.raises(WeftError, match="failed: The adapter's weights"),
     ):
-        engine.run([TimedRequest(0.0, 0, 3, 2)], seed=[0], in_flight=1)
+        engine.run([TimedRequest(0.0, 0, 3, 2)], in_flight=1)
 
 
 def test_adapter_count(cache: Path, tmp_path: Path) -> None:
@@ -149,9 +148,9 @@ def test_adapters_and_tokens_take_pages_in_the_proportions_of_real_models(
 
 def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) -> None:
     memory = shape.memory(152, 400, prefix_cache=False)
-    with pool_engine(shape, COSTS, 4, memory, 4, build_split_engine) as engine:
+    with pool_engine(shape, 4, memory, 4, build=unified.build_split_engine, costs=COSTS) as engine:
         load = [TimedRequest(0.0, index % 4, 20, 12) for index in range(8)]
-        run = engine.run(load, seed=[0], in_flight=4)
+        run = engine.run(load, in_flight=4)
         engine.core.check()
         # 64 + 32 + 16 + 8 pages of adapters do not fit 76, although nearly all of the other half is free.
         assert max(step.adapters for step in run.steps) < 4

@@ -17,7 +17,6 @@ from weft.benchmarks.engine import step
 from weft.benchmarks.engine.own_engine import own_engine
 from weft.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
 from weft.benchmarks.engine.stored import store_adapters
-from weft.benchmarks.main import make_parser
 from weft.benchmarks.qwen_shape import VOCAB_SIZE
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from weft.engine.build import build_engine
@@ -85,7 +84,7 @@ def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path)
 def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
     parts = Counter({"attention": 0.012, "linear layers": 0.036})
     figures = step.figures([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], parts)
-    result = step.make_result(make_parser("step").parse_args([]), {"decode": figures})
+    result = step.make_result({"decode": figures})
     case = result["cases"]["decode"]
     assert case["step / floor"] == pytest.approx(0.015 / 0.011)
     assert case["part_ms"]["attention"] == pytest.approx(3.0)
@@ -97,12 +96,12 @@ def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
 def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(tmp_path: Path, is_prefill: bool) -> None:
     model = make_model(tmp_path / "model", "qwen2", vocab_size=VOCAB_SIZE)
     folder = make_adapter(model, tmp_path / "adapter", targets=ALL_LINEAR)
-    settings = (
-        ModelConfig(path=str(model), dtype="float32", threads=1),
-        MemoryConfig(gib=0.02, host_gib=0.01),
-        SchedulerConfig(max_running=4),
+    config = Config(
+        model=ModelConfig(path=str(model), dtype="float32", threads=1),
+        memory=MemoryConfig(gib=0.02, host_gib=0.01),
+        scheduler=SchedulerConfig(max_running=4),
     )
-    with timed_parts() as clock, own_engine(*settings) as engine:
+    with timed_parts() as clock, own_engine(config) as engine:
         adapters = store_adapters(engine.parts.ready, engine.blob_dir, [folder], 2)
         case = step.Case("", 4, adapters, 8)
         step.timed_steps(engine, case, 1, clock)

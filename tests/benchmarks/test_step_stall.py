@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from weft.benchmarks.engine.step_stall import make_result
-from weft.benchmarks.main import main, make_parser
+from weft.benchmarks.main import main
 
 
 def test_ratios_compare_percentiles_with_the_quiet_phase() -> None:
     steps = {"quiet": [0.01] * 9 + [0.02], "swaps": [0.01] * 5 + [0.03] * 5}
-    result = make_result(make_parser("stall").parse_args(["--shape", "demo"]), steps, {"idle": [0.07], "stored": []})
+    result = make_result(steps, {"idle": [0.07], "stored": []})
     assert result["ratios"] == pytest.approx({"swaps / quiet, p50": 2.0, "swaps / quiet, p99": 0.03 / 0.0191})
     assert result["step_ms"]["swaps"]["count"] == 10
     assert result["step_ms"]["swaps"]["max"] == pytest.approx(30)

@@ -1,0 +1,19 @@
+"""`weft bench`: each benchmark as a command."""
+
+from __future__ import annotations
+
+import typer
+
+from weft.benchmarks.main import BENCHMARKS, main
+
+app = typer.Typer(help="Measure: each command prints a table and a JSON line.", no_args_is_help=True)
+
+
+def run(context: typer.Context) -> None:
+    """Hand all options on to the benchmark of this name, which has its own help."""
+    raise typer.Exit(main(str(context.info_name), context.args))
+
+
+for name, (_, about) in BENCHMARKS.items():
+    options = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, help=about, add_help_option=False, context_settings=options)(run)

@@ -9,23 +9,21 @@ Answers are the JSON of the API as dicts and lists; `/openapi.json` of a server 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from weft.adapters.checkpoint.folder import CONFIG, WEIGHTS, adapter_files
+from weft.client.answers import Json, field, json_object, not_weft, refusal, unreachable
 from weft.config import environment, is_loopback
 from weft.errors import AdapterFormatError, ClientError
 
-Json = dict[str, Any]
-Kind = TypeVar("Kind")
 Progress = Callable[[Path, int, int], object]
 """Is called with a file, the number of its bytes that the server has, and its size in bytes."""
 
@@ -98,7 +96,8 @@ class Client:
         Returns:
             The parsed body; empty where there is none.
         """
-        return self._body(self._answer(method, path, **content))
+        answer = self._answer(method, path, **content)
+        return {} if answer.status_code == httpx.codes.NO_CONTENT else json_object(self.url, answer.content)
 
     def me(self) -> Json:
         """Describe the key: role, tenant, scopes, limits and what is used of them."""
@@ -121,16 +120,16 @@ class Client:
             self._check_type(answer, "text/event-stream")
             name = "message"
             for line in answer.iter_lines():
-                field, _, value = line.partition(": ")
-                if field == "event":
+                label, _, value = line.partition(": ")
+                if label == "event":
                     name = value
-                elif field == "data":
-                    yield name, self._object(value)
+                elif label == "data":
+                    yield name, json_object(self.url, value)
                     name = "message"
 
     def audit(self, limit: int = 50) -> list[Json]:
         """List the last changes, newest first, of all tenants or the client's `tenant`; needs the admin key."""
-        return self._field(self.request("GET", "/v1/audit", params={"limit": limit}), "data", list)
+        return field(self.url, self.request("GET", "/v1/audit", params={"limit": limit}), "data", list)
 
     def create_tenant(
         self, name: str, limits: Mapping[str, int | None] | None = None, weight: float | None = None
@@ -156,7 +155,7 @@ class Client:
 
         Reads all limits, then writes all of them. If two clients do this at the same time, one change may be lost.
         """
-        return self.update_tenant(name, limits={**self._field(self.get_tenant(name), "limits", dict), **limits})
+        return self.update_tenant(name, limits={**field(self.url, self.get_tenant(name), "limits", dict), **limits})
 
     def delete_tenant(self, name: str) -> None:
         """Delete a tenant with its keys and adapters; its usage stays."""
@@ -212,11 +211,11 @@ class Client:
         if upload is None:
             headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
             upload = self.request("POST", "/v1/uploads", json={**draft, "files": files}, headers=headers)
-        place = _path("uploads", self._field(upload, "id", str))
+        place = _path("uploads", field(self.url, upload, "id", str))
         for each, file in named.items():
             self._patiently(self._send, place, each, file, progress or (lambda *_: None))
         answer = self._patiently(self._answer, "POST", f"{place}/complete")
-        return {**self._body(answer), "is_new": answer.status_code == httpx.codes.CREATED}
+        return {**json_object(self.url, answer.content), "is_new": answer.status_code == httpx.codes.CREATED}
 
     def list_adapters(self) -> list[Json]:
         """List the tenant's adapters; with the admin key and no tenant those of all tenants."""
@@ -310,26 +309,6 @@ class Client:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise unreachable(self.url, error) from error
 
-    def _body(self, answer: httpx.Response) -> Json:
-        return {} if answer.status_code == httpx.codes.NO_CONTENT else self._object(answer.content)
-
-    def _object(self, text: str | bytes) -> Json:
-        """The JSON object that the server sent."""
-        try:
-            body = json.loads(text)
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            raise not_weft(self.url)
-        return body
-
-    def _field(self, body: object, name: str, kind: type[Kind]) -> Kind:
-        """A field that every Weft server sends."""
-        value = body.get(name) if isinstance(body, dict) else None
-        if not isinstance(value, kind):
-            raise not_weft(self.url)
-        return value
-
     def _check_type(self, answer: httpx.Response, content_type: str) -> None:
         if not answer.headers.get("content-type", "").startswith(content_type):
             raise not_weft(self.url)
@@ -342,7 +321,7 @@ class Client:
         after = None
         while True:
             page = self.request("GET", path, params={**params, "after": after})
-            yield {**page, "data": self._field(page, "data", list)}
+            yield {**page, "data": field(self.url, page, "data", list)}
             if (after := page.get("next")) is None:
                 return
 
@@ -350,8 +329,8 @@ class Client:
         """The unfinished upload of the same files that an earlier push left."""
         wanted = {**draft, "state": "uploading"}
         for upload in self._list("/v1/uploads"):
-            sent = self._field(upload, "files", dict)
-            is_same = all(self._field(sent, name, dict).items() >= file.items() for name, file in files.items())
+            sent = field(self.url, upload, "files", dict)
+            is_same = all(field(self.url, sent, name, dict).items() >= file.items() for name, file in files.items())
             if is_same and upload.items() >= wanted.items():
                 return upload
         return None
@@ -359,9 +338,9 @@ class Client:
     def _send(self, place: str, name: str, file: Path, progress: Progress) -> None:
         """Send what the server lacks of a file. An upload that has ended takes no more bytes."""
         upload, size = self.request("GET", place), file.stat().st_size
-        start = self._field(self._field(self._field(upload, "files", dict), name, dict), "received", int)
+        start = field(self.url, field(self.url, field(self.url, upload, "files", dict), name, dict), "received", int)
         progress(file, start, size)
-        if upload.get("state") == "uploading" and name in self._field(upload, "missing", list):
+        if upload.get("state") == "uploading" and name in field(self.url, upload, "missing", list):
             headers = {"content-range": f"bytes {start}-{size - 1}/{size}", "content-length": str(size - start)}
             self.request("PUT", f"{place}/files/{name}", content=_pieces(file, start, size, progress), headers=headers)
 
@@ -381,43 +360,6 @@ class Client:
             raise last
         message = f"The connection broke {len(PAUSES_S)} times: {last.message}"
         raise ClientError(message, code="upload.interrupted", hint="Push again to continue this upload.") from last
-
-
-def refusal(answer: httpx.Response, key: str | None) -> ClientError:
-    """The error for an answer that is no success; its body has been read. `key` is the one that was sent."""
-    status, wait = answer.status_code, answer.headers.get("retry-after", "")
-    wait_s = float(wait) if wait.isascii() and wait.isdigit() else None  # a date is not read
-    hint = "Set key= or WEFT_KEY." if status == httpx.codes.UNAUTHORIZED and not key else ""
-    try:
-        error = answer.json()["error"]
-        message, code, param = str(error["message"]), str(error["code"] or "not_weft"), error.get("param")
-        findings = list(error.get("findings") or ())
-        if findings:
-            hint = findings[0]["hint"]
-            message = message.removesuffix(hint).rstrip()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        message, code, param, findings = f"The server at {answer.url} answered {status}.", "not_weft", None, []
-        hint = "Is it Weft? Set url= or WEFT_URL."
-        if answer.has_redirect_location:
-            message = f"{message} It names another address: {answer.headers['location']}."
-            hint = "Use this address: set url= or WEFT_URL."
-    return ClientError(
-        message, code=code, param=param, hint=hint, status=status, findings=findings, retry_after_s=wait_s
-    )
-
-
-def unreachable(url: str, error: Exception) -> ClientError:
-    """The error for a server that does not answer, or has a certificate that is not trusted."""
-    message, code = f"Cannot reach {url}: {str(error).rstrip('.') or type(error).__name__}.", "unreachable"
-    hint = "Is `weft serve` running there? Set url= or WEFT_URL."
-    if "CERTIFICATE_VERIFY_FAILED" in message:
-        code, hint = "untrusted_certificate", "Check the address. For an authority of your own, set SSL_CERT_FILE."
-    return ClientError(message, code=code, hint=hint)
-
-
-def not_weft(url: str) -> ClientError:
-    """The error for a server that answers something else than Weft does."""
-    return ClientError(f"What answers at {url} is no Weft server.", code="not_weft", hint="Set url= or WEFT_URL.")
 
 
 def _path(*parts: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,23 +35,11 @@ def validate(
 ) -> None:
     """Check an adapter as an upload would, without a server."""
     from weft.adapters.checkpoint.reader import read_checkpoint
-    from weft.errors import AdapterError, ConfigError, Finding, PayloadTooLargeError
 
     config, weights = adapter_files(folder)
-    files = {"config": config.name, "weights": weights.name}
-    try:
-        base = _base(Path(model)) if model else None
-    except ConfigError as error:
-        fail(error.message)
-    try:
-        names = (Path(model).resolve().name,) if model else ()
+    base, names = (_base(Path(model)), (Path(model).resolve().name,)) if model else (None, ())
+    with refusals(folder, config, weights, as_json):
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
-    except AdapterError as error:
-        refuse(str(folder), [asdict(finding) for finding in error.findings], as_json, files)
-    except PayloadTooLargeError as error:
-        refuse(str(folder), [asdict(Finding(error.code, error.message, None, KEEP_SMALL))], as_json, files)
-    except OSError as error:
-        fail(f"{weights} cannot be read: {error.strerror}.")
     facts = {
         "valid": True,
         "rank": found.largest_rank,
@@ -218,6 +207,22 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
         return adapter_folder.adapter_files(folder)
     except AdapterFormatError as error:
         fail(error.message)
+
+
+@contextmanager
+def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -> Iterator[None]:
+    """End the command with all that is wrong with an adapter where the block finds that it cannot be served."""
+    from weft.errors import AdapterError, Finding, PayloadTooLargeError
+
+    files = {"config": config.name if config else "", "weights": weights.name}
+    try:
+        yield
+    except AdapterError as error:
+        refuse(str(adapter), [asdict(finding) for finding in error.findings], as_json, files)
+    except PayloadTooLargeError as error:
+        refuse(str(adapter), [asdict(Finding(error.code, error.message, None, KEEP_SMALL))], as_json, files)
+    except OSError as error:
+        fail(f"{error.filename or weights} cannot be read: {error.strerror}.")
 
 
 def _tell(report: Mapping[str, Any]) -> None:

@@ -15,26 +15,23 @@ from typing import Annotated, Any
 import typer
 
 from weft.cli.options import fail
-from weft.cli.serve import Model, Setting
+from weft.cli.serve import Config, Model, Setting, settings_of
 
 HEADER = """\
 # Settings of Weft, each with its default. Remove the # before a name to give it another value.
 """
 WIDTH = 110
 app = typer.Typer(help="Show or write settings.", no_args_is_help=True)
-ConfigFile = Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")]
 
 
 @app.command("show")
-def show_config(model: Model = None, config: ConfigFile = None, settings: Setting = None) -> None:
+def show_config(model: Model = None, config: Config = None, settings: Setting = None) -> None:
     """Print the settings that `weft serve` would use with these options, from all sources."""
     import yaml
 
-    from weft.config import environment
-    from weft.server.settings import as_tree, load_config, merge_trees, parse_assignments
+    from weft.server.settings import as_tree
 
-    given = merge_trees({"model": {"path": model}}, parse_assignments(settings or []))
-    loaded = load_config(given, environment(), config)
+    loaded = settings_of({"model": {"path": model}}, settings, config)
     typer.echo(yaml.safe_dump(as_tree(loaded), sort_keys=False), nl=False)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import resource
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -42,11 +42,12 @@ def doctor(
     as_json: JSON = False,
 ) -> None:
     """Check that Weft can run on this machine. Exits with 1 if something would stop it."""
-    findings = [*_python(), *_torch(), *_disk(data_dir), *_port(port), *_open_files()]
+    findings = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}"), *_torch()]
+    findings += [_disk(data_dir), _port(port), _open_files()]
     if model is not None:
         findings += _model(Path(model))
     if blob_url is not None:
-        findings += _blobs(blob_url)
+        findings.append(_blobs(blob_url))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -54,10 +55,6 @@ def doctor(
             hint = f" -> {finding.hint}" if finding.hint else ""
             typer.echo(f"{MARKS[finding.result]}  {finding.check}: {finding.detail}{hint}")
     raise typer.Exit(int(any(finding.result == "fail" for finding in findings)))
-
-
-def _python() -> Iterator[Finding]:
-    yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
 
 
 def _torch() -> Iterator[Finding]:
@@ -91,15 +88,16 @@ def _cpu_kernels() -> Finding:
     return Finding("CPU kernels", "ok", "compiled for this CPU")
 
 
-def _disk(data_dir: Path) -> Iterator[Finding]:
+def _disk(data_dir: Path) -> Finding:
     existing = next(folder for folder in (data_dir.absolute(), *data_dir.absolute().parents) if folder.exists())
     free_gib = shutil.disk_usage(existing).free / (1 << 30)
-    result: Literal["ok", "warn"] = "ok" if free_gib >= MIN_DISK_GIB else "warn"
-    hint = None if result == "ok" else "free some space, or choose another --data-dir"
-    yield Finding("disk", result, f"{free_gib:.1f} GiB free at {existing}", hint)
+    detail = f"{free_gib:.1f} GiB free at {existing}"
+    if free_gib >= MIN_DISK_GIB:
+        return Finding("disk", "ok", detail)
+    return Finding("disk", "warn", detail, "free some space, or choose another --data-dir")
 
 
-def _blobs(url: str) -> Iterator[Finding]:
+def _blobs(url: str) -> Finding:
     from weft.adapters.blobs.store import open_blobs
     from weft.config import RegistryConfig
     from weft.errors import CapacityError, ConfigError
@@ -109,37 +107,29 @@ def _blobs(url: str) -> Iterator[Finding]:
         with tempfile.TemporaryDirectory() as folder:
             open_blobs(RegistryConfig(blob_url=url), Path(folder)).probe()
     except (ConfigError, CapacityError) as error:
-        yield Finding("blob store", "fail", error.message)
+        return Finding("blob store", "fail", error.message)
     except OSError as error:
-        yield Finding("blob store", "fail", f"cannot be written: {error.strerror}", "choose another --blob-url")
-    else:
-        yield Finding("blob store", "ok", f"stores and gives back, {1000 * (time.perf_counter() - started):.0f} ms")
+        return Finding("blob store", "fail", f"cannot be written: {error.strerror}", "choose another --blob-url")
+    return Finding("blob store", "ok", f"stores and gives back, {1000 * (time.perf_counter() - started):.0f} ms")
 
 
-def _port(port: int) -> Iterator[Finding]:
+def _port(port: int) -> Finding:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(("127.0.0.1", port))
         except OverflowError:
-            yield Finding("port", "fail", f"{port} is no port", "use a --port from 1 to 65535")
-            return
+            return Finding("port", "fail", f"{port} is no port", "use a --port from 1 to 65535")
         except OSError as error:
-            yield Finding("port", "warn", f"{port} cannot be bound: {error.strerror}", "use another --port")
-            return
-    yield Finding("port", "ok", f"{port} is free")
+            return Finding("port", "warn", f"{port} cannot be bound: {error.strerror}", "use another --port")
+    return Finding("port", "ok", f"{port} is free")
 
 
-def _open_files() -> Iterator[Finding]:
-    if sys.platform == "win32":
-        return
-    import resource
-
+def _open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft >= MIN_FILES
-    yield Finding(
-        "open files", "ok" if enough else "warn", f"limit {soft}", None if enough else f"ulimit -n {MIN_FILES}"
-    )
+    if soft >= MIN_FILES:
+        return Finding("open files", "ok", f"limit {soft}")
+    return Finding("open files", "warn", f"limit {soft}", f"ulimit -n {MIN_FILES}")
 
 
 def _model(folder: Path) -> Iterator[Finding]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.adapter import adapter_files
-from weft.cli.options import JSON, fail, refuse
-from weft.cli.serve import Model, Setting
+from weft.cli.adapter import adapter_files, refusals
+from weft.cli.options import JSON, fail
+from weft.cli.serve import Config, Device, Dtype, Model, Setting, settings_of
 from weft.cli.table import print_table
 
 if TYPE_CHECKING:
@@ -38,15 +37,15 @@ def fit(  # noqa: PLR0913 - one parameter per option
     targets: Annotated[
         str, typer.Option(help="Modules of the --rank adapters: all, or some of q,k,v,o,gate,up,down.")
     ] = "all",
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
     free_gib: Annotated[
         float | None, typer.Option(help="Plan for a device with so many GiB free, instead of this machine.")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output in tokens.")] = None,
     max_rank: Annotated[int | None, typer.Option(help="Largest rank served. [default: 64]")] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")] = None,
+    config: Config = None,
     settings: Setting = None,
     as_json: JSON = False,
 ) -> None:
@@ -55,23 +54,21 @@ def fit(  # noqa: PLR0913 - one parameter per option
     Needs no server. Exits with 0 if they fit, with 1 if not. Adapters that do not fit at once can still be served: they
     take turns.
     """
-    from weft.config import environment
     from weft.server.adapters.fit import find_fit
     from weft.server.adapters.offline_fit import plan_room
-    from weft.server.settings import load_config, merge_trees, parse_assignments
+    from weft.server.adapters.schemas import MAX_PLANNED
 
     if not adapters and not ranks:
         fail("name folders of adapters, or give --rank for planned adapters.")
+    if not 1 <= count <= MAX_PLANNED:
+        fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.")
     modules = _modules(targets)
-    _check_count(count)
     options: dict[str, dict[str, object]] = {
         "model": {"path": model, "device": device, "dtype": dtype, "max_model_len": max_model_len},
         "memory": {"gib": memory_gib},
         "adapter": {"max_rank": max_rank},
     }
-    planned = plan_room(
-        load_config(merge_trees(options, parse_assignments(settings or [])), environment(), config), free_gib
-    )
+    planned = plan_room(settings_of(options, settings, config), free_gib)
     items = [_on_disk(path, planned, as_json) for path in adapters or []]
     items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
     found = find_fit(items, planned.room)
@@ -92,27 +89,12 @@ def _modules(targets: str) -> list[str]:
     return names
 
 
-def _check_count(count: int) -> None:
-    from weft.server.adapters.schemas import MAX_PLANNED
-
-    if not 1 <= count <= MAX_PLANNED:
-        fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.")
-
-
 def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> AdapterFitItem:
-    from weft.errors import AdapterError, PayloadTooLargeError
     from weft.server.adapters.offline_fit import item_on_disk
 
     config, weights = (None, path) if path.is_file() else adapter_files(path)
-    files = {"config": config.name if config else "", "weights": weights.name}
-    try:
+    with refusals(path, config, weights, as_json):
         return item_on_disk(str(path), config, weights, planned)
-    except AdapterError as error:
-        refuse(str(path), [asdict(finding) for finding in error.findings], as_json, files)
-    except PayloadTooLargeError as error:
-        fail(f"{path} cannot be served: {error.message} ({error.code})")
-    except OSError as error:
-        fail(f"{path} cannot be read: {error.strerror}.")
 
 
 def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) -> AdapterFitItem:
@@ -132,9 +114,8 @@ def _show(found: AdapterFit, planned: PlannedRoom, as_json: bool) -> None:
         body = {**found.view().model_dump(), "requests_left": found.requests_left, "advice": advice}
         typer.echo(json.dumps({**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False))
         return
-    page_bytes = planned.room.geometry.page_bytes
+    page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
     print_table(HEADER, [_row(item, page_bytes) for item in found.items], NUMBERS)
-    memory = planned.memory
     name = str(planned.dtype).removeprefix("torch.")
     typer.echo("")
     typer.echo(f"{planned.config.model.path} on {planned.device.type} in {name}, weights {_size(memory.weight_bytes)}")

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from weft.config import Config as Settings
+
 Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")]
+Config = Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Any setting of `weft config init`; repeat for more."),
@@ -38,32 +45,43 @@ def serve(  # noqa: PLR0913 - one parameter per option
             "AWS_... environment. [default: blobs/ in the data folder]"
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory for KV cache and adapters, in GiB.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")] = None,
+    config: Config = None,
     settings: Setting = None,
 ) -> None:
     """Serve a base model and its adapters over HTTP."""
-    from weft.config import environment
     from weft.server.serve import serve as run
-    from weft.server.settings import load_config, merge_trees, parse_assignments
 
+    base: dict[str, object] = {"path": model, "device": device, "dtype": dtype, "max_model_len": max_model_len}
     options: dict[str, dict[str, object]] = {
-        "model": {
-            "path": model,
-            "served_name": served_model_name,
-            "device": device,
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-        },
+        "model": {**base, "served_name": served_model_name},
         "memory": {"gib": memory_gib},
         "server": {"host": host, "port": port, "metrics_port": metrics_port, "auth": auth, "data_dir": data_dir},
         "registry": {"database_url": database_url, "blob_url": blob_url},
     }
-    overrides = merge_trees(options, parse_assignments(settings or []))
-    code = run(load_config(overrides, environment(), config), typer.echo)
+    code = run(settings_of(options, settings, config), typer.echo)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # everything is closed; taking the interpreter apart would cost seconds
+
+
+def settings_of(
+    options: Mapping[str, Mapping[str, object]], assignments: list[str] | None, file: Path | None
+) -> Settings:
+    """Merge the settings of the command line, the environment and the file.
+
+    Args:
+        options: By section and name; None is not given.
+        assignments: Of `--set`; they win.
+        file: Of `--config`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+    from weft.config import environment
+    from weft.server.settings import load_config, merge_trees, parse_assignments
+
+    return load_config(merge_trees(options, parse_assignments(assignments or [])), environment(), file)

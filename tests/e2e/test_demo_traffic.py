@@ -19,10 +19,20 @@ import pytest
 
 from long_model import LONG_ANSWER, long_model
 from weft.cli.demo import traffic as demo_traffic
-from weft.cli.demo.check import FIGURES, UsageCheck, check_usage
 from weft.cli.demo.round import ADAPTERS, BASE_NAME, TENANTS, play
-from weft.cli.demo.show import describe_check
-from weft.cli.demo.traffic import KEY_NAME, LEFT, MAX_AT_ONCE, Planned, Traffic, plan, replay
+from weft.cli.demo.run import describe_check
+from weft.cli.demo.traffic import (
+    FIGURES,
+    KEY_NAME,
+    LEFT,
+    MAX_AT_ONCE,
+    Planned,
+    Traffic,
+    UsageCheck,
+    check_usage,
+    plan,
+    replay,
+)
 from weft.registry.registry import Registry
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, weft_server
 

@@ -34,8 +34,8 @@ def demo(
             raise typer.BadParameter("--reset goes with --data-dir alone.")
         from weft.cli.demo.reset import reset_demo
 
-        removed = reset_demo(data_dir)
-        typer.echo(f"Removed {removed.events} usage events of the demo traffic; revoked {removed.keys} keys.")
+        num_events, num_keys = reset_demo(data_dir)
+        typer.echo(f"Removed {num_events} usage events of the demo traffic; revoked {num_keys} keys.")
         return
     from weft.cli.demo.run import run_demo
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 from weft import demo
@@ -18,19 +17,14 @@ from weft.server.auth.admin_key import given_pepper
 from weft.server.settings import load_config
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """What is gone."""
-
-    events: int
-    keys: int
-
-
-def reset_demo(data_dir: Path) -> Removed:
+def reset_demo(data_dir: Path) -> tuple[int, int]:
     """Remove the demo traffic's usage from the ledger, and revoke its keys; all else stays as it is.
 
     Args:
         data_dir: The demo's folder.
+
+    Returns:
+        The number of usage events that are gone, and of keys that were revoked.
 
     Raises:
         ConfigError: There is no demo, or a server uses the folder.
@@ -44,7 +38,7 @@ def reset_demo(data_dir: Path) -> Removed:
     return asyncio.run(_reset(config, data_dir))
 
 
-async def _reset(config: Config, data_dir: Path) -> Removed:
+async def _reset(config: Config, data_dir: Path) -> tuple[int, int]:
     registry = await Registry.open(config.registry.database_url, data_dir, pepper=given_pepper(environment()))
     try:
         keys = await _traffic_keys(registry)
@@ -53,7 +47,7 @@ async def _reset(config: Config, data_dir: Path) -> Removed:
         living = [key for key in keys if key.revoked_at is None]
         for key in living:
             await registry.keys.revoke_key(key.id)
-        return Removed(await registry.usage.erase([key.id for key in keys]) if keys else 0, len(living))
+        return await registry.usage.erase([key.id for key in keys]) if keys else 0, len(living)
     finally:
         await registry.close()
 

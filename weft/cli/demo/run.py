@@ -1,22 +1,30 @@
-"""The course of `weft demo`: start a server, play the round, show it, send traffic, and serve on."""
+"""The course of `weft demo`: start a server, play the round, show it, send traffic, and serve on. Prints all of it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
 import signal
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from weft import demo
-from weft.cli.demo.check import check_usage
-from weft.cli.demo.round import BASE_NAME, play
-from weft.cli.demo.show import show_answers, show_how_to_go_on, show_traffic, show_traffic_begins
-from weft.cli.demo.traffic import replay
+from weft.cli.demo.round import BASE_NAME, Round, holds_everybody, play
+from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, UsageCheck, check_usage, plan, replay
+from weft.client import Client
 from weft.errors import WeftError
 from weft.server.server_process import server_process
 
+DEFAULT_FOLDER = Path("weft-demo")
+SNIPPET_QUESTION = "How much is the scarf?"
 SERVE_OPTIONS = (
     *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.25"),
     *("--set", "memory.host_gib=0.25", "--set", "model.threads=1"),  # the model is too small to share among threads
@@ -65,3 +73,130 @@ def _send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) ->
         console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
     else:
         show_traffic(console, traffic, check)
+
+
+def show_answers(console: Console, shown: Round, seconds: float) -> None:
+    """The answers side by side, and which step made them."""
+    table = Table(title=f'"{shown.question}"', title_justify="left", show_lines=True)
+    for column in ("model", "tenant", "adapter", "answer"):
+        table.add_column(column, overflow="fold")
+    for answer in shown.answers:
+        text = Text(answer.text, style="bold" if answer.model == BASE_NAME else "")
+        table.add_row(answer.model, answer.tenant, answer.detail or "none: the base", text)
+    console.print(table)
+    console.print(describe_step(shown.shared, len(shown.answers)), soft_wrap=True)
+    wrong = [answer.model for answer in shown.answers if not answer.is_expected]
+    if wrong:
+        console.print(f"Not the recorded reference answer: {', '.join(wrong)}.", style="red", soft_wrap=True)
+    console.print(f"{seconds:.1f} s from start to answers.")
+
+
+def describe_step(shared: Mapping[str, Any] | None, speakers: int) -> str:
+    """One sentence on the batch behind the answers."""
+    if shared is None:
+        return "The engine reported no step of this round."
+    sentence = (
+        f"Step {shared['step']} computed {shared['requests']} requests in one batch: {shared['adapters']} different "
+        f"adapters and {shared['base_requests']} of the base."
+    )
+    if holds_everybody(shared):
+        return sentence
+    return f"{sentence} That is the fullest of {shared['steps']} steps; all {speakers} were never at work at once."
+
+
+def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, data_dir: Path) -> None:
+    """Addresses, keys and snippets that can be pasted."""
+    console.print()
+    console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True)
+    console.print(f"Dashboard (opens once, within 10 minutes): {dashboard_link(url, admin_key)}", soft_wrap=True)
+    again = f"weft dashboard --url {url} --data-dir {shlex.quote(str(data_dir))}"
+    console.print(f"Another link to it: {again}", soft_wrap=True)
+    for tenant, key in shown.keys.items():
+        models = ", ".join(answer.model for answer in shown.answers if answer.tenant == tenant)
+        console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)
+    console.print(f"Admin key: {admin_key}", soft_wrap=True)
+    console.print("\nWith curl:\n")
+    console.print(Text(curl_line(url, _key_for(shown, "pirate"), "pirate")), soft_wrap=True)
+    console.print("\nWith openai-python:\n")
+    console.print(Text(openai_snippet(url, _key_for(shown, "french"), "french")), soft_wrap=True)
+    console.print()
+
+
+def dashboard_link(url: str, admin_key: str) -> str:
+    """The dashboard's address, showing the last hour; its first visitor within ten minutes is signed in as admin.
+
+    Raises:
+        WeftError: The server refused, or does not answer.
+    """
+    with Client(url, admin_key) as client:
+        return f"{url}/?range=1h#link={client.request('POST', '/v1/session/links')['link']}"
+
+
+def show_traffic_begins(console: Console, data_dir: Path) -> None:
+    """What runs from now on, and how to be rid of it."""
+    folder = "" if data_dir == DEFAULT_FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
+    console.print(
+        f"Demo traffic now runs for {DURATION_S:.0f} s, so that no chart is empty: {len(plan())} requests, at most "
+        f'{MAX_AT_ONCE} at once, by a key of each tenant named "{KEY_NAME}". Once the server has ended, '
+        f"`weft demo --reset{folder}` removes it.",
+        soft_wrap=True,
+    )
+
+
+def show_traffic(console: Console, traffic: Traffic, check: UsageCheck) -> None:
+    """How the requests ended, and whether everybody counts the same."""
+    ends = ", ".join(f"{number} {end}" for end, number in Counter(told.end for told in traffic.told).most_common())
+    console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
+    for difference in check.differences:
+        console.print(f"Its usage does not agree: {difference}.", style="red", soft_wrap=True)
+    if not check.differences:
+        console.print(describe_check(check), soft_wrap=True)
+
+
+def describe_check(check: UsageCheck) -> str:
+    """What was compared, where all agrees."""
+    totals = check.totals
+    lines = [
+        f"Usage of the demo traffic: {totals['requests']} requests, {totals['prompt_tokens']:,} prompt tokens "
+        f"({totals['cached_tokens']:,} cached), {totals['completion_tokens']:,} completion tokens.",
+        "To the token: API totals = sum of the CSV = sum of the events; and the events of the "
+        f"{check.num_whole} answers that were read to their end = what these answers said.",
+    ]
+    if check.num_left:
+        lines.append(
+            f"The {check.num_left} clients that left early had read {check.left_read:,} completion tokens and are "
+            f"billed {check.left_billed:,}: all that was computed for them, never less than they read."
+        )
+    if check.num_failed:
+        lines.append(f"{check.num_failed} requests were refused or ended by an error: there is nothing to compare.")
+    return "\n".join(lines)
+
+
+def curl_line(url: str, key: str, model: str) -> str:
+    """A request as one line for a POSIX shell."""
+    messages = [{"role": "user", "content": SNIPPET_QUESTION}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0})
+    return (
+        f"curl -s {url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def openai_snippet(url: str, key: str, model: str) -> str:
+    """The same with the openai package."""
+    return f"""\
+from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+answer = client.chat.completions.create(
+    model="{model}",
+    messages=[{{"role": "user", "content": "{SNIPPET_QUESTION}"}}],
+    max_tokens=64,
+    temperature=0,
+)
+print(answer.choices[0].message.content)"""
+
+
+def _key_for(shown: Round, model: str) -> str:
+    tenant = next(answer.tenant for answer in shown.answers if answer.model == model)
+    return shown.keys[tenant]

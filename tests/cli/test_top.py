@@ -28,8 +28,7 @@ from typer.testing import CliRunner
 from api_server import ADMIN_KEY, BASE, Api, eventually
 from weft.adapters.ref import ResidentAdapter
 from weft.cli import make_app, top
-from weft.cli.top.frame import frame, shares, token_rates
-from weft.cli.top.tenants import cells, tenant_rows
+from weft.cli.top.frame import cells, frame, shares, tenant_rows, token_rates
 from weft.config import environment
 from weft.engine.status import TenantLoad
 from weft_server import DEMO_ADAPTERS, WEFT, weft_server

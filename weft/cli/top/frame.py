@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from weft.cli.ps import TIERS, adapter_name
-from weft.cli.table import REASONS, counts_text, in_words, num_paused
-from weft.cli.top import tenants as top_tenants
+from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused
 
 if TYPE_CHECKING:
     from rich.console import ConsoleDimensions, RenderableType
@@ -30,8 +31,26 @@ BAR = {
 HEADER = ("ADAPTER", "TIER", "PAGES", "RUNNING", "WAITING", "HITS", "LOADS", "LOAD P95")
 IDLE_S = 2.0
 """After so long without a step nothing is computed."""
+TEXTS = ("TENANT", "WHY", "REFUSED")
+"""Columns of tenants that may be cut."""
+WIDE_ONLY = ("WEIGHT", "WHY")
+"""Columns of tenants left out on a terminal of fewer than `MIN_WIDE` columns."""
+MIN_WIDE = 100
 MIN_TENANT_LINES = 4
 """An empty line, the header, one tenant, the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRow:
+    """What one tenant, or several together, have in the engine."""
+
+    name: str
+    numbers: Mapping[str, float]
+    """Weight, rate, and requests in the step, paused and waiting."""
+    wait_s: float | None
+    """What a new request is predicted to wait; of several tenants the longest."""
+    reasons: Counter[str]
+    refused: Counter[str]
 
 
 def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, trouble: str | None = None) -> RenderableType:
@@ -57,7 +76,7 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
         Text(line.plain, line.style, spans=line.spans, no_wrap=True, overflow="ellipsis") for line in lines
     ]
     room = size.height - len(lines)
-    tenants = top_tenants.tenant_rows(body)
+    tenants = tenant_rows(body)
     num_lines = min(len(tenants) + 2, room // 2) if tenants else 0
     if num_lines >= min(len(tenants) + 2, MIN_TENANT_LINES) > 2:
         shown += [Text(), _tenants(tenants, num_lines - 2, size.width)]
@@ -98,6 +117,56 @@ def shares(counts: Sequence[int], width: int) -> list[int]:
         return [0] * len(counts)
     ends = [round(rest * upto / total) for upto in accumulate(counts)]
     return [part + end - start for part, start, end in zip(parts, [0, *ends], ends, strict=False)]
+
+
+def tenant_rows(body: Mapping[str, Any]) -> list[TenantRow]:
+    """Tenants with requests in the engine, and those with refusals; the most served first."""
+    admission, rows = body["admission"], []
+    for name in body["tenants"].keys() | {name for name, gate in admission.items() if gate["refused"]}:
+        load, gate = body["tenants"].get(name, {}), admission.get(name, {})
+        numbers = {each: load.get(each, 0) for each in ("weight", "rate", "running", "paused", "waiting")}
+        numbers["in step"] = numbers["running"] - numbers["paused"]
+        reasons, refused = Counter(load.get("reasons", {})), Counter(gate.get("refused", {}))
+        rows.append(TenantRow(name, numbers, gate.get("wait_s"), reasons, refused))
+    most = ("rate", "in step", "waiting")
+    return sorted(rows, key=lambda row: (*(-row.numbers[each] for each in most), -row.refused.total(), row.name))
+
+
+def cells(rows: Sequence[TenantRow], num_shown: int) -> Iterator[dict[str, str]]:
+    """The first `num_shown` rows as texts by column, and one for the sum of the others.
+
+    DUE is the share of the service that the weight gives, SERVED the share of the last seconds, WAIT what a new request
+    is predicted to wait.
+    """
+    weight, rate = (sum(row.numbers[each] for row in rows) for each in ("weight", "rate"))
+    shown = [*rows[:num_shown], *([_together(rows[num_shown:])] if len(rows) > num_shown else [])]
+    for row in shown:
+        yield {
+            "TENANT": row.name,
+            "WEIGHT": f"{row.numbers['weight']:g}" if row.numbers["weight"] else "-",
+            "DUE": _share(row.numbers["weight"], weight),
+            "SERVED": _share(row.numbers["rate"], rate),
+            **{each.upper(): f"{row.numbers[each]:,}" for each in ("in step", "paused", "waiting")},
+            "WAIT": "none" if row.wait_s is not None and row.wait_s < 0.05 else seconds_text(row.wait_s),
+            "WHY": counts_text(in_words(row.reasons, REASONS)) if row.numbers["waiting"] else "",
+            "REFUSED": counts_text(in_words(row.refused, REFUSALS)),
+        }
+
+
+def _together(rows: Sequence[TenantRow]) -> TenantRow:
+    return TenantRow(
+        f"{len(rows):,} others",
+        {each: sum(row.numbers[each] for row in rows) for each in rows[0].numbers},
+        max((row.wait_s for row in rows if row.wait_s is not None), default=None),
+        sum((row.reasons for row in rows), Counter[str]()),
+        sum((row.refused for row in rows), Counter[str]()),
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    if not whole:
+        return "-"
+    return "<1%" if 0 < part / whole < 0.005 else f"{part / whole:.0%}"
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -144,16 +213,16 @@ def _bar(pages: Mapping[str, int], width: int) -> Text:
     return Text.assemble(*((glyph * part, colour) for (glyph, colour), part in zip(BAR.values(), parts, strict=True)))
 
 
-def _tenants(rows: Sequence[top_tenants.TenantRow], height: int, width: int) -> Table:
+def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
     """The most served first, as many as there is room for; the others as one. Only its texts are cut."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-    shown = list(top_tenants.cells(rows, len(rows) if len(rows) <= height else height - 1))
-    header = [name for name in shown[0] if width >= top_tenants.MIN_WIDE or name not in top_tenants.WIDE_ONLY]
+    shown = list(cells(rows, len(rows) if len(rows) <= height else height - 1))
+    header = [name for name in shown[0] if width >= MIN_WIDE or name not in WIDE_ONLY]
     for name in header:
-        is_text = name in top_tenants.TEXTS
+        is_text = name in TEXTS
         longest = max(len(name), *(len(row[name]) for row in shown))
         table.add_column(name, justify="left" if is_text else "right", width=None if is_text else longest)
     for row in shown:

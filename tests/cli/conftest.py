@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
     made = Recorder()
-    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield made
     made.server.shutdown()

@@ -194,7 +194,7 @@ async def test_an_engine_that_restarts_and_a_server_that_goes_are_told(
         num_asked = api.engine.num_asked
         await eventually(lambda: api.engine.num_asked > num_asked + 3)
         api.services.drain.is_draining = True  # ends the stream, as the end of the process would
-        await eventually(lambda: api.services.engine_feed._poller is None)
+        await eventually(lambda: not api.services.engine_feed.is_asking)
     done = await watching
     assert done.exit_code == 1
     assert "0 running (0 base, 0 paused), 0 waiting; step 10.0 ms" in done.stdout

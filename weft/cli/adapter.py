@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from weft.cli.options import JSON, KEY, TENANT, URL, connect, fail, fail_with, refuse
 from weft.cli.table import show, value_text
 from weft.errors import ClientError
-
-if TYPE_CHECKING:
-    from weft.adapters.base_shape import BaseShape
 
 KEEP_SMALL = "Leave out what PEFT did not write."
 COLUMNS = (
@@ -34,10 +32,13 @@ def validate(
     as_json: JSON = False,
 ) -> None:
     """Check an adapter as an upload would, without a server."""
+    from weft.adapters.checkpoint.folder import adapter_files
     from weft.adapters.checkpoint.reader import read_checkpoint
+    from weft.engine.model.spec import base_shape, read_spec
 
     config, weights = adapter_files(folder)
-    base, names = (_base(Path(model)), (Path(model).resolve().name,)) if model else (None, ())
+    base = base_shape(read_spec(Path(model)), "sha256:" + "0" * 64) if model else None
+    names = (Path(model).resolve().name,) if model else ()
     with refusals(folder, config, weights, as_json):
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)
     facts = {
@@ -73,7 +74,6 @@ def push(  # noqa: PLR0913 - one parameter per option
 
     from weft.registry.names import is_name
 
-    adapter_files(folder)
     name = name or folder.resolve().name
     if not is_name(name):
         fail(
@@ -198,17 +198,6 @@ def unpin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) ->
     typer.echo(f"unpinned {name}")
 
 
-def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Config and weights of an adapter; ends the command where one is missing."""
-    from weft.adapters.checkpoint import folder as adapter_folder
-    from weft.errors import AdapterFormatError
-
-    try:
-        return adapter_folder.adapter_files(folder)
-    except AdapterFormatError as error:
-        fail(error.message)
-
-
 @contextmanager
 def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -> Iterator[None]:
     """End the command with all that is wrong with an adapter where the block finds that it cannot be served."""
@@ -234,12 +223,6 @@ def _tell(report: Mapping[str, Any]) -> None:
         typer.echo(f"warning: {warning}", err=True)
 
 
-def _base(folder: Path) -> BaseShape:
-    from weft.engine.model.spec import base_shape, read_spec
-
-    return base_shape(read_spec(folder), "sha256:" + "0" * 64)
-
-
 def _own_name(name: str) -> str:
     """An adapter's name; ends the command where it comes with a tenant or a version."""
     tenant, slash, own = name.rpartition("/")
@@ -256,16 +239,13 @@ def _own_name(name: str) -> str:
 
 def _alias(text: str) -> tuple[str, dict[str, int] | int | None]:
     """An alias and its meaning, from `prod=2`, `prod=2:90,3:10` or `prod=`."""
-    alias, equals, meaning = text.partition("=")
-    shares = [part.partition(":") for part in meaning.split(",")] if meaning else []
-    numbers = [number for version, colon, weight in shares for number in (version, weight if colon else "1")]
-    if not equals or not all(number.isascii() and number.isdigit() for number in numbers):
+    if not re.fullmatch(r"[^=]*=((\d+(:\d+)?,)*\d+(:\d+)?)?", text, re.ASCII):
         fail(
             f"{text!r} gives an alias no meaning: write ALIAS=VERSION (prod=2), ALIAS=VERSION:WEIGHT,VERSION:WEIGHT "
             "(prod=2:90,3:10), or prod= to delete the alias prod."
         )
-    if not shares:
-        return alias, None
-    if len(shares) == 1:
-        return alias, int(shares[0][0])
-    return alias, {version: int(weight or 1) for version, _, weight in shares}
+    alias, _, meaning = text.partition("=")
+    shares = [part.partition(":") for part in meaning.split(",") if part]
+    if len(shares) > 1:
+        return alias, {version: int(weight or 1) for version, _, weight in shares}
+    return alias, int(shares[0][0]) if shares else None

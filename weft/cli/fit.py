@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.adapter import adapter_files, refusals
+from weft.cli.adapter import refusals
 from weft.cli.options import JSON, fail
 from weft.cli.serve import Config, Device, Dtype, Model, Setting, settings_of
 from weft.cli.table import print_table
@@ -90,6 +90,7 @@ def _modules(targets: str) -> list[str]:
 
 
 def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> AdapterFitItem:
+    from weft.adapters.checkpoint.folder import adapter_files
     from weft.server.adapters.offline_fit import item_on_disk
 
     config, weights = (None, path) if path.is_file() else adapter_files(path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from weft.errors import ClientError, ConfigError, WeftError
+from weft.errors import AdapterError, ClientError, ConfigError, WeftError
 
 if TYPE_CHECKING:
     from weft.client import Client
@@ -59,7 +59,7 @@ def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
 def fail_with(error: WeftError, as_json: bool = False) -> NoReturn:
     """Print an error in the words of the command line and exit; `as_json` prints an adapter's findings as JSON, too."""
     if not isinstance(error, ClientError):
-        fail(error.message, BAD_INPUT if isinstance(error, ConfigError) else FAILURE)
+        fail(error.message, BAD_INPUT if isinstance(error, AdapterError | ConfigError) else FAILURE)
     if error.findings:
         refuse("the adapter", error.findings, as_json)
     reason = f"{error.message} ({error.code})" if error.status else error.message

@@ -192,7 +192,7 @@ def _talk(
 async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Planned) -> Told:
     headers = {"Authorization": f"Bearer {key}", "x-request-id": request_id}
     usage: dict[str, Any] = {}
-    end: str | None = None
+    end, is_whole = "cut off", False
     async with http.stream("POST", planned.path, headers=headers, json=planned.body) as answer:
         async for line in answer.aiter_lines():  # of a stream, or the body, which is one line
             data = line.removeprefix("data: ")
@@ -200,16 +200,14 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
                 continue
             event = json.loads(data)
             if "error" in event:
-                return _told(request_id, str(event["error"]["code"]), usage)
+                end, is_whole = str(event["error"]["code"]), False
+                break
             usage = event.get("usage") or usage
-            end = next((choice["finish_reason"] for choice in event["choices"]), end)
-            is_enough = usage.get("completion_tokens", 0) >= (planned.leaves_after or math.inf)
-            if end is None and is_enough:
-                return _told(request_id, LEFT, usage)
-    return _told(request_id, end or "cut off", usage, is_whole=end is not None)
-
-
-def _told(request_id: str, end: str, usage: Mapping[str, Any], *, is_whole: bool = False) -> Told:
+            if reason := next((choice["finish_reason"] for choice in event["choices"]), None):
+                end, is_whole = reason, True
+            elif not is_whole and usage.get("completion_tokens", 0) >= (planned.leaves_after or math.inf):
+                end = LEFT
+                break
     tokens = {
         "prompt_tokens": usage.get("prompt_tokens", 0),
         "cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),

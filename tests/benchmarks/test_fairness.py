@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from weft.benchmarks.http import fairness
 from weft.benchmarks.http.fairness import make_result
 from weft.benchmarks.main import main
 
@@ -62,9 +63,10 @@ def test_weights_hold_within_five_percent(heavy: float, ok: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run_tells_of_every_arm(tmp_path: Path) -> None:
+def test_a_small_run_tells_of_every_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "TURNS", 2)
     path = tmp_path / "r.json"
-    small = ["--seconds", "0.5", "--repeats", "1", "--streams", "4", "--many", "3", "--flood-tokens", "30"]
+    small = ["--seconds", "0.2", "--repeats", "1", "--streams", "4", "--many", "2", "--flood-tokens", "30"]
     settings = ["--set=memory.gib=0.05", "--set=memory.host_gib=0.05", "--set=model.threads=1"]
     arguments = [*small, "--quiet-tokens", "2", "--pause-ms", "10", "--json", str(path)]
     assert main("fairness", [*arguments, *settings]) == 0

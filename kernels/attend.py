@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.plain import attention as attention_cpu
 from weft.kernels.plain import rows as rows_cpu
@@ -38,7 +38,7 @@ def attend(
     sin: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    slot_mapping: KvSlots,
+    slot_mapping: Tensor,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
@@ -60,7 +60,7 @@ def attend(
         sin: Like cos.
         k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D]. Mutated.
         v_pages: The same for values, the same strides. Mutated.
-        slot_mapping: Where the keys and values of the T tokens go.
+        slot_mapping: Where the keys and values of the T tokens go, as `kv_write` takes it.
         batch: Which rows attend to what.
         scale: Factor of the scores.
         sliding_window: How many positions a row sees, itself included; None for all.
@@ -87,7 +87,7 @@ def check_operands(
     sin: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    slot_mapping: KvSlots,
+    slot_mapping: Tensor,
     batch: AttentionBatch,
     sliding_window: int | None,
 ) -> None:

@@ -1,6 +1,4 @@
-"""Which query rows of a step attend to which pages, and where the step's keys and values go.
-
-Both are worked out on the host, once for all layers of a group.
+"""Which query rows of a step attend to which pages, worked out on the host, once for all layers of a group.
 
 Short runs of query rows (decode, and verification of a few drafted tokens) are items: each row attends on its own, so
 that its result does not depend on the rows beside it. Longer runs are chunks of a prompt.
@@ -18,40 +16,6 @@ from torch import Tensor
 
 MAX_ITEM_ROWS = 8
 """Requests with at most this many query rows are computed row by row."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KvSlots:
-    """The slot mapping of a step with its division into pages done. Valid for every layer of one layer group."""
-
-    mapping: Tensor
-    """[T], int64: page * page_tokens + offset of each token; -1 is not stored."""
-    rows: Tensor | None
-    """[S], int64: tokens that are stored; None where all are."""
-    pages: Tensor
-    """[S], int64: page of each stored token."""
-    offsets: Tensor
-    """[S], int64: its place in the page."""
-
-    @classmethod
-    def build(cls, slot_mapping: Sequence[int] | np.ndarray, page_tokens: int, device: torch.device) -> KvSlots:
-        """Work out pages and offsets on the host and move them to `device`.
-
-        Args:
-            slot_mapping: [T]: page * page_tokens + offset, or -1.
-            page_tokens: Tokens per page.
-            device: Where the kernels run.
-        """
-        mapping = np.asarray(slot_mapping, dtype=np.int64)
-        rows = np.flatnonzero(mapping >= 0)
-        stored = mapping[rows]
-        pages, offsets = np.divmod(stored, page_tokens)
-        return cls(
-            mapping=torch.from_numpy(mapping).to(device),
-            rows=None if rows.size == mapping.size else torch.from_numpy(rows).to(device),
-            pages=torch.from_numpy(pages).to(device),
-            offsets=torch.from_numpy(offsets).to(device),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +40,8 @@ class AttentionBatch:
     """[R + 1], int32: cumulative number of query rows."""
     context_lens: Tensor
     """[R], int32: KV tokens including this step's; 0 for padding."""
-    item_rows: Tensor
-    """[I], int32: query row of each item."""
-    item_requests: Tensor
-    """[I], int32: its request."""
-    item_lens: Tensor
-    """[I], int32: KV tokens it may see, itself included."""
+    items: Tensor
+    """[3, I], int32: of each item its query row, its request, and how many KV tokens it may see, itself included."""
     query_lens: tuple[int, ...]
     """[R], on the host."""
     context_lens_host: tuple[int, ...]
@@ -89,14 +49,14 @@ class AttentionBatch:
     block_table_host: np.ndarray
     """`block_table` on the host."""
     items_host: np.ndarray
-    """[3, I], int32: rows, requests and lengths of the items on the host."""
+    """`items` on the host."""
     chunks: tuple[PromptChunk, ...]
     """Requests with more than `MAX_ITEM_ROWS` rows."""
     page_tokens: int
     num_rows: int
     """Rows of all requests; further rows of a batch are padding, and their output is zero."""
     max_item_len: int
-    """Upper bound of `item_lens`; a captured graph is built for one."""
+    """Upper bound of the KV tokens that an item may see; a captured graph is built for one."""
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -130,14 +90,12 @@ class AttentionBatch:
         contexts = np.asarray(context_lens, dtype=np.int32)
         items = _items(indptr, contexts)
         host = np.concatenate((table.reshape(-1), indptr, contexts, items.reshape(-1)))
-        parts = _to_device(host, device).split([table.size, indptr.size, contexts.size, *[items.shape[1]] * 3])
+        parts = _to_device(host, device).split([table.size, indptr.size, contexts.size, items.size])
         return cls(
             block_table=parts[0].view(table.shape),
             query_indptr=parts[1],
             context_lens=parts[2],
-            item_rows=parts[3],
-            item_requests=parts[4],
-            item_lens=parts[5],
+            items=parts[3].view(items.shape),
             query_lens=tuple(query_lens),
             context_lens_host=tuple(context_lens),
             block_table_host=table,

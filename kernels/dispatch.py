@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -12,38 +12,30 @@ from torch import Tensor
 
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
-from weft.kernels.sampling import SamplingTensors
+from weft.kernels.sampling import RowSampling
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
-RmsNorm = Callable[[Tensor, Tensor, float], Tensor]
-FusedAddRmsNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-Rope = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-SiluAndMul = Callable[[Tensor], Tensor]
-KvWrite = Callable[[Tensor, Tensor, Tensor, Tensor, KvSlots], None]
-PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None], Tensor]
 Attend = Callable[
-    [Tensor, HeadNorms | None, Tensor, Tensor, Tensor, Tensor, KvSlots, AttentionBatch, float, int | None], Tensor
+    [Tensor, HeadNorms | None, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionBatch, float, int | None], Tensor
 ]
 Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None]
-Sample = Callable[[Tensor, SamplingTensors], Tensor]
-Logprobs = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """The operations of one kind of device. What each computes is stated in `weft.kernels.plain`."""
 
-    rms_norm: RmsNorm
-    fused_add_rms_norm: FusedAddRmsNorm
-    rope: Rope
-    silu_and_mul: SiluAndMul
-    kv_write: KvWrite
-    paged_attention: PagedAttention
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rope: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None], Tensor]
     sgmv: Sgmv
-    sample: Sample
-    logprobs: Logprobs
+    sample: Callable[[Tensor, Sequence[RowSampling]], Tensor]
+    logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     attend: Attend | None = None
     """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
 
@@ -68,11 +60,21 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 @functools.cache
 def native_kernels() -> Kernels:
-    """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`; sampling is in torch operators."""
-    from weft.kernels.native import attention, rows, sgmv
-    from weft.kernels.plain import sampling
+    """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`.
 
-    return replace(_kernels_of(rows, attention, sgmv, sampling), attend=attention.attend)
+    In torch operators are sampling, and the parts of `attend` that no step calls by themselves.
+    """
+    from weft.kernels.native import attention, rows, sgmv
+
+    return replace(
+        torch_kernels(),
+        rms_norm=rows.rms_norm,
+        fused_add_rms_norm=rows.fused_add_rms_norm,
+        silu_and_mul=rows.silu_and_mul,
+        paged_attention=attention.paged_attention,
+        sgmv=sgmv.sgmv,
+        attend=attention.attend,
+    )
 
 
 @functools.cache

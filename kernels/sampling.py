@@ -4,60 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-MAX_TOP_K = 2**31 - 1
 
+class RowSampling(NamedTuple):
+    """How the token of one row is chosen."""
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class SamplingTensors:
-    """How the token of each row is chosen."""
-
-    temperatures: Tensor
-    """[B], float32; 0 takes the most likely token."""
-    top_ks: Tensor
-    """[B], int32; 0 keeps all."""
-    top_ps: Tensor
-    """[B], float32, above 0, at most 1."""
-    min_ps: Tensor
-    """[B], float32, 0 to 1."""
-    uniforms: Tensor
-    """[B], float32, one draw per row from 0 up to but not including 1."""
-    host: tuple[tuple[float, int, float, float, float], ...]
-    """The same per row on the host: temperature, top_k, top_p, min_p, uniform."""
-
-    @classmethod
-    def build(
-        cls,
-        temperatures: Sequence[float],
-        top_ks: Sequence[int],
-        top_ps: Sequence[float],
-        min_ps: Sequence[float],
-        uniforms: Sequence[float],
-        device: torch.device,
-    ) -> SamplingTensors:
-        """Collect the parameters of a batch; -1 and 0 both mean no top-k, and a top-k may exceed any vocabulary.
-
-        Raises:
-            ValueError: The lists differ in length.
-        """
-        rows = tuple(
-            (float(t), min(max(int(k), 0), MAX_TOP_K), float(p), float(m), float(u))
-            for t, k, p, m, u in zip(temperatures, top_ks, top_ps, min_ps, uniforms, strict=True)
-        )
-        columns = np.array(rows, dtype=np.float32).reshape(len(rows), 5).T.copy()
-        moved = torch.from_numpy(columns).to(device)
-        return cls(
-            temperatures=moved[0],
-            top_ks=torch.tensor([row[1] for row in rows], dtype=torch.int32).to(device),
-            top_ps=moved[2],
-            min_ps=moved[3],
-            uniforms=moved[4],
-            host=rows,
-        )
+    temperature: float
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Most tokens to choose from, which may exceed any vocabulary; 0 and -1 keep all."""
+    top_p: float = 1.0
+    """Above 0, at most 1."""
+    min_p: float = 0.0
+    """0 to 1."""
+    uniform: float = 0.0
+    """A draw from 0 up to but not including 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

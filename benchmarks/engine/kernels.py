@@ -29,9 +29,9 @@ from weft.benchmarks.model_shapes import MODELS, ModelShape
 from weft.benchmarks.report import AddOption, counts, goal
 from weft.engine.model.device import choose_device
 from weft.errors import ConfigError
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
-from weft.kernels.sampling import SamplingTensors
+from weft.kernels.sampling import RowSampling
 from weft.memory.arena import Arena
 
 DTYPE = torch.bfloat16
@@ -148,10 +148,9 @@ class KernelBench:
         q, k, v = torch.split(heads, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
         gate_up = self._random(rows, 2 * model.intermediate)
         cos, sin = (torch.rand(rows, model.head_dim, device=self.device) for _ in range(2))
-        page_tokens = geometry.page_tokens
-        slots = KvSlots.build([page_tokens * (1 + row) for row in range(rows)], page_tokens, self.device)
+        slots = torch.arange(1, rows + 1, device=self.device) * geometry.page_tokens
         logits = torch.randn(rows, VOCAB_SIZE, device=self.device)
-        greedy = SamplingTensors.build([0.0] * rows, [0] * rows, [1.0] * rows, [0.0] * rows, [0.5] * rows, self.device)
+        greedy = [RowSampling(temperature=0.0)] * rows
         return [
             Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
             Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),

@@ -18,7 +18,7 @@ from weft.engine.model.decoder import StepRows
 from weft.engine.model.linear import padded_rows
 from weft.engine.scheduling.plan import Chunk, StepPlan
 from weft.errors import EngineError, PageAccountingError
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 from weft.memory.geometry import PageGeometry
 
 BASE_SLOT = -1
@@ -70,12 +70,12 @@ def build_batch(plan: StepPlan, geometry: PageGeometry, num_pages: int, device: 
         num_rows = max(padded_rows(num_rows), 2)
     rows, first_rows = _rows(chunks, lengths, num_rows, geometry)
 
-    tensor = torch.from_numpy(rows[:2]).to(device)
+    tensor = torch.from_numpy(rows).to(device)
     return Batch(
         rows=StepRows(
             tokens=tensor[0],
             positions=tensor[1],
-            slot_mapping=tuple(KvSlots.build(slots, geometry.page_tokens, device) for slots in rows[2:]),
+            slot_mapping=tuple(tensor[2:]),
             attention=_attention(chunks, lengths, geometry, num_pages, device),
         ),
         row_slots=_row_slots(chunks, lengths, num_rows),

@@ -16,7 +16,7 @@ import torch
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import SampleSpec
 from weft.kernels.dispatch import Kernels
-from weft.kernels.sampling import PenaltyTensors, RowPenalties, SamplingTensors, apply_penalties
+from weft.kernels.sampling import PenaltyTensors, RowPenalties, RowSampling, apply_penalties
 
 DRAW_BITS = 24
 """Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
@@ -79,7 +79,7 @@ class Sampler:
             tensors = PenaltyTensors.build(penalties, logits.shape[1], logits.device)
             apply_penalties(logits, tensors)
         non_finite = _clear_non_finite_rows(logits)
-        tokens: list[int] = self._kernels.sample(logits, self._sampling_tensors(specs, logits.device)).tolist()
+        tokens: list[int] = self._kernels.sample(logits, [self._sampling(spec) for spec in specs]).tolist()
 
         found: dict[int, TokenLogprobs] = {}
         if reported:
@@ -114,16 +114,12 @@ class Sampler:
             for row, token in enumerate(token_ids)
         ]
 
-    def _sampling_tensors(self, specs: Sequence[SampleSpec], device: torch.device) -> SamplingTensors:
-        params = [spec.params for spec in specs]
-        return SamplingTensors.build(
-            [0.0 if each.is_greedy else each.temperature for each in params],
-            [each.top_k for each in params],
-            [each.top_p for each in params],
-            [each.min_p for each in params],
-            [0.0 if s.params.is_greedy else self._draws.uniform(s.seed, s.choice_index, s.output_index) for s in specs],
-            device,
-        )
+    def _sampling(self, spec: SampleSpec) -> RowSampling:
+        params = spec.params
+        if params.is_greedy:
+            return RowSampling(temperature=0.0)
+        uniform = self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
+        return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
 
 
 def _clear_non_finite_rows(logits: torch.Tensor) -> set[int]:

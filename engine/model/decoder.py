@@ -17,7 +17,7 @@ from weft.engine.model.linear import Linear
 from weft.engine.model.rope import RopeTable
 from weft.engine.model.spec import DecoderSpec
 from weft.kernels.attend import HeadNorms, attend
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class StepRows:
     """Token ids, [T], int64."""
     positions: torch.Tensor
     """Positions in their sequences, [T], int64."""
-    slot_mapping: tuple[KvSlots, ...]
-    """KV slot of each row, per layer group; -1 is not stored."""
+    slot_mapping: tuple[torch.Tensor, ...]
+    """KV slot of each row, [T], int64, per layer group; -1 is not stored."""
     attention: tuple[AttentionBatch, ...]
     """What each row attends to, per layer group; rows that it does not cover are padding."""
 

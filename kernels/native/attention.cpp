@@ -275,16 +275,13 @@ void place(const Projection<T>& x, const Pages<T>& pages) {
             normalise<T>(heads.at(row, head), weight, heads.at(row, head), heads.size, eps);
         }
     };
-    const auto constant = [](const Heads<T>& heads) {
-        return Heads<const T>{heads.data, heads.row_stride, heads.head_stride, heads.count, heads.size};
-    };
 #pragma omp parallel for if (x.rows * (x.q.count + x.k.count) * x.q.size >= MIN_PARALLEL)
     for (int64_t row = 0; row < x.rows; row++) {
         normalise_heads(x.q, row, x.q_norm, x.eps);
         normalise_heads(x.k, row, x.k_norm, x.eps);
         rotate(x.q, row, x.cos, x.sin);
         rotate(x.k, row, x.cos, x.sin);
-        store_token(constant(x.k), constant(x.v), row, pages, x.slots[row]);
+        store_token(x.k, x.v, row, pages, x.slots[row]);
     }
 }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.native.library import native_function
 from weft.kernels.plain.attention import check_operands
 
@@ -51,7 +51,7 @@ def attend(
     sin: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    slot_mapping: KvSlots,
+    slot_mapping: Tensor,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
@@ -67,7 +67,7 @@ def attend(
     """
     # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
     key = (
-        *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window, slot_mapping.mapping.shape),
+        *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window, slot_mapping.shape, slot_mapping.stride()),
         *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
         *(k_pages.shape, k_pages.stride(), k_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.dtype),
     )
@@ -85,7 +85,7 @@ def attend(
     q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
     is_short = native_function("attend", qkv.dtype, "iiiifiii" + "i" * 13 + "fii", ctypes.c_bool)(
         *(qkv.data_ptr(), len(qkv), q_norm, k_norm, eps),
-        *(cos.data_ptr(), sin.data_ptr(), slot_mapping.mapping.data_ptr()),
+        *(cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
         *_page_arguments(k_pages, v_pages),
         *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
         *(heads, num_heads // heads, head_dim),

@@ -1,4 +1,4 @@
-// Operations that pass over rows once: norms, rotary embedding, the gate of the feed-forward, storing keys and values.
+// Operations that pass over rows once: norms, and the gate of the feed-forward.
 #include "rows.h"
 
 namespace weft {
@@ -28,15 +28,6 @@ void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, int
     }
 }
 
-template <class T>
-void rope(const Heads<T>& q, const Heads<T>& k, int64_t rows, const float* cos, const float* sin) {
-#pragma omp parallel for if (rows * (q.count + k.count) * q.size >= MIN_PARALLEL)
-    for (int64_t row = 0; row < rows; row++) {
-        rotate(q, row, cos, sin);
-        rotate(k, row, cos, sin);
-    }
-}
-
 // out[t] = silu(gate_up[t, :size]) * gate_up[t, size:].
 template <class T>
 void silu_and_mul(const T* gate_up, int64_t rows, int64_t size, T* out) {
@@ -52,14 +43,6 @@ void silu_and_mul(const T* gate_up, int64_t rows, int64_t size, T* out) {
     }
 }
 
-// k and v [rows, heads, size] to the pages; slots below 0 are not stored.
-template <class T>
-void kv_write(const Heads<const T>& k, const Heads<const T>& v, int64_t rows, const Pages<T>& pages,
-              const int64_t* slots) {
-#pragma omp parallel for if (2 * rows * k.count * k.size >= MIN_PARALLEL)
-    for (int64_t row = 0; row < rows; row++) store_token(k, v, row, pages, slots[row]);
-}
-
 }  // namespace
 }  // namespace weft
 
@@ -72,20 +55,8 @@ void kv_write(const Heads<const T>& k, const Heads<const T>& v, int64_t rows, co
                                          int64_t size, T* out, T* new_residual) {                                      \
         weft::add_rms_norm(x, residual, weight, eps, rows, size, out, new_residual);                                   \
     }                                                                                                                  \
-    extern "C" void rope_##DTYPE(T* q, int64_t q_row, int64_t q_head, int64_t q_heads, T* k, int64_t k_row,            \
-                                 int64_t k_head, int64_t k_heads, int64_t rows, int64_t size, const float* cos,        \
-                                 const float* sin) {                                                                   \
-        weft::rope<T>({q, q_row, q_head, q_heads, size}, {k, k_row, k_head, k_heads, size}, rows, cos, sin);           \
-    }                                                                                                                  \
-    extern "C" void silu_and_mul_##DTYPE(const T* gate_up, int64_t rows, int64_t size, T* out) {                  \
-        weft::silu_and_mul(gate_up, rows, size, out);                                                             \
-    }                                                                                                                  \
-    extern "C" void kv_write_##DTYPE(const T* k, int64_t k_row, int64_t k_head, const T* v, int64_t v_row,             \
-                                     int64_t v_head, int64_t rows, int64_t heads, int64_t size, T* k_pages,            \
-                                     T* v_pages, int64_t page_stride, int64_t page_head, int64_t token_stride,         \
-                                     const int64_t* slots, int64_t page_tokens) {                                      \
-        weft::kv_write<T>({k, k_row, k_head, heads, size}, {v, v_row, v_head, heads, size}, rows,                      \
-                          {k_pages, v_pages, page_stride, page_head, token_stride, page_tokens}, slots);               \
+    extern "C" void silu_and_mul_##DTYPE(const T* gate_up, int64_t rows, int64_t size, T* out) {                       \
+        weft::silu_and_mul(gate_up, rows, size, out);                                                                  \
     }
 WEFT_ROWS(float32, float)
 WEFT_ROWS(bfloat16, weft::Bfloat16)

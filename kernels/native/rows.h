@@ -73,7 +73,7 @@ void rotate(const Heads<T>& x, int64_t row, const float* cos, const float* sin) 
 
 // A slot below 0 is not stored.
 template <class T>
-void store_token(const Heads<const T>& k, const Heads<const T>& v, int64_t row, const Pages<T>& pages, int64_t slot) {
+void store_token(const Heads<T>& k, const Heads<T>& v, int64_t row, const Pages<T>& pages, int64_t slot) {
     if (slot < 0) return;
     for (int64_t head = 0; head < k.count; head++) {
         const int64_t to = pages.offset(slot / pages.page_tokens, head, slot % pages.page_tokens);

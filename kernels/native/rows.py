@@ -1,13 +1,12 @@
-"""Operations on single rows, on the CPU in C++ (`rows.cpp`). Semantics and operands: `weft.kernels.plain.rows`."""
+"""Norms and the gate on the CPU in C++ (`rows.cpp`). Semantics and operands: `weft.kernels.plain.rows`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from weft.kernels.attention_batch import KvSlots
 from weft.kernels.native.library import native_function
-from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
+from weft.kernels.plain.rows import check_add_norm, check_norm, check_silu_and_mul
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,16 +32,6 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     return out, new_residual
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `weft.kernels.plain.rows.rope`."""
-    check_rope(q, k, cos, sin)
-    native_function("rope", q.dtype, "i" * 12)(
-        *(q.data_ptr(), q.stride(0), q.stride(1), q.shape[1]),
-        *(k.data_ptr(), k.stride(0), k.stride(1), k.shape[1]),
-        *(q.shape[0], q.shape[2], cos.data_ptr(), sin.data_ptr()),
-    )
-
-
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `weft.kernels.plain.rows.silu_and_mul`."""
     check_silu_and_mul(gate_up)
@@ -50,14 +39,3 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
     native_function("silu_and_mul", gate_up.dtype, "iiii")(gate_up.data_ptr(), rows, width // 2, out.data_ptr())
     return out
-
-
-def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
-    """See `weft.kernels.plain.rows.kv_write`."""
-    check_kv_write(k, v, k_pages, v_pages, slot_mapping)
-    rows, heads, head_dim = k.shape
-    native_function("kv_write", k.dtype, "i" * 16)(
-        *(k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), rows, heads, head_dim),
-        *(k_pages.data_ptr(), v_pages.data_ptr(), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2)),
-        *(slot_mapping.mapping.data_ptr(), k_pages.shape[2]),
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.attention_batch import KvSlots
 from weft.kernels.checks import expect, expect_that
 
 
@@ -164,12 +163,12 @@ def check_silu_and_mul(gate_up: Tensor) -> None:
     expect_that("gate_up", gate_up.is_contiguous(), "contiguous rows", gate_up.stride())
 
 
-def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
+def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
     """Store the keys and values of a step's tokens in their pages.
 
     Semantics:
-        for t in range(T), slot_mapping.mapping[t] >= 0:
-            page, offset = divmod(slot_mapping.mapping[t], page_tokens)
+        for t in range(T), slot_mapping[t] >= 0:
+            page, offset = divmod(slot_mapping[t], page_tokens)
             k_pages[page, :, offset], v_pages[page, :, offset] = k[t], v[t]
 
     Args:
@@ -178,19 +177,20 @@ def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
         k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride.
             Mutated.
         v_pages: The same for values, with the same strides. Mutated.
-        slot_mapping: KV slots of the T tokens, for pages of page_tokens tokens; none twice.
+        slot_mapping: [T], int64, consecutive elements: page * page_tokens + offset of each token, -1 is not stored.
+            No slot stands there twice.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
-    rows = slot_mapping.rows
+    rows = (slot_mapping >= 0).nonzero()[:, 0]
+    slots, page_tokens = slot_mapping[rows], k_pages.shape[2]
     for pages, values in ((k_pages, k), (v_pages, v)):
-        stored = values if rows is None else values.index_select(0, rows)
-        pages[slot_mapping.pages, :, slot_mapping.offsets] = stored  # [S, Hkv, D]
+        pages[slots // page_tokens, :, slots % page_tokens] = values[rows]  # [S, Hkv, D]
 
 
-def check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
+def check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
     """Check what a call to `kv_write` was given.
 
     Raises:
@@ -200,7 +200,8 @@ def check_kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_
     expect("v", v, k.shape, k.dtype, k.device)
     expect("k_pages", k_pages, (None, heads, None, head_dim), k.dtype, k.device)
     expect("v_pages", v_pages, k_pages.shape, k.dtype, k.device)
-    expect("slot_mapping", slot_mapping.mapping, (num_tokens,), torch.int64, k.device)
+    expect("slot_mapping", slot_mapping, (num_tokens,), torch.int64, k.device)
+    expect_that("slot_mapping", slot_mapping.is_contiguous(), "consecutive elements", slot_mapping.stride())
     expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
     expect_that("k_pages", k_pages.stride(3) == 1, "consecutive elements", k_pages.stride())
     expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())

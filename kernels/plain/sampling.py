@@ -7,6 +7,7 @@ tokens in order of their ids. A row is computed alone, so it cannot depend on th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.sampling import SamplingTensors
+from weft.kernels.sampling import RowSampling
 
 BLOCK = 128
 """Tokens per block."""
@@ -49,7 +50,7 @@ class BlockedRow:
         return values.topk(k, sorted=False).values.amin()
 
 
-def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+def sample(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
     """Choose one token per row.
 
     Semantics, for each row with uniform u:
@@ -65,7 +66,7 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
     Args:
         logits: [B, V], float32. Penalties and biases are applied already.
-        sampling: Parameters and draws.
+        sampling: Parameters and draw of each row.
 
     Returns:
         [B], int64.
@@ -75,12 +76,12 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """
     check_operands(logits, sampling)
     tokens = argmax(logits)
-    drawn = [row for row, values in enumerate(sampling.host) if values[0] > 0]
+    drawn = [row for row, how in enumerate(sampling) if how.temperature > 0]
     if not drawn:
         return tokens
     values, maxima = _blocks(logits)
     for row in drawn:
-        tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *sampling.host[row])
+        tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *sampling[row])
     return tokens
 
 
@@ -214,11 +215,11 @@ def _first_above(cumulative: Tensor, target: Tensor) -> int:
     return int(torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True))
 
 
-def check_operands(logits: Tensor, sampling: SamplingTensors) -> None:
+def check_operands(logits: Tensor, sampling: Sequence[RowSampling]) -> None:
     """Check what a call to `sample` was given.
 
     Raises:
         ValueError: A shape or dtype does not fit.
     """
-    expect("logits", logits, (len(sampling.host), None), torch.float32, sampling.temperatures.device)
+    expect("logits", logits, (len(sampling), None), torch.float32)
     expect_that("logits", logits.shape[1] > 0, "a vocabulary", logits.shape)

@@ -289,17 +289,16 @@ def _launch_items(tensors, batch: AttentionBatch, numbers, shared) -> None:
     wide = {"dtype": torch.float32, "device": q.device}
     cells = (num_items, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
     partials = (torch.empty((*cells, head_dim), **wide), torch.empty(cells, **wide), torch.empty(cells, **wide))
-    items = (batch.block_table, batch.item_rows, batch.item_requests, batch.item_lens)
     splits = {"SPLIT": split, "NUM_SPLITS": num_splits}
     block_g = max(16, triton.next_power_of_2(shared["GROUP"]))
     item_kernel[(num_items, k_pages.shape[1], num_splits)](
-        *tensors, *partials, *items, *numbers, BLOCK_G=block_g, **splits, **shared
+        *tensors, *partials, batch.block_table, *batch.items, *numbers, BLOCK_G=block_g, **splits, **shared
     )
     if num_splits > 1:
         sizes = {name: shared[name] for name in ("D", "BLOCK_D", "WINDOW", "num_warps")}
         block_s = triton.next_power_of_2(num_splits)
         reduce_kernel[(num_items, num_heads)](
-            *partials, out, batch.item_rows, batch.item_lens, *out.stride()[:2], BLOCK_S=block_s, **splits, **sizes
+            *partials, out, batch.items[0], batch.items[2], *out.stride()[:2], BLOCK_S=block_s, **splits, **sizes
         )
 
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attention_batch import KvSlots
 from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
 
 GATE_BLOCK = 1024
@@ -184,7 +183,7 @@ def kv_write_kernel(
     tl.store(v_pages + place, value, mask=live)
 
 
-def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: KvSlots) -> None:
+def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
     """See `weft.kernels.plain.rows.kv_write`."""
     check_kv_write(k, v, k_pages, v_pages, slot_mapping)
     num_tokens, heads, head_dim = k.shape
@@ -193,4 +192,4 @@ def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
     block = triton.next_power_of_2(heads * head_dim)
     sizes = {"PAGE_TOKENS": k_pages.shape[2], "HEADS": heads, "D": head_dim, "BLOCK": block, "num_warps": 4}
     strides = (*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3])
-    kv_write_kernel[(num_tokens,)](k, v, k_pages, v_pages, slot_mapping.mapping, *strides, **sizes)
+    kv_write_kernel[(num_tokens,)](k, v, k_pages, v_pages, slot_mapping, *strides, **sizes)

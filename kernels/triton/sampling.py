@@ -7,6 +7,8 @@ Every sum has a fixed order, so a row's token is repeatable and does not depend 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from weft.kernels.checks import expect_that
 from weft.kernels.plain.sampling import check_operands, chosen_logprobs
-from weft.kernels.sampling import SamplingTensors
+from weft.kernels.sampling import RowSampling
+
+MAX_TOP_K = 2**31 - 1
 
 
 @triton.jit
@@ -108,7 +112,7 @@ def _draw(row, V, temperature, best, likeliest, top_ks, top_ps, min_ps, uniforms
     return tl.where(found < V, found, last)
 
 
-def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+def sample(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
     """Choose one token per row.
 
     Semantics and arguments: `weft.kernels.plain.sampling.sample`.
@@ -121,10 +125,13 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        filters = (sampling.top_ks, sampling.top_ps, sampling.min_ps, sampling.uniforms)
+        numbers = [(row.temperature, row.top_p, row.min_p, row.uniform) for row in sampling]
+        temperatures, top_ps, min_ps, uniforms = torch.tensor(numbers).T.contiguous().to(logits.device)
+        top_ks = torch.tensor([min(max(row.top_k, 0), MAX_TOP_K) for row in sampling], dtype=torch.int32)
+        filters = (top_ks.to(logits.device), top_ps, min_ps, uniforms)
         block = min(4096, triton.next_power_of_2(vocab_size))
         sample_kernel[(num_rows,)](
-            logits, sampling.temperatures, *filters, tokens, vocab_size, logits.stride(0), BLOCK=block, num_warps=8
+            logits, temperatures, *filters, tokens, vocab_size, logits.stride(0), BLOCK=block, num_warps=8
         )
     return tokens
 

@@ -18,9 +18,7 @@ def test_tables_are_padded_with_the_zero_page() -> None:
 
 def test_each_row_of_a_short_run_is_its_own_item() -> None:
     batch = AttentionBatch.build([[1], [2, 3], [4]], [1, 3, 1], [7, 20, 5], CPU, 16)
-    assert batch.item_rows.tolist() == [0, 1, 2, 3, 4]
-    assert batch.item_requests.tolist() == [0, 1, 1, 1, 2]
-    assert batch.item_lens.tolist() == [7, 18, 19, 20, 5]
+    assert batch.items.tolist() == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 2], [7, 18, 19, 20, 5]]
     assert batch.max_item_len == 20
     assert batch.chunks == ()
 
@@ -29,13 +27,13 @@ def test_long_runs_are_chunks_in_any_order_with_items() -> None:
     rows = MAX_ITEM_ROWS + 1
     batch = AttentionBatch.build([[1], [2], [3]], [rows, 1, rows], [rows, 4, 12], CPU, 16)
     assert batch.chunks == (PromptChunk(0, 0, rows, rows), PromptChunk(2, rows + 1, rows, 12))
-    assert batch.item_rows.tolist() == [rows]
+    assert batch.items[0].tolist() == [rows]
     assert batch.num_rows == 2 * rows + 1
 
 
 def test_rows_without_context_are_items_of_length_zero() -> None:
     batch = AttentionBatch.build([[], [5]], [20, 1], [0, 3], CPU, 16)
-    assert batch.item_lens.tolist() == [0] * 20 + [3]
+    assert batch.items[2].tolist() == [0] * 20 + [3]
     assert batch.chunks == ()
 
 

@@ -7,7 +7,7 @@ from implementations import BF16, TRITON
 from numerics import assert_rows_close
 from oracles import ORACLES
 from scattered_lora import LAYER, ScatteredLora, SgmvCase
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -40,7 +40,7 @@ def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:
     k_pages, v_pages = arena[:, -1, 0], arena[:, -1, 1]
     table = [num_pages - 1, num_pages - 2, num_pages - 3]
     slots = [table[i // page_tokens] * page_tokens + i % page_tokens for i in range(40)]
-    TRITON.kernels.kv_write(k, v, k_pages, v_pages, KvSlots.build(slots, page_tokens, CUDA))
+    TRITON.kernels.kv_write(k, v, k_pages, v_pages, torch.tensor(slots, device=CUDA))
     assert torch.equal(k_pages[table].transpose(1, 2).flatten(0, 1)[:40], k)
     for rows in (1, 40):
         batch = AttentionBatch.build([table], [rows], [40], CUDA, page_tokens)

@@ -1,4 +1,4 @@
-"""Runs the contract suite over the Triton kernels in its interpreter, each file in a process of its own.
+"""Runs the contract suite over the Triton kernels in its interpreter, in a process of its own.
 
 TRITON_INTERPRET must be set before Triton is first imported, and a process that has it cannot compile kernels.
 """
@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
-FOLDER = Path(__file__).parent
+FILES = ("test_attention.py", "test_rope_and_kv_write.py", "test_rows.py", "test_sampling.py", "test_sgmv.py")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("name", ["test_attention.py", "test_rows.py", "test_sampling.py", "test_sgmv.py"])
-def test_kernels_are_right_in_the_interpreter(name: str) -> None:
+def test_kernels_are_right_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # noqa: TID251
+    files = [str(Path(__file__).with_name(name)) for name in FILES]
     result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", str(FOLDER / name)],
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *files],
         env={**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ import implementations
 from implementations import CPU, TORCH, Implementation
 from oracles import ORACLES, probabilities
 from weft.kernels.plain.sampling import argmax
-from weft.kernels.sampling import PenaltyTensors, RowPenalties, SamplingTensors, apply_penalties
+from weft.kernels.sampling import PenaltyTensors, RowPenalties, RowSampling, apply_penalties
 
 IMPLEMENTATIONS = [impl for impl in implementations.IMPLEMENTATIONS if impl.build is None]
 """C++ has none of its own."""
@@ -38,17 +38,15 @@ def logits_of(vocab_size: int, rows: int = 1, seed: int = 0, spread: float = 3.0
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def sampling_of(rows: Sequence[tuple[Parameters, float]], device: torch.device | str = "cpu") -> SamplingTensors:
+def sampling_of(rows: Sequence[tuple[Parameters, float]]) -> list[RowSampling]:
     """From (parameters, uniform) of each row."""
-    temperatures, top_ks, top_ps, min_ps = zip(*(parameters for parameters, _ in rows), strict=True)
-    uniforms = [uniform for _, uniform in rows]
-    return SamplingTensors.build(temperatures, top_ks, top_ps, min_ps, uniforms, torch.device(device))
+    return [RowSampling(*parameters, uniform) for parameters, uniform in rows]
 
 
 def draws(
     logits: torch.Tensor, parameters: Parameters, uniforms: Sequence[float], impl: Implementation = TORCH
 ) -> torch.Tensor:
-    sampling = sampling_of([(parameters, uniform) for uniform in uniforms], impl.device)
+    sampling = sampling_of([(parameters, uniform) for uniform in uniforms])
     return impl.kernels.sample(logits.expand(len(uniforms), -1).to(impl.device), sampling).cpu()
 
 
@@ -107,7 +105,7 @@ def test_greedy_takes_the_first_of_equals_beside_rows_that_draw(vocab_size: int,
     logits[3] = -torch.inf
     draws_too = [index == 7 for index in range(20)]
     rows = [((1.0, 0, 1.0, 0.0) if drawn else GREEDY, 0.5) for drawn in draws_too]
-    tokens = impl.kernels.sample(logits.to(impl.device), sampling_of(rows, impl.device)).cpu()
+    tokens = impl.kernels.sample(logits.to(impl.device), sampling_of(rows)).cpu()
     greedy = ~torch.tensor(draws_too)
     assert torch.equal(tokens[greedy], logits.argmax(-1)[greedy])
     assert tokens.dtype == torch.int64
@@ -122,12 +120,12 @@ def test_greedy_over_masked_logits() -> None:
 def test_a_row_does_not_depend_on_the_batch(impl: Implementation) -> None:
     logits = logits_of(1000 if impl.is_interpreted else 5000, rows=len(FILTERS) + 1).to(impl.device)
     rows = [(parameters, 0.37) for parameters in FILTERS] + [(GREEDY, 0.0)]
-    together = impl.kernels.sample(logits, sampling_of(rows, impl.device))
+    together = impl.kernels.sample(logits, sampling_of(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = impl.kernels.sample(logits[order], sampling_of([rows[i] for i in order], impl.device))
+    shuffled = impl.kernels.sample(logits[order], sampling_of([rows[i] for i in order]))
     assert torch.equal(shuffled, together[order])
     for index, row in enumerate(rows):
-        alone = impl.kernels.sample(logits[index : index + 1], sampling_of([row], impl.device))
+        alone = impl.kernels.sample(logits[index : index + 1], sampling_of([row]))
         assert alone == together[index]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
-from weft.kernels.attention_batch import AttentionBatch, KvSlots
+from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels
-from weft.kernels.sampling import SamplingTensors
+from weft.kernels.sampling import RowSampling
 from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, row_pitch_units
 
 
@@ -35,9 +37,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def kv_write(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: KvSlots
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    for token, slot in enumerate(slot_mapping.mapping.tolist()):
+    for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             page, offset = divmod(slot, k_pages.shape[2])
             k_pages[page, :, offset], v_pages[page, :, offset] = k[token], v[token]
@@ -119,9 +121,9 @@ def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: floa
     return p / p.sum()
 
 
-def sample(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+def sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> torch.Tensor:
     tokens = []
-    for row, (temperature, top_k, top_p, min_p, uniform) in zip(logits, sampling.host, strict=True):
+    for row, (temperature, top_k, top_p, min_p, uniform) in zip(logits, sampling, strict=True):
         if temperature == 0:
             tokens.append(int(row.argmax()))
             continue

@@ -52,8 +52,8 @@ def test_rows_stand_in_order_of_their_adapter_slot_with_the_base_first() -> None
 
 def test_every_token_has_its_place_in_each_layer_group() -> None:
     batch = build(chunk(list(range(6)), 3, [[10, 11, 12], [20, 21, 22]]), chunk([9], 8, [[1, 2, 3], [4, 5, 6]]))
-    assert batch.rows.slot_mapping[0].mapping.tolist() == [43, 44, 45, 46, 47, 48, 12]
-    assert batch.rows.slot_mapping[1].mapping.tolist() == [83, 84, 85, 86, 87, 88, 24]
+    assert batch.rows.slot_mapping[0].tolist() == [43, 44, 45, 46, 47, 48, 12]
+    assert batch.rows.slot_mapping[1].tolist() == [83, 84, 85, 86, 87, 88, 24]
 
 
 def test_attention_sees_each_request_up_to_its_last_token() -> None:
@@ -67,7 +67,7 @@ def test_attention_sees_each_request_up_to_its_last_token() -> None:
 def test_a_lone_row_is_padded_to_two_with_a_row_that_is_not_stored() -> None:
     batch = build(chunk([9], 4, [[1, 2], [3, 4]], RED))
     assert batch.row_slots == [0, 0]
-    assert batch.rows.slot_mapping[0].mapping.tolist() == [8, -1]
+    assert batch.rows.slot_mapping[0].tolist() == [8, -1]
     assert batch.rows.attention[0].num_rows == 1
 
 
@@ -81,7 +81,7 @@ def test_a_large_step_is_padded_once_to_what_packed_weights_take_as_it_is() -> N
     assert len(batch.row_slots) == padded_rows(34) == 36
     assert batch.row_slots == [-1] + [2] * 35
     assert batch.rows.attention[0].num_rows == 34
-    assert (batch.rows.slot_mapping[0].mapping < 0).tolist() == [False] * 34 + [True] * 2
+    assert (batch.rows.slot_mapping[0] < 0).tolist() == [False] * 34 + [True] * 2
 
 
 @pytest.mark.parametrize("chunks", [[], [chunk([], 0, [[1], [2]])]])

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simulation.pages import DevicePages, HostPage, SimulatedSlab, Weights
 from simulation.virtual_time import VirtualTime
@@ -14,6 +14,9 @@ from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.errors import AdapterUnavailableError, NeverFitsError
+
+if TYPE_CHECKING:
+    from simulation.scenario import Scenario
 
 
 class PlannedError(RuntimeError):
@@ -60,26 +63,33 @@ def image_of(digest: str, num_pages: int, images: HostImages, slab: SimulatedSla
 
 
 class SimulatedLoader:
-    """Makes images of as many pages as an adapter has, after a while."""
+    """Makes images of as many pages as an adapter has, after a while.
+
+    Args:
+        scenario: The pages of each adapter, how long loads take, and how often what goes wrong.
+        time: What it sleeps in.
+        rng: Which load fails or hangs.
+        images: Where images are kept.
+        slab: The pages of images.
+        failed: Takes the digests of adapters of which a load failed.
+    """
 
     def __init__(
         self,
+        scenario: Scenario,
         time: VirtualTime,
         rng: random.Random,
         images: HostImages,
         slab: SimulatedSlab,
-        sizes: Mapping[str, int],
-        max_pages: int,
-        faults: LoadFaults,
         failed: set[str],
     ) -> None:
+        self._sizes = scenario.adapters
+        self._max_pages = scenario.num_pages - scenario.num_groups
+        self._faults = scenario.faults
         self._time = time
         self._rng = rng
         self._images = images
         self._slab = slab
-        self._sizes = sizes
-        self._max_pages = max_pages
-        self._faults = faults
         self.missing: set[str] = set()
         """Adapters whose blob is gone."""
         self.hanging: set[str] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from simulation.adapters import SimulatedTables
@@ -52,8 +52,8 @@ class WatchedPrefixCache(PrefixCache):
     """Shows what it has."""
 
     @property
-    def blocks(self) -> list[PrefixBlock]:
-        return list(self._blocks.values())
+    def blocks(self) -> Collection[PrefixBlock]:
+        return self._blocks.values()
 
 
 class SimulatedEngine:
@@ -139,6 +139,10 @@ class SimulatedEngine:
             clock=clock,
             draw_seed=lambda: 7,
         )
+
+    @property
+    def cached_blocks(self) -> Collection[PrefixBlock]:
+        return self.prefixes.blocks if self.prefixes is not None else ()
 
     def start(
         self, runner: object, set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None

@@ -12,29 +12,21 @@ from typing import NoReturn
 
 from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader
 from simulation.build import SimulatedEngine, small_geometry
-from simulation.fair_checks import FairChecks
-from simulation.pages import DevicePages, Keys, SimulatedSlab, Weights
+from simulation.checks import Checks
+from simulation.pages import DevicePages, SimulatedSlab
 from simulation.runner import SimulatedRunner
 from simulation.scenario import Action, Scenario, draw
 from simulation.truth import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
-from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.images import HostImages
 from weft.config import SchedulerConfig
 from weft.engine.request import EXPIRED, INTERNAL, NON_FINITE, RequestOutput
 from weft.engine.scheduling.request_limits import ModelLimits
-from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError, WeftError
-from weft.memory.pool import PageState
-from weft.memory.prefix_cache import PrefixBlock
+from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError
 
 MAX_IDLE_PUMPS = 1_500
 """Pumps in a row in which nothing happens, after which the engine is stuck: more time than a load that hangs takes."""
 MAX_PUMPS = 20_000
-MAX_PAUSED_S = 5.0
-"""How long nothing may be computed while requests have pages; copies and steps are much shorter."""
-MAX_IDLE_S = 30.0
-"""How long nothing may be computed while somebody could run; a load that hangs takes ten times as long."""
-RUNNING = "with pages"
 IDLE_S = 0.01
 """From one pump that computes nothing to the next; every further one takes a third longer, up to `LONGEST_IDLE_S`."""
 LONGEST_IDLE_S = 0.5
@@ -77,14 +69,8 @@ class Simulation(SimulatedEngine):
         self._truths: dict[str, Truth] = {}
         self._open: set[str] = set()
         self._deleted: set[str] = set()
-        self._progress: dict[str, tuple[int, int]] = {}
-        """By request: where it stood when preempted last, and how often it was."""
-        self._idle_since: dict[str, float] = {}
-        """Since when requests could have run while nothing was computed; `RUNNING` stands for those with pages."""
         self._num_kept = 0
         """Adapters that pins kept on the device before the last pump."""
-        self._published: dict[PrefixBlock, list[list[int]]] = {}
-        """What the pages of each cached block held when it was first seen."""
         self.num_pumps = 0
         self._num_idle = 0
         """Pumps in a row in which nothing was computed and nothing happened outside."""
@@ -122,39 +108,23 @@ class Simulation(SimulatedEngine):
             prices=scenario.prices,
             poison=self.device.poison,
         )
-        self.fair_checks = FairChecks(self.scheduler, scenario.max_running, scenario.step_tokens, self.failures.append)
+        self.checks = Checks(self, scenario, self.device, self.failures.append)
         self.runner = SimulatedRunner(
-            see=self.fair_checks.see,
+            self,
+            scenario,
             time=self.time,
             rng=rng,
-            geometry=self.geometry,
-            pool=self.pool,
             device=self.device,
-            host=self.slab.host_pages,
-            tables=self.tables,
-            check_lease=self.residency.check_lease,
             truths=self._truths,
+            see=self.checks.see,
             fail=self.failures.append,
-            raises=scenario.step_raises,
-            unsound=scenario.unsound,
-            token_s=scenario.token_s,
         )
         self.core = self.start(self.runner)
 
     def _make_loader(
         self, rng: random.Random, images: HostImages, slab: SimulatedSlab, failed: set[str]
     ) -> SimulatedLoader:
-        scenario = self.scenario
-        self.loader = SimulatedLoader(
-            self.time,
-            rng,
-            images,
-            slab,
-            scenario.adapters,
-            scenario.num_pages - scenario.num_groups,
-            scenario.faults,
-            failed,
-        )
+        self.loader = SimulatedLoader(self.scenario, self.time, rng, images, slab, failed)
         return self.loader
 
     def run(self) -> Counter[str]:
@@ -196,22 +166,25 @@ class Simulation(SimulatedEngine):
             self._fail(f"the engine gives up: {error}")
         for output in outputs:
             self._take(output)
-        self._check()
+        self.checks.look(self.core, self._open)
+        is_idle = self.runner.num_steps == steps
+        if is_idle:
+            self.checks.look_idle(self.time.now_s)
         if self.on_event is not None:
             self.on_event(self._describe())
         if self.failures:
             self._fail()
-        if self.runner.num_steps > steps:
-            self._idle_since.clear()
-            self._num_idle = 0
-            return
-        self._check_idle()
-        self._num_idle += 1
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        if is_idle:
+            self._pass_time(has_told=bool(outputs))
+
+    def _pass_time(self, *, has_told: bool) -> None:
+        """After a pump that computed nothing: until something happens, or for a while that grows."""
         num_events = self.time.num_events
         next_s = self.time.now_s + min(IDLE_S * 1.3 ** min(self._num_idle, 20), LONGEST_IDLE_S)
         events = [when_s for when_s in (self.time.next_event_s, self._next_action_s) if when_s is not None]
         self.time.run_until(max(self.time.now_s, min([next_s, *events])))
-        if outputs or self.time.num_events > num_events:
+        if has_told or self.time.num_events > num_events:
             self._num_idle = 0
 
     def _describe(self) -> str:
@@ -350,118 +323,6 @@ class Simulation(SimulatedEngine):
                 f"tokens {life.tokens}"
             )
 
-    def _check(self) -> None:
-        try:
-            self.core.check()
-        except WeftError as error:
-            self.failures.append(f"check: {error}")
-        self._check_pages()
-        self._check_progress()
-        self.fair_checks.look(self.scenario.tenants)
-        residents = {resident.digest: resident for resident in self.residency.residents()}
-        running = Counter(state.lease.digest for state in self.scheduler.table.running if state.lease is not None)
-        holding = Counter(state.digest for state in self.scheduler.table.waiting if state.is_holding)
-        for digest in self.scenario.adapters:
-            resident = residents.get(digest)
-            if running[digest] != (resident.running if resident is not None else 0):
-                self.failures.append(f"{running[digest]} requests run with {digest[:14]}: {resident}")
-            entry = self.residency.entries.get(digest)
-            if digest not in self.residency.untold and holding[digest] != (entry.holds if entry is not None else 0):
-                self.failures.append(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
-        if self.scheduler.table.requests.keys() != self._open:
-            self.failures.append(
-                f"known to scheduler or client alone: {self.scheduler.table.requests.keys() ^ self._open}"
-            )
-        self._check_status()
-
-    def _check_status(self) -> None:
-        """What is told of the pages is what the owners have, page for page."""
-        status = self.core.status(is_detailed=True)
-        if sum(status.pages.values()) != self.pool.capacity:
-            self.failures.append(f"the status has pages {status.pages}")
-        if status.base_running != sum(state.digest is None for state in self.scheduler.table.running):
-            self.failures.append(f"the status has {status.base_running} running requests of the base")
-        waiting = {tenant: load.waiting for tenant, load in status.tenants.items() if load.waiting}
-        if waiting != Counter(state.tenant for state in self.scheduler.table.waiting):
-            self.failures.append(f"the status has waiting requests {waiting}")
-        slots = {resident.digest: resident.slot for resident in status.residents}
-        owned = {
-            page: ("prefix", slots.get(block.group or "", -1)) for block in self._published for page in block.pages
-        }
-        for state in self.scheduler.table.running:
-            owned |= dict.fromkeys(state.pages.own_pages(), ("kv", slots.get(state.digest or "", -1)))
-        for entry in self.residency.entries.values():
-            owned |= dict.fromkeys(entry.pages, ("adapter", entry.slot))
-        expected = [owned.get(page, (self.pool.state(page), -1)) for page in range(1, self.pool.num_pages)]
-        told = status.page_map
-        assert told is not None
-        shown = [(use.kind, use.owner) for count, index in told.runs for use in [told.uses[index]] * count]
-        if shown != expected or told.pages_per_cell != 1:
-            self.failures.append(f"the status shows {shown}, not {expected}")
-        if Counter(kind for kind, _ in shown) != Counter({kind: n for kind, n in status.pages.items() if n}):
-            self.failures.append(f"the status shows {Counter(shown)} and counts {status.pages}")
-
-    def _check_idle(self) -> None:
-        """Nobody runs: nobody may be able to. A load that hangs is in the way of its own requests alone.
-
-        What only waits is dropped first, for which the engine may take its time while something else is under way.
-        """
-        if self.scheduler.table.running:
-            since_s = self._idle_since.get(RUNNING, self.time.now_s)
-            self._idle_since = {RUNNING: since_s}
-            if self.time.now_s - since_s > MAX_PAUSED_S:
-                self._fail(f"nothing was computed for {MAX_PAUSED_S} seconds, but requests have pages")
-            return
-        entries = self.residency.entries.values()
-        waiting = sum(entry.num_pages for entry in entries if entry.stage is Stage.DEVICE and entry.holds)
-        available = self.evictor.num_available + waiting - self.pool.capacity // 8
-        able: dict[str, float] = {}
-        for state in self.scheduler.table.waiting:
-            size = 0 if state.digest is None else self.scenario.adapters[state.digest]
-            count = self.geometry.pages(max(state.num_tokens, state.progress_mark)) + size
-            is_read = state.digest is None or self.residency.state(state.digest) != "stored"
-            if is_read and count <= available and state.waiting_reason != "FORK":
-                able[state.request_id] = self._idle_since.get(state.request_id, self.time.now_s)
-        self._idle_since = able
-        overlooked = [key for key, since_s in able.items() if self.time.now_s - since_s > MAX_IDLE_S]
-        if overlooked:
-            self._fail(f"nothing was computed for {MAX_IDLE_S} seconds, but these could run: {overlooked}")
-
-    def _check_pages(self) -> None:
-        """Every owned page has one owner and holds what its owner thinks; cached blocks never change."""
-        blocks = self.prefixes.blocks if self.prefixes is not None else []
-        entries = list(self.residency.entries.values())
-        owned: dict[PageState, list[int]] = {
-            "kv": [page for state in self.scheduler.table.running for page in state.pages.own_pages()],
-            "prefix": [page for block in blocks for page in block.pages],
-            "adapter": [page for entry in entries for page in entry.pages],
-        }
-        for kind, pages in owned.items():
-            if sorted(pages) != [page for page in range(self.pool.num_pages) if self.pool.state(page) == kind]:
-                self.failures.append(f"{kind} pages are {sorted(pages)}, the pool has others")
-        contents = self.device.contents
-        published = {}
-        for block in blocks:
-            cells = [content.cells if isinstance(content := contents[page], Keys) else [] for page in block.pages]
-            published[block] = self._published.get(block) or [list(row) for row in cells]
-            if cells != published[block] or any(len(row) != self.geometry.page_tokens for row in cells):
-                self.failures.append(f"a cached block held {published[block]} and now holds {cells}")
-        self._published = published
-        for entry in entries:
-            held = [contents[page] for page in entry.pages]
-            if entry.stage is Stage.DEVICE and held != [Weights(entry.ref.digest, i) for i in range(len(held))]:
-                self.failures.append(f"{entry.ref.digest[:14]} is on the device, but its pages hold {held}")
-
-    def _check_progress(self) -> None:
-        """No request is preempted twice without a page of progress in between."""
-        for state in self.scheduler.table.waiting:
-            mark, num_preemptions = self._progress.get(state.request_id, (0, 0))
-            if state.num_preemptions > num_preemptions:
-                made = state.progress_mark - mark
-                if num_preemptions and made < self.geometry.page_tokens:
-                    self.failures.append(f"{state.request_id} is preempted again after {made} tokens")
-                self._progress[state.request_id] = state.progress_mark, state.num_preemptions
-
     def _check_end(self) -> None:
         """Once all have ended and nothing is pinned, everything can be had again."""
         for action in self.scenario.actions:
@@ -487,7 +348,7 @@ class Simulation(SimulatedEngine):
         self.failures += [
             f"all requests have ended, but {said}" for said, is_right in expectations.items() if not is_right
         ]
-        self._check()
+        self.checks.look(self.core, self._open)
         if self.failures:
             self._fail()
 
@@ -520,7 +381,7 @@ class Simulation(SimulatedEngine):
             copies=self.runner.num_copies,
             moves=self.runner.num_moves,
             prefix_hits=status.prefix_hits,
-            pauses=self.fair_checks.num_pauses,
+            pauses=self.checks.num_pauses,
             fingerprint=self.runner.fingerprint,
         )
         for life in self.lives.values():

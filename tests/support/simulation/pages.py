@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from weft.memory.host_slab import HostSlab
@@ -17,6 +18,12 @@ class Weights(NamedTuple):
 
     digest: str
     number: int
+
+
+@cache
+def weights_of(digest: str, num_pages: int) -> list[Weights]:
+    """All pages of an adapter."""
+    return [Weights(digest, number) for number in range(num_pages)]
 
 
 @dataclass(slots=True)

@@ -3,74 +3,59 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable, Mapping
 
-from simulation.adapters import PlannedError, SimulatedTables
-from simulation.pages import DevicePages, Fail, HostPage, Keys, Weights
+from simulation.adapters import PlannedError
+from simulation.build import SimulatedEngine
+from simulation.pages import DevicePages, Fail, Keys, weights_of
+from simulation.scenario import Scenario
 from simulation.truth import Truth, next_token
 from simulation.virtual_time import VirtualTime
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.core import MAX_FAILURES
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.memory.geometry import PageGeometry
-from weft.memory.pool import PagePool
 
 
 class SimulatedRunner:
     """Carries out plans on `DevicePages`.
 
     Args:
+        engine: Whose pages, host pages, tables and leases plans are about.
+        scenario: How long steps take, and which share of them raises: of those that swap out, five times as many, but
+            never so many in a row that the engine gives up.
         time: Steps take some of it, in which loads and copies go on.
         rng: For how long, and which step raises.
-        geometry: Sizes of the pages.
-        pool: Says which pages are published, which no step may write.
         device: The arena.
-        host: The slab's pages.
-        tables: Where adapters lie.
-        check_lease: As the real runner gets it.
         truths: What each request must read, by id.
-        fail: Takes note of what must not happen.
         see: Is shown every plan before it is carried out.
-        raises: Share of steps that raise half way; of those that swap out, more. Never so many in a row that the engine
-            gives up.
-        unsound: Share of chunks whose scores are no numbers.
-        token_s: Seconds of a step per token.
+        fail: Takes note of what must not happen.
     """
 
     def __init__(
         self,
+        engine: SimulatedEngine,
+        scenario: Scenario,
         *,
         time: VirtualTime,
         rng: random.Random,
-        geometry: PageGeometry,
-        pool: PagePool,
         device: DevicePages,
-        host: list[HostPage],
-        tables: SimulatedTables,
-        check_lease: Callable[[SlotLease], None],
         truths: Mapping[str, Truth],
-        fail: Fail,
         see: Callable[[StepPlan], None],
-        raises: float,
-        unsound: float,
-        token_s: float,
+        fail: Fail,
     ) -> None:
+        self._scenario = scenario
         self._time = time
         self._rng = rng
-        self._geometry = geometry
-        self._pool = pool
+        self._geometry = engine.geometry
+        self._pool = engine.pool
         self._pages = device.contents
-        self._host = host
-        self._tables = tables
-        self._check_lease = check_lease
+        self._host = engine.slab.host_pages
+        self._tables = engine.tables
+        self._check_lease = engine.residency.check_lease
         self._truths = truths
-        self._fail = fail
         self._see = see
-        self._raises = raises
-        self._unsound = unsound
-        self._token_s = token_s
+        self._fail = fail
         self._num_raised = 0
         """Steps in a row."""
         self.num_steps = 0
@@ -87,10 +72,10 @@ class SimulatedRunner:
         """Run a step; time passes before pages are moved, before they are read, and after."""
         self.num_steps += 1
         self._see(plan)
-        shown = [(chunk.request_id, chunk.start, chunk.block_table) for chunk in plan.chunks]
-        self.fingerprint = zlib.crc32(repr((plan.step, shown, plan.swap_out)).encode(), self.fingerprint)
-        pause_s = (0.001 + plan.num_tokens * self._token_s) / 3
-        raises = self._raises * (5 if plan.swap_out else 1)
+        shown = [(chunk.start, *map(tuple, chunk.block_table)) for chunk in plan.chunks]
+        self.fingerprint = hash((self.fingerprint, plan.step, len(plan.swap_out), *shown))
+        pause_s = (0.001 + plan.num_tokens * self._scenario.token_s) / 3
+        raises = self._scenario.step_raises * (5 if plan.swap_out else 1)
         raises_at = self._rng.randrange(3) if self._rng.random() < raises else -1
         self._check_adapters(plan)
         for stage, work in enumerate((self._move_pages, self._write, None)):
@@ -175,7 +160,7 @@ class SimulatedRunner:
     def _result(self, chunk: Chunk) -> ChunkResult:
         truth = self._truths[chunk.request_id]
         keys = self._read(chunk, truth)
-        if self._rng.random() < self._unsound:
+        if self._rng.random() < self._scenario.unsound:
             self.unsound.add(chunk.request_id)
             return ChunkResult(request_id=chunk.request_id, is_non_finite=True)
         sample = chunk.sample
@@ -225,7 +210,7 @@ class SimulatedRunner:
     def _read_adapter(self, request_id: str, adapter: SlotLease) -> None:
         row = self._tables.rows.get(adapter.slot, [])
         found = [self._pages[page] for page in row]
-        if not found or found != [Weights(adapter.digest, index) for index in range(len(found))]:
+        if not found or found != weights_of(adapter.digest, len(found)):
             self._fail(f"{request_id} reads slot {adapter.slot} for {adapter.digest[:14]}, whose pages hold {found}")
         if any(self._pool.state(page) != "adapter" for page in row):
             self._fail(f"{request_id} reads slot {adapter.slot}, whose pages {row} are not an adapter's")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from fairness.calls import REFUSED, Call, Record, Records
+from fairness.calls import Call, Record, Records
 from fairness.device import CostedCopier, CostedRunner, CostModel, FetchingLoader
 from fairness.service import UNIT_PRICES, ServiceLog
 from simulation.adapters import adapter_ref
@@ -21,7 +21,6 @@ from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import StepPlan
 from weft.engine.scheduling.request_limits import ModelLimits
-from weft.errors import QueueFullError
 
 PAGE_TOKENS = 16
 PAGES_PER_RANK = 40 / 16
@@ -30,13 +29,6 @@ VOCAB_SIZE = 128_256
 MAX_MODEL_LEN = 32_768
 TICK_S = 1e-3
 """From one pump that computed nothing to the next, at most."""
-
-Gate = Callable[[str, int, int, float], float | None]
-"""`gate(tenant, prompt_tokens, max_tokens, now_s)`: None lets a call in, a number says when to retry."""
-
-
-def open_gate(_tenant: str, _prompt_tokens: int, _max_tokens: int, _now_s: float) -> None:
-    """Let every call in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +49,6 @@ class EngineSettings:
     load_threads: int = 4
     fetch_s: float = 0.2
     """Seconds in which the store gives one adapter."""
-    max_waiting: int = 1 << 20
     is_caching: bool = True
     ranks: Sequence[int] = ()
     """Of the adapters, by index."""
@@ -69,16 +60,10 @@ class EngineSettings:
 
 
 class VirtualEngine(SimulatedEngine):
-    """Plays calls. Everything follows from the calls and the settings.
+    """Plays calls. Everything follows from the calls and the settings."""
 
-    Args:
-        settings: The engine's.
-        gate: Decides for each call whether it comes in at all.
-    """
-
-    def __init__(self, settings: EngineSettings, gate: Gate = open_gate) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self._gate = gate
         self.time = VirtualTime()
         self._refs = [
             replace(adapter_ref(index, "t0"), config=LoraSpec(rank=rank, alpha=16.0))
@@ -94,7 +79,7 @@ class VirtualEngine(SimulatedEngine):
                 max_running=settings.rows,
                 step_tokens=settings.step_tokens,
                 itl_target_ms=settings.itl_target_ms,
-                max_waiting=settings.max_waiting,
+                max_waiting=1 << 20,
                 policy=cast(Any, settings.policy),
                 inner=cast(Any, settings.inner),
             ),
@@ -116,8 +101,8 @@ class VirtualEngine(SimulatedEngine):
         self.runner = CostedRunner(self.time, costs, ranks, self._observe)
         self.core = self.start(self.runner)
         self._records: dict[str, Record] = {}
-        self._due: list[tuple[float, int, Call, Record | None]] = []
-        """What follows from calls: further calls, and refused ones that come again; by second."""
+        self._due: list[tuple[float, int, Call]] = []
+        """What follows from calls, by second."""
         self._num_due = 0
         self._slots_at_start: set[tuple[int, int]] = set()
         self._place_adapters()
@@ -133,39 +118,26 @@ class VirtualEngine(SimulatedEngine):
         return Records(list(self._records.values()))
 
     @property
-    def num_loads(self) -> int:
-        """Adapters brought to the device while calls were played."""
-        return self._num_loads_ever - self._loads_before
-
-    @property
     def loads_per_use(self) -> float:
         """Loads for each load that a step then computed with: 1 where no adapter left the device before it was used."""
-        return self.num_loads / max(len(self.runner.slot_uses - self._slots_at_start), 1)
+        return (self._num_loads_ever - self._loads_before) / max(len(self.runner.slot_uses - self._slots_at_start), 1)
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens computed, prompts included."""
         return self.runner.num_tokens / self.time.now_s
 
-    def play(self, calls: Iterable[Call], until_s: float | None = None) -> VirtualEngine:
-        """Play calls and what follows from them; returns the engine.
-
-        Args:
-            calls: In the order of their time; may be endless where `until_s` is given.
-            until_s: When to stop, whatever still runs; None plays until all have ended.
-        """
+    def play(self, calls: Iterable[Call], until_s: float) -> VirtualEngine:
+        """Play calls, in the order of their time, and what follows from them, until a second; returns the engine."""
         stream = iter(calls)
         coming = next(stream, None)
         try:
-            while coming is not None or self._due or self.core.has_work():
+            while self.time.now_s < until_s:
                 while coming is not None and coming.at_s <= self.time.now_s:
-                    self._submit(coming, None)
+                    self.submit(coming)
                     coming = next(stream, None)
                 while self._due and self._due[0][0] <= self.time.now_s:
-                    _, _, call, record = heapq.heappop(self._due)
-                    self._submit(call, record)
-                if until_s is not None and self.time.now_s >= until_s:
-                    break
+                    self.submit(heapq.heappop(self._due)[2])
                 self._pump(until_s if coming is None else coming.at_s)
         finally:
             self.time.kill_all()
@@ -173,71 +145,46 @@ class VirtualEngine(SimulatedEngine):
         return self
 
     def submit(self, call: Call) -> None:
-        """Ask one thing now, for a caller that drives the scheduler itself."""
-        self._submit(call, None)
+        """Ask one thing now."""
+        number = len(self._records)
+        record = self._records[f"r{number}"] = Record(call, f"r{number}")
+        self._owners[record.request_id] = call.tenant, call.num_prompt
+        first = number * 4_099 % (VOCAB_SIZE - MAX_MODEL_LEN)
+        self.core.submit(
+            GenerationRequest(
+                request_id=record.request_id,
+                prompt_token_ids=list(range(first, first + call.num_prompt)),
+                params=SamplingParams(max_tokens=call.num_output, temperature=0.0, ignore_eos=True),
+                adapter=None if call.adapter is None else self._refs[call.adapter],
+                flow=FlowKey(lane=call.lane, tenant=call.tenant, weight=call.weight),
+            )
+        )
 
-    def _pump(self, next_s: float | None) -> None:
+    def _pump(self, next_s: float) -> None:
         steps = self.runner.num_steps
         for output in self.core.pump():
             record = self._records[output.request_id]
             record.token_times_s += [self.time.now_s] * len(output.token_ids)
             if output.finish_reason is not None:
-                self._end(record, output.error.code if output.error is not None else "")
+                if output.error is not None:
+                    raise RuntimeError(f"{record.call} failed: {output.error}")
+                self._end(record)
         if self.runner.num_steps > steps:
             return
-        moments = [moment for moment in (next_s, self.time.next_event_s) if moment is not None]
+        moments = [next_s]
+        if self.time.next_event_s is not None:
+            moments.append(self.time.next_event_s)
         if self._due:
             moments.append(self._due[0][0])
         if self.core.has_work():
             moments.append(self.time.now_s + TICK_S)
-        if moments:  # otherwise the last call was refused just now
-            self.time.run_until(max(min(moments), self.time.now_s))
+        self.time.run_until(max(min(moments), self.time.now_s))
 
-    def _submit(self, call: Call, record: Record | None) -> None:
-        now_s = self.time.now_s
-        if record is None:
-            record = Record(call, f"r{len(self._records)}", call.at_s)
-            self._records[record.request_id] = record
-        record.call = call
-        retry_after_s = self._gate(call.tenant, call.num_prompt, call.num_output, now_s)
-        if retry_after_s is None:
-            try:
-                self.core.submit(self._request(record))
-            except QueueFullError as error:
-                retry_after_s = error.retry_after_s
-            else:
-                self._owners[record.request_id] = call.tenant, call.num_prompt
-                return
-        record.refused_s.append(now_s)
-        record.retry_after_s.append(retry_after_s)
-        if len(record.refused_s) < call.tries:
-            self._come(replace(call, at_s=now_s + retry_after_s), record)
-        else:
-            record.failed = REFUSED
-
-    def _request(self, record: Record) -> GenerationRequest:
-        call = record.call
-        first = int(record.request_id[1:]) * 4_099 % (VOCAB_SIZE - MAX_MODEL_LEN)
-        flow: dict[str, Any] = {} if call.priority is None else {"priority": call.priority}
-        return GenerationRequest(
-            request_id=record.request_id,
-            prompt_token_ids=list(range(first, first + call.num_prompt)),
-            params=SamplingParams(max_tokens=call.num_output, temperature=0.0, ignore_eos=True),
-            adapter=None if call.adapter is None else self._refs[call.adapter],
-            flow=FlowKey(lane=call.lane, tenant=call.tenant, weight=call.weight, deadline_s=call.deadline_s, **flow),
-        )
-
-    def _end(self, record: Record, failed: str) -> None:
-        record.failed = failed
-        if not failed:
-            record.ended_s = self.time.now_s
-        following = record.call.follow(self.time.now_s) if record.call.follow is not None else None
-        if following is not None:
-            self._come(following, None)
-
-    def _come(self, call: Call, record: Record | None) -> None:
-        self._num_due += 1
-        heapq.heappush(self._due, (call.at_s, self._num_due, call, record))
+    def _end(self, record: Record) -> None:
+        record.ended_s = self.time.now_s
+        if record.call.follow is not None:
+            self._num_due += 1
+            heapq.heappush(self._due, (self.time.now_s, self._num_due, record.call.follow(self.time.now_s)))
 
     def _observe(self, plan: StepPlan, ended_s: float) -> None:
         self.service.note(plan, ended_s, self._owners)

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +33,7 @@ from many_usage import PATHS, fill
 from stream_client import Cut, stream
 from weft.benchmarks.metrics import percentile
 from weft.benchmarks.report import goal, tell
-from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT, WeftServer, engine_pid, free_port, weft_server
+from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT, WeftServer, engines, free_port, weft_server
 
 START_S, KILLED_S, LEFT_S, HEALTH_S, PAGE_S = 15.0, 10.0, 2.0, 0.1, 1.0
 """What is promised."""
@@ -82,8 +80,7 @@ def left_s(server: WeftServer) -> float:
 
 def killed_s(server: WeftServer) -> float:
     """The engine is killed and another one starts."""
-    killed = engine_pid(server)
-    os.kill(killed, signal.SIGKILL)
+    engines(server)[0].kill()
     started_s = time.perf_counter()
     while server.admin.get("/ready").status_code == 200:
         time.sleep(0.01)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, watched_page
 from weft.engine.status import TenantLoad
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, engine_pid, weft_server
+from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, engines, weft_server
 
 UNKNOWN = "\u2013"
 OWNERS = {"haiku": "atelier", "shout": "harbour", "pirate": "harbour"}
@@ -337,7 +335,7 @@ def test_the_crowded_page_is_accessible_and_fits(
 
 def test_an_engine_that_dies_is_told_and_its_next_life_as_well(page: Page, server: WeftServer) -> None:
     show_live(page)
-    os.kill(engine_pid(server), signal.SIGKILL)
+    engines(server)[0].kill()
     expect(page.get_by_role("alert")).to_contain_text("engine", timeout=30_000)
     expect(page.locator(".notice.warn")).to_contain_text("The engine was restarted", timeout=60_000)
     expect(page.get_by_role("alert")).to_have_count(0)

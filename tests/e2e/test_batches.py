@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import openai
-import psutil
 import pytest
 from openai.types import Batch
 
-from weft_server import DEMO_ADAPTERS, WeftServer, engine_pid, expected_answers, weft_server
+from idleness import wait_until
+from weft_server import DEMO_ADAPTERS, WeftServer, engines, expected_answers, weft_server
 
 ANSWERS = expected_answers()
 ADAPTERS = sorted(folder.name for folder in DEMO_ADAPTERS.iterdir())
@@ -63,13 +62,15 @@ def start(client: openai.OpenAI, lines: list[dict[str, Any]], endpoint: Any = CH
     )
 
 
-def until(client: openai.OpenAI, batch: Batch, *statuses: str, within_s: float = 120) -> Batch:
-    started = time.monotonic()
-    while batch.status not in statuses:
-        assert time.monotonic() - started < within_s, batch
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
-    return batch
+def until(client: openai.OpenAI, batch: Batch, *statuses: str) -> Batch:
+    found = [batch]
+
+    def has_come() -> bool:
+        found.append(client.batches.retrieve(batch.id))
+        return found[-1].status in statuses
+
+    wait_until(has_come)
+    return found[-1]
 
 
 def results(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
@@ -144,24 +145,19 @@ def test_a_cancelled_batch_keeps_its_results(shop: WeftServer, client: openai.Op
     lines = [line("first", endless(0, 4), "/v1/completions")]
     lines += [line(f"long-{n}", endless(n, 900), "/v1/completions") for n in range(300)]
     batch = start(client, lines, "/v1/completions")
-    started = time.monotonic()
-    while (counts := client.batches.retrieve(batch.id).request_counts) is None or counts.completed == 0:
-        assert time.monotonic() - started < 60
-        time.sleep(0.05)
+    completed = until_done(client, batch, 1, len(lines))
     with pytest.raises(openai.ConflictError):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = until(client, batch, *ENDED)
     assert done.status == "cancelled"
     good, bad = results(client, done.output_file_id), results(client, done.error_file_id)
-    assert len(good) >= counts.completed, "a result that was counted was lost; which lines end first is not promised"
+    assert len(good) >= completed, "a result that was counted was lost; which lines end first is not promised"
     assert len(good) + len(bad) == len(lines)
     assert set(good).isdisjoint(bad)
     assert {each["error"]["code"] for each in bad.values()} == {"batch_cancelled"}
     assert client.batches.cancel(batch.id).status == "cancelled"
-    while shop.engine()["running"]:  # the engine is told, and a step may be under way
-        assert time.monotonic() - started < 120
-        time.sleep(0.05)
+    wait_until(lambda: not shop.engine()["running"])  # the engine is told, and a step may be under way
 
 
 @pytest.mark.timeout(600)
@@ -177,14 +173,15 @@ def test_kill_9_leaves_every_line_once_in_the_result_and_once_in_the_bill(tmp_pa
         kill(server)
     with life(tmp_path, keys) as server, client_of(server, "acme") as client:
         until_done(client, batch, 100, len(lines))
-        psutil.Process(engine_pid(server)).kill()  # its lines run again
-        time.sleep(1.0)
+        (engine,) = engines(server)
+        engine.kill()  # its lines run again
+        wait_until(lambda: engines(server) not in ([], [engine]))
         kill(server)
     with life(tmp_path, keys) as server, client_of(server, "acme") as client:
         until_done(client, batch, 150, len(lines))
         assert server.stop() == 0  # the batch leaves off at once
     with life(tmp_path, keys) as server, client_of(server, "acme") as client:
-        done = until(client, batch, *ENDED, within_s=300)
+        done = until(client, batch, *ENDED)
         assert (done.status, done.error_file_id) == ("completed", None)
         check_bill(server, done, lines, results(client, done.output_file_id))
         assert "Traceback" not in server.log.read_text()
@@ -202,12 +199,17 @@ def kill(server: WeftServer) -> None:
     server.process.wait()
 
 
-def until_done(client: openai.OpenAI, batch: Batch, goal: int, total: int) -> None:
-    started = time.monotonic()
-    while (counts := client.batches.retrieve(batch.id).request_counts) is None or counts.completed < goal:
-        assert time.monotonic() - started < 120
-        time.sleep(0.01)
-    assert counts.completed < total
+def until_done(client: openai.OpenAI, batch: Batch, goal: int, total: int) -> int:
+    """Wait until so many lines are done; returns how many are, which must not be all."""
+
+    def completed() -> int:
+        counts = client.batches.retrieve(batch.id).request_counts
+        return counts.completed if counts is not None else 0
+
+    wait_until(lambda: completed() >= goal)
+    done = completed()
+    assert goal <= done < total
+    return done
 
 
 def check_bill(server: WeftServer, batch: Batch, lines: list[dict[str, Any]], found: dict[str, dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import sqlite3
@@ -26,7 +25,7 @@ from weft.config import environment
 from weft.registry.db.database import Database
 from weft.registry.usage.journal import Journal
 from weft.registry.usage.ledger import UsageLedger
-from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
+from weft_server import DEMO_ADAPTERS, WeftServer, engines, weft_server
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -115,15 +114,6 @@ def kill_api(trial: Trial, server: WeftServer) -> None:
     _, alive = psutil.wait_procs(orphans, PATIENCE_S)
     assert alive == []
     trial.done["api kills"] += 1
-
-
-def engines(server: WeftServer) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(server.process.pid).children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "weft.engine.process.worker" in child.cmdline():
-                found.append(child)
-    return found
 
 
 def outage(trial: Trial, server: WeftServer) -> None:

@@ -8,13 +8,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from idleness import seconds_until_idle
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, weft_server
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, engines, weft_server
 
 PAGES = 70
 PAGE_BYTES = 16 * 1024
@@ -164,3 +165,33 @@ def test_chats_without_a_bound_have_no_more_computed_than_the_limit(roomy: WeftS
     most = minutes_since(started) * LIMIT
     assert LIMIT // 4 < totals["prompt_tokens"] + totals["completion_tokens"] <= most
     assert roomy.engine()["service_tokens"]["talkative"] <= 1.1 * most  # a few steps pass until the engine is told
+
+
+def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_were_killed(tmp_path: Path) -> None:
+    endless = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+    def used(server: WeftServer, key: str) -> dict[str, int]:
+        with server.client(key) as client:
+            me = client.get("/v1/me").json()
+        assert me["used"]["tenant"].items() >= me["used"]["key"].items()
+        return dict(me["used"]["key"])
+
+    with weft_server(tmp_path) as server:
+        server.tenant("acme")
+        key = server.new_key("acme", limits={"tokens_per_month": 100_000, "concurrent_requests": 4})
+        with server.client(key) as client:
+            assert completion(client, DEMO_MODEL.name, 3, 5).status_code == 200
+            with client.stream("POST", "/v1/completions", json=endless) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                assert used(server, key)["concurrent_requests"] == 1
+                engines(server)[0].kill()
+                assert any("error" in line for line in lines)
+        now = used(server, key)
+        totals = server.admin.get("/v1/usage").json()["totals"]
+        assert now["concurrent_requests"] == 0
+        assert now["tokens_per_month"] == totals["prompt_tokens"] + totals["completion_tokens"] >= 8
+        server.process.kill()
+        server.process.wait()
+    with weft_server(tmp_path) as server:
+        assert used(server, key)["tokens_per_month"] == now["tokens_per_month"]

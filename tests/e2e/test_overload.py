@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,10 +43,9 @@ def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server
 
     with ThreadPoolExecutor(FLOODERS) as pool:
         asking = [pool.submit(keep_asking, number) for number in range(FLOODERS)]
-        deadline = time.monotonic() + 60
         try:
             served = 0
-            while (served < 10 or sum(answer.is_error for answer in answers) < 30) and time.monotonic() < deadline:
+            while served < 10 or sum(answer.is_error for answer in answers) < 30:
                 answer = completion(quiet, served, 4)
                 assert answer.status_code == 200, answer.text
                 served += 1
@@ -57,7 +55,6 @@ def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server
         for one in asking:
             one.result()
     refused = [answer for answer in answers if answer.is_error]
-    assert len(refused) >= 30
     assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} <= {
         (429, "limit.queue"),
         (503, "server.overloaded"),

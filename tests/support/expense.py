@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from weft_server import DEMO_MODEL, WeftServer
+from weft_server import DEMO_MODEL, WeftServer, engines
 
 POLL_S = 0.002
 
@@ -85,15 +85,8 @@ class Trace:
                 str(path) for path in server.data_dir.rglob("*") if path.is_file() and path.suffix != ".journal"
             ),
             rows=tuple(_rows(server.data_dir / "registry.sqlite")),
-            engine=(engine_pid(server), state["boot_id"], state["ready"]["base"]["digest"]),
+            engine=(engines(server)[0].pid, state["boot_id"], state["ready"]["base"]["digest"]),
         )
-
-
-def engine_pid(server: WeftServer) -> int:
-    """The one child of the server that is an engine."""
-    children = psutil.Process(server.process.pid).children()
-    (engine,) = [child for child in children if "weft.engine.process.worker" in child.cmdline()]
-    return int(engine.pid)
 
 
 def _rows(database: Path) -> Iterator[tuple[str, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft_server import WeftServer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 KEPT = frozenset({"pages:free", "pages:adapter", "pages:prefix", "host_pages:free", "host_pages:adapter"})
 """Adapters and cached prefixes may stay: their pages are given to any request that needs them."""
 

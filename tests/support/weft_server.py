@@ -157,11 +157,14 @@ def weft_server(
                 process.wait()
 
 
-def engine_pid(server: WeftServer) -> int:
-    """The one child of the server that is an engine."""
-    children = psutil.Process(server.process.pid).children()
-    (engine,) = [child for child in children if "weft.engine.process.worker" in child.cmdline()]
-    return int(engine.pid)
+def engines(server: WeftServer) -> list[psutil.Process]:
+    """The children of the server that are engines: one, and none while it starts again."""
+    found = []
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "weft.engine.process.worker" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def _running(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Iterator[WeftServer]:

@@ -1,4 +1,4 @@
-"""Every malformed upload of the safety rules against a real server, each within its budget and without a trace."""
+"""Malformed uploads of every kind against a real server, each within its budget and without a trace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bad_upload import EVIL_REGEX
+from bad_upload import EVIL_REGEX, BadUpload
 from bad_uploads import bad_uploads, good_upload
 from expense import Expense, Trace, base_logprobs, measured
 from fake_engine import demo_ready
 from lora_files import config_bytes
 from mutated_adapters import Mutant
-from raw_http import RawAnswer, chunked, connected, exchange, form, form_part, head_of, read_all, upload_head
-from safety_rows import FILE_ROWS, Row
+from raw_http import RawAnswer, chunked, connected, exchange, form_part, head_of, read_all, upload_head
 from weft_server import WeftServer, upload_bytes, weft_server
 
 MOST_CPU = 5
@@ -30,10 +29,14 @@ MEMORY_BYTES = 64 << 20
 LIMIT = 128 << 20
 """Of the server's uploads."""
 GIB = 1 << 30
-MUTANTS = 200
+MUTANTS = 40
 BASE = demo_ready().base
 GOOD = good_upload(BASE)
-CASES = {case.name: case for case in bad_uploads(BASE)}
+PER_CODE = 3
+"""Bad files that are sent of each kind of refusal; the reader's own tests try all."""
+CASES: dict[str, list[BadUpload]] = {}
+for bad in bad_uploads(BASE):
+    CASES.setdefault(bad.code, []).append(bad)
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +98,18 @@ def outcome(answer: httpx.Response | RawAnswer) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-@pytest.mark.parametrize("row", FILE_ROWS, ids=str)
-def test_bad_files(server: WeftServer, client: httpx.Client, good: Expense, row: Row) -> None:
-    for name in row.cases:
-        upload = CASES[name].make()
+@pytest.mark.parametrize("code", CASES)
+def test_bad_files(server: WeftServer, client: httpx.Client, good: Expense, code: str) -> None:
+    for case in CASES[code][:: -(-len(CASES[code]) // PER_CODE)]:
+        upload = case.make()
         with measured(server) as expense:
             answer = upload_bytes(client, "bad", upload.config, upload.weights)
-        assert outcome(answer) == (row.status, row.code), (name, answer.text)
+        assert outcome(answer) == (case.status, case.code), (case.name, answer.text)
         assert_cheap(expense, good)
     assert list(server.data_dir.parent.rglob("PWNED")) == []
 
 
-def test_c_13_a_pattern_is_never_run(server: WeftServer, client: httpx.Client, good: Expense) -> None:
+def test_a_pattern_is_never_run(server: WeftServer, client: httpx.Client, good: Expense) -> None:
     with measured(server) as expense:
         answer = upload_bytes(client, "bad", config_bytes(target_modules=EVIL_REGEX), GOOD.weights)
     assert answer.status_code == 201
@@ -114,7 +117,7 @@ def test_c_13_a_pattern_is_never_run(server: WeftServer, client: httpx.Client, g
     assert client.delete("/v1/adapters/bad").status_code == 204
 
 
-def test_t_1_a_length_over_the_limit_is_refused_unread(server: WeftServer, good: Expense) -> None:
+def test_a_length_over_the_limit_is_refused_unread(server: WeftServer, good: Expense) -> None:
     for length in (LIMIT + (2 << 20), GIB, 10**18, 10**19, 10**40):
         with measured(server) as expense:
             answer = exchange(server.url, upload_head(server.tenants["acme"], length))
@@ -123,7 +126,7 @@ def test_t_1_a_length_over_the_limit_is_refused_unread(server: WeftServer, good:
         assert_cheap(expense, good)
 
 
-def test_t_2_chunks_beyond_the_limit(server: WeftServer, good: Expense) -> None:
+def test_chunks_beyond_the_limit(server: WeftServer, good: Expense) -> None:
     endless = chunked([form_part("weights", b"")[:-2], *[bytes(1 << 20)] * 1024])
     with measured(server) as expense:
         answer = exchange(server.url, upload_head(server.tenants["acme"], None), endless, send_bytes=1 << 20)
@@ -141,7 +144,7 @@ KEYS: list[tuple[str | None, str]] = [
 
 @pytest.mark.parametrize("length", [GIB, None], ids=["length", "chunked"])
 @pytest.mark.parametrize("key", [key for key, _ in KEYS], ids=[name for _, name in KEYS])
-def test_t_3_a_gigabyte_without_a_key(server: WeftServer, good: Expense, key: str | None, length: int | None) -> None:
+def test_a_gigabyte_without_a_key(server: WeftServer, good: Expense, key: str | None, length: int | None) -> None:
     pieces = [bytes(1 << 16)] * (GIB >> 16)
     with measured(server) as expense:
         answer = exchange(server.url, upload_head(key, length), pieces if length else chunked(pieces))
@@ -151,7 +154,7 @@ def test_t_3_a_gigabyte_without_a_key(server: WeftServer, good: Expense, key: st
     assert_cheap(expense, good)
 
 
-def test_t_3_a_gigabyte_with_a_key_for_something_else(server: WeftServer, inferring_key: str, good: Expense) -> None:
+def test_a_gigabyte_with_a_key_for_something_else(server: WeftServer, inferring_key: str, good: Expense) -> None:
     with measured(server) as expense:
         answer = exchange(server.url, upload_head(inferring_key, GIB), [bytes(1 << 16)] * (GIB >> 16))
     assert outcome(answer) == (403, "forbidden")
@@ -159,7 +162,7 @@ def test_t_3_a_gigabyte_with_a_key_for_something_else(server: WeftServer, inferr
     assert_cheap(expense, good)
 
 
-def test_t_4_an_upload_that_stalls(server: WeftServer, good: Expense) -> None:
+def test_an_upload_that_stalls(server: WeftServer, good: Expense) -> None:
     begun = form_part("name", b"bad") + form_part("weights", GOOD.weights)[:5000]
     with measured(server) as expense, connected(server.url) as sock:
         sock.sendall(upload_head(server.tenants["acme"], len(GOOD.weights)) + begun)
@@ -168,40 +171,11 @@ def test_t_4_an_upload_that_stalls(server: WeftServer, good: Expense) -> None:
     assert_cheap(expense, good)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.01, 0.999])
-def test_t_5_a_client_that_drops(server: WeftServer, good: Expense, share: float) -> None:
-    body = form(("name", b"bad"), ("config", GOOD.config), ("weights", GOOD.weights))
-    with measured(server) as expense, connected(server.url) as sock:
-        sock.sendall(upload_head(server.tenants["acme"], len(body)) + body[: int(share * len(body))])
-    assert_cheap(expense, good)
-
-
-NAME, CONFIG, WEIGHTS = ("name", b"bad"), ("config", GOOD.config), ("weights", GOOD.weights)
-UNEXPECTED = [
-    (NAME, CONFIG, WEIGHTS, ("evil", b"x")),
-    (NAME, CONFIG, WEIGHTS, WEIGHTS),
-    (NAME, CONFIG, CONFIG, WEIGHTS),
-    (NAME, NAME, CONFIG, WEIGHTS),
-    (NAME, CONFIG, WEIGHTS, ("", b"x")),
-]
-
-
-@pytest.mark.parametrize("parts", UNEXPECTED, ids=lambda parts: "+".join(name for name, _ in parts))
-def test_t_6_parts_that_nobody_asked_for(
-    server: WeftServer, good: Expense, parts: tuple[tuple[str, bytes], ...]
-) -> None:
-    body = form(*parts)
-    with measured(server) as expense:
-        answer = exchange(server.url, upload_head(server.tenants["acme"], len(body)), [body])
-    assert outcome(answer) == (400, "upload.unexpected_part")
-    assert_cheap(expense, good)
-
-
 FILENAMES = ["../../../../etc/cron.d/x", "/etc/cron.d/x", "..", "x/../../y", "C:\\x", "a" * 3000]
 
 
 @pytest.mark.parametrize("filename", FILENAMES, ids=lambda filename: filename[:30])
-def test_t_7_file_names_are_ignored(server: WeftServer, client: httpx.Client, filename: str) -> None:
+def test_file_names_are_ignored(server: WeftServer, client: httpx.Client, filename: str) -> None:
     parts = [form_part("name", b"bad"), form_part("config", GOOD.config, filename)]
     body = b"".join([*parts, form_part("weights", GOOD.weights, filename), b"--b--\r\n"])
     around = set(server.data_dir.parent.iterdir())
@@ -212,18 +186,7 @@ def test_t_7_file_names_are_ignored(server: WeftServer, client: httpx.Client, fi
     assert client.delete("/v1/adapters/bad").status_code == 204
 
 
-NAMES = ["../x", "a/b", ".", "..", "a\0b", "x" * 300, "\u00e9", "", "A", "-a", "a-", "a..b", "a b", "a\nb", "%2e%2e"]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_t_8_names_that_are_none(server: WeftServer, client: httpx.Client, good: Expense, name: str) -> None:
-    with measured(server) as expense:
-        answer = upload_bytes(client, name, GOOD.config, GOOD.weights)
-    assert outcome(answer) == (422, "adapter.name_invalid")
-    assert_cheap(expense, good)
-
-
-def test_q_5_a_disk_that_is_full(server: WeftServer, client: httpx.Client, good: Expense) -> None:
+def test_a_disk_that_is_full(server: WeftServer, client: httpx.Client, good: Expense) -> None:
     """No file of the server may grow beyond 4 MiB for a while: the same to a writer as a disk without room."""
     limits = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
@@ -236,7 +199,7 @@ def test_q_5_a_disk_that_is_full(server: WeftServer, client: httpx.Client, good:
     assert_cheap(expense, good)
 
 
-def test_q_6_a_database_that_is_away_at_commit(server: WeftServer, client: httpx.Client, good: Expense) -> None:
+def test_a_database_that_is_away_at_commit(server: WeftServer, client: httpx.Client, good: Expense) -> None:
     database = server.data_dir / "registry.sqlite"
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -268,7 +231,7 @@ def test_adapters_with_a_few_changes(server: WeftServer, client: httpx.Client) -
     with ThreadPoolExecutor(2) as pool:
         ends = Counter(pool.map(lambda seed: end_of(client, seed), range(MUTANTS)))
     assert set(ends) <= {201, 413, 422}
-    assert ends[201] > 5
+    assert ends[201] > 2
     assert ends[422] > MUTANTS / 2
 
 

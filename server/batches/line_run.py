@@ -165,7 +165,8 @@ class LineRunner:
                 await whole.collect(generation.steps())
             except asyncio.CancelledError:
                 if self.is_ending:
-                    planned.meter.take_computed(await asyncio.shield(generation.abort()))
+                    await asyncio.shield(generation.abort())
+                    planned.meter.take_computed(generation.choices)
                     await asyncio.shield(planned.meter.finish_quietly("aborted"))
                 raise
             body, ended = whole.body()

@@ -56,9 +56,9 @@ LAST_OUTPUT_S = 10.0
 """Longest wait for the last outputs of aborted requests. The engine sends them after the step that it computes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One generation among those of a request."""
+    """One generation among those of a request, and what the engine has computed for it so far."""
 
     index: int
     """Place in the response's `choices`."""
@@ -66,6 +66,11 @@ class Choice:
     prompt: Prompt
     request: GenerationRequest
     text: TextStream
+    """The output; tokens after a stop string are not among its tokens."""
+    prompt_tokens: int = 0
+    """Computed tokens of the prompt, the cached ones included; all of them once a token of output has come."""
+    cached_tokens: int = 0
+    """Of these, the tokens taken from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,22 +82,6 @@ class Step:
     delta: TextDelta
     num_tokens: int
     """Tokens of the choice delivered up to and with this step."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Computed:
-    """What the engine has computed for a choice, by its outputs so far."""
-
-    choice: Choice
-    prompt_tokens: int = 0
-    """Tokens of the prompt, the cached ones included; all of them once a token of output has come."""
-    cached_tokens: int = 0
-    """Of these, the tokens taken from the prefix cache."""
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of output; those after a stop string are not among them."""
-        return self.choice.text.num_tokens
 
 
 class Generation:
@@ -119,7 +108,6 @@ class Generation:
         self.admission = admission
         self._engine = engine
         self._may_grow = may_grow
-        self._computed = {choice.index: Computed(choice=choice) for choice in choices}
         self._num_wanted = len(choices)
         """Tokens of output so far, and one more of each choice that has not finished."""
         self._arrived: Inbox[Step | BaseException | None] = Inbox()
@@ -148,8 +136,8 @@ class Generation:
             self._cut = error
             self._arrived.put(None)
 
-    async def abort(self) -> list[Computed]:
-        """End the choices that still run; returns what was computed for each choice until it ended.
+    async def abort(self) -> None:
+        """End the choices that still run; then each has what was computed for it until it ended.
 
         Waits until the engine has said so, at most `LAST_OUTPUT_S` seconds. Of an engine that is dead or silent, the
         outputs that came before count.
@@ -158,7 +146,6 @@ class Generation:
             if not pump.done():
                 self._engine.abort(request_id)
         await asyncio.wait(self._pumps.values(), timeout=LAST_OUTPUT_S)
-        return list(self._computed.values())
 
     async def steps(self) -> AsyncIterator[list[Step]]:
         """Steps of all choices in order of arrival, those together that have arrived, until every choice has finished.
@@ -218,16 +205,15 @@ class Generation:
         if delta.finish_reason is not None:
             self._num_wanted -= 1
             if self.admission is not None:
-                prompt, cached = self._computed[choice.index].prompt_tokens, self._computed[choice.index].cached_tokens
-                self.admission.finished(prompt - cached, prompt, choice.text.num_tokens)
+                prompt = choice.prompt_tokens
+                self.admission.finished(prompt - choice.cached_tokens, prompt, choice.text.num_tokens)
 
     def _note(self, choice: Choice, output: RequestOutput) -> None:
-        computed = self._computed[choice.index]
-        computed.cached_tokens = computed.cached_tokens or output.cached_tokens
+        choice.cached_tokens = choice.cached_tokens or output.cached_tokens
         if output.token_ids:
-            computed.prompt_tokens = len(choice.prompt.token_ids)
+            choice.prompt_tokens = len(choice.prompt.token_ids)
         elif output.finish_reason is not None:
-            computed.prompt_tokens = max(computed.prompt_tokens, output.computed_prompt_tokens)
+            choice.prompt_tokens = max(choice.prompt_tokens, output.computed_prompt_tokens)
 
     def _within_limits(self, output: RequestOutput) -> RequestOutput:
         """The output. It is the last of its choice if one more token per choice would exceed the limits."""

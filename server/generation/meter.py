@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 import structlog
@@ -24,7 +23,7 @@ from weft.registry.records import ServiceClass, UsageEvent
 if TYPE_CHECKING:
     from weft.engine.request import AdapterState
     from weft.server.auth.callers import Caller
-    from weft.server.generation.choices import Computed, Step
+    from weft.server.generation.choices import Choice, Step
     from weft.server.limits.reservation import LimitReservation
     from weft.server.model_name import ResolvedModel
     from weft.server.services import Services
@@ -124,20 +123,21 @@ class Meter:
 
     def deliver(self, step: Step) -> None:
         """Count a step as delivered: it is part of the next write."""
-        choice = step.choice
-        self._cached_tokens += self._newly_cached(step)
-        self._prompt_tokens[choice.prompt_index] = len(choice.prompt.token_ids)
+        choice, num_prompt = step.choice, len(step.choice.prompt.token_ids)
+        if choice.request.choice_index == 0 and choice.index not in self._tokens:  # the first step of a prompt
+            self._cached_tokens += min(step.output.cached_tokens, num_prompt)
+        self._prompt_tokens[choice.prompt_index] = num_prompt
         self._tokens[choice.index] = step.num_tokens
 
-    def take_computed(self, computed: Iterable[Computed]) -> None:
+    def take_computed(self, choices: Iterable[Choice]) -> None:
         """Count what was computed for the choices instead of what was delivered: the client has cut the request."""
         self._prompt_tokens, self._cached_tokens = {}, 0
-        for each in computed:
-            choice, known = each.choice, self._prompt_tokens.get(each.choice.prompt_index, 0)
-            self._prompt_tokens[choice.prompt_index] = max(known, each.prompt_tokens)
-            self._tokens[choice.index] = each.output_tokens
+        for choice in choices:
+            known = self._prompt_tokens.get(choice.prompt_index, 0)
+            self._prompt_tokens[choice.prompt_index] = max(known, choice.prompt_tokens)
+            self._tokens[choice.index] = choice.text.num_tokens
             if choice.request.choice_index == 0:
-                self._cached_tokens += min(each.cached_tokens, each.prompt_tokens)
+                self._cached_tokens += min(choice.cached_tokens, choice.prompt_tokens)
 
     def mark(self) -> None:
         """Leave a progress mark if enough was delivered since the last one."""
@@ -174,7 +174,13 @@ class Meter:
     def settle(self, event: UsageEvent) -> None:
         """Count a recorded event against the limits, and in the metrics."""
         self._origin.lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
-        self._count(event.status)
+        adapter = self._model.adapter
+        self._services.metrics.request_ended(
+            event.tenant,
+            f"{adapter.tenant}/{adapter.name}" if adapter else None,
+            event.status,
+            {"prompt": event.prompt_tokens, "cached": event.cached_tokens, "completion": event.completion_tokens},
+        )
 
     async def finish_quietly(self, status: str) -> None:
         """Record the event after the client is gone or was told of an error; what fails is logged."""
@@ -183,29 +189,11 @@ class Meter:
         except WeftError as error:
             log.exception("usage_not_recorded", ledger_id=self.ledger_id, code=error.code)
 
-    def _newly_cached(self, step: Step) -> int:
-        """Cached tokens that come with this step: the first of a prompt's first choice; never more than the prompt."""
-        choice = step.choice
-        if choice.request.choice_index != 0 or choice.index in self._tokens:
-            return 0
-        return min(step.output.cached_tokens, len(choice.prompt.token_ids))
-
-    def _count(self, status: str) -> None:
-        usage = self.usage
-        adapter = self._model.adapter
-        self._services.metrics.request_ended(
-            self._origin.caller.tenant,
-            f"{adapter.tenant}/{adapter.name}" if adapter else None,
-            status,
-            {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "completion": usage.completion_tokens},
-        )
-
     def _event(self, status: str) -> UsageEvent:
-        at: datetime = self._services.now()
         usage, adapter, version = self.usage, self._model.adapter, self._model.version
         return UsageEvent(
             id=self.ledger_id,
-            at=at,
+            at=self._services.now(),
             tenant_id=self._origin.caller.tenant_id,
             tenant=self._origin.caller.tenant,
             key_id=self._origin.caller.identity.key_id,

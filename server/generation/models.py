@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from fastapi import APIRouter
 
 from weft.errors import NotFoundError
 from weft.registry.records import AdapterIdentity, AdapterVersion
 from weft.server.auth.callers import AnyCaller
-from weft.server.generation.schemas import ModelList, ModelView
+from weft.server.http.bodies import View
 from weft.server.model_name import resolve_model
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["models"])
 PAGE = 1000
+
+
+class ModelView(View):
+    """A model in OpenAI's shape: the base, or an adapter."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    """The base's name, or the adapter version's digest."""
+    parent: str | None
+    """The base's name; null for the base itself."""
+    max_model_len: int
+
+
+class ModelList(View):
+    """All models that the key may call."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelView]
 
 
 @router.get("/v1/models")

@@ -18,69 +18,6 @@ LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
 
 
-class CompletionLogprobs:
-    """Makes pieces of a completions choice's `logprobs`.
-
-    Args:
-        tokenizer: Gives the text of a token.
-        num_top: Alternatives per position.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = num_top
-
-    def piece(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offsets: Sequence[int]
-    ) -> dict[str, list[object]]:
-        """Lists for the next tokens.
-
-        Args:
-            token_ids: The tokens.
-            logprobs: One per token; None where nothing is known (a prompt's first token).
-            offsets: Characters of the choice's text before each token.
-        """
-        return {
-            "tokens": [token_label(self._tokenizer, token_id) for token_id in token_ids],
-            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": [None if entry is None else self._top(entry) for entry in logprobs],
-            "text_offset": list(offsets),
-        }
-
-    def prompt_piece(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> dict[str, list[object]]:
-        """Lists for the tokens of an echoed prompt."""
-        lengths = [self._length(token_id) for token_id in token_ids]
-        return self.piece(token_ids, logprobs, [0, *accumulate(lengths)][: len(lengths)])
-
-    def _length(self, token_id: int) -> int:
-        """Characters that a token adds to an echoed prompt, which shows no special tokens."""
-        return len(self._tokenizer.token_text(token_id)) if self._tokenizer.decode([token_id]) else 0
-
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        pairs = list(zip(entry.top_ids, entry.top_logprobs, strict=True))[: self._num_top]
-        top = {token_label(self._tokenizer, token_id): _finite(logprob) for token_id, logprob in pairs}
-        top.setdefault(token_label(self._tokenizer, entry.token_id), _finite(entry.logprob))
-        return top
-
-
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int) -> dict[str, list[object]]:
-    """The `content` entries of a chat choice's `logprobs`."""
-    return {
-        "content": [
-            {
-                **_chat_entry(tokenizer, entry.token_id, entry.logprob),
-                "top_logprobs": [
-                    _chat_entry(tokenizer, token_id, logprob)
-                    for token_id, logprob in list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:num_top]
-                ],
-            }
-            for entry in logprobs
-        ]
-    }
-
-
 def merge(pieces: Sequence[dict[str, list[object]] | None]) -> dict[str, list[object]] | None:
     """Append the lists of several pieces, key by key; None when there is no piece."""
     found = [piece for piece in pieces if piece is not None]
@@ -95,16 +32,13 @@ def token_label(tokenizer: Tokenizer, token_id: int) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
 
 
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, object]:
-    return {
-        "token": token_label(tokenizer, token_id),
-        "logprob": _finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
-
-
 def _finite(logprob: float) -> float:
     return max(logprob, LEAST)
+
+
+def _top(entry: TokenLogprobs, count: int | None) -> list[tuple[int, float]]:
+    """The most likely tokens at a place, the likeliest first."""
+    return list(zip(entry.top_ids, entry.top_logprobs, strict=True))[:count]
 
 
 JsonObject = dict[str, object]
@@ -127,9 +61,19 @@ class ResponseFormat(ABC):
     chunk_object: str
     id_prefix: str
 
-    @abstractmethod
     def part(self, step: Step) -> Part:
         """What a step says; called once per step, in order."""
+        delta = step.delta
+        text, logprobs = self.text(step), self.logprobs(step)
+        return Part(text=text, logprobs=logprobs, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+
+    def text(self, step: Step) -> str:
+        """The text that a step adds to its choice."""
+        return step.delta.text
+
+    @abstractmethod
+    def logprobs(self, step: Step) -> dict[str, list[object]] | None:
+        """The log-probabilities of a step's tokens; None where the client asked for none."""
 
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
         """An entry of `choices` in a whole response; the same as in a chunk where a dialect does not say otherwise."""
@@ -155,23 +99,28 @@ class CompletionFormat(ResponseFormat):
     def __init__(self, body: CompletionBody, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tokenizer = tokenizer
-        self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer, body.logprobs)
         self._echoed: dict[int, str] = {}
 
-    def part(self, step: Step) -> Part:
-        """Text, after the prompt's own where it is echoed; log-probabilities likewise."""
-        text = step.delta.text
-        if self._body.echo and step.choice.index not in self._echoed:
-            prompt = step.choice.prompt
-            echo = self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
-            self._echoed[step.choice.index] = echo
-            text = echo + text
-        return Part(
-            text=text,
-            logprobs=self._piece(step),
-            finish_reason=step.delta.finish_reason,
-            stop_reason=step.delta.stop_reason,
-        )
+    def text(self, step: Step) -> str:
+        """The step's text, after the prompt's own where that is echoed."""
+        if not self._body.echo or step.choice.index in self._echoed:
+            return step.delta.text
+        prompt = step.choice.prompt
+        echo = self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        self._echoed[step.choice.index] = echo
+        return echo + step.delta.text
+
+    def logprobs(self, step: Step) -> dict[str, list[object]] | None:
+        """Parallel lists over the step's tokens, after those of an echoed prompt."""
+        if self._body.logprobs is None:
+            return None
+        delta, start = step.delta, len(self._echoed.get(step.choice.index, ""))
+        own = self._lists(delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets])
+        if step.output.prompt_logprobs is None:
+            return own
+        prompt = step.choice.prompt.token_ids
+        offsets = [0, *accumulate(self._length(token_id) for token_id in prompt)][: len(prompt)]
+        return merge([self._lists(prompt, step.output.prompt_logprobs, offsets), own])
 
     def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`text`, `logprobs`, `finish_reason`."""
@@ -183,21 +132,32 @@ class CompletionFormat(ResponseFormat):
             "stop_reason": part.stop_reason,
         }
 
-    def _piece(self, step: Step) -> dict[str, list[object]] | None:
-        if self._logprobs is None:
-            return None
-        pieces = []
-        if step.output.prompt_logprobs is not None:
-            pieces.append(self._logprobs.prompt_piece(step.choice.prompt.token_ids, step.output.prompt_logprobs))
-        start = len(self._echoed.get(step.choice.index, ""))
-        pieces.append(
-            self._logprobs.piece(
-                step.delta.token_ids,
-                step.delta.logprobs or (),
-                [start + offset for offset in step.delta.text_offsets],
-            )
-        )
-        return merge(pieces)
+    def _lists(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], offsets: Sequence[int]
+    ) -> dict[str, list[object]]:
+        """Lists for these tokens.
+
+        Args:
+            token_ids: The tokens.
+            logprobs: One per token; None where nothing is known (a prompt's first token).
+            offsets: Characters of the choice's text before each token.
+        """
+        return {
+            "tokens": [token_label(self._tokenizer, token_id) for token_id in token_ids],
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [None if entry is None else self._labelled(entry) for entry in logprobs],
+            "text_offset": list(offsets),
+        }
+
+    def _length(self, token_id: int) -> int:
+        """Characters that a token adds to an echoed prompt, which shows no special tokens."""
+        return len(self._tokenizer.token_text(token_id)) if self._tokenizer.decode([token_id]) else 0
+
+    def _labelled(self, entry: TokenLogprobs) -> dict[str, float]:
+        pairs = _top(entry, self._body.logprobs)
+        top = {token_label(self._tokenizer, token_id): _finite(logprob) for token_id, logprob in pairs}
+        top.setdefault(token_label(self._tokenizer, entry.token_id), _finite(entry.logprob))
+        return top
 
 
 class ChatFormat(ResponseFormat):
@@ -211,17 +171,22 @@ class ChatFormat(ResponseFormat):
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._tokenizer = tokenizer
 
-    def part(self, step: Step) -> Part:
-        """Text and log-probabilities of the new tokens."""
-        logprobs = None
-        if self._num_top is not None:
-            logprobs = chat_logprobs(self._tokenizer, step.delta.logprobs or (), self._num_top)
-        return Part(
-            text=step.delta.text,
-            logprobs=logprobs,
-            finish_reason=step.delta.finish_reason,
-            stop_reason=step.delta.stop_reason,
-        )
+    def logprobs(self, step: Step) -> dict[str, list[object]] | None:
+        """An entry for each new token."""
+        if self._num_top is None:
+            return None
+        content: list[object] = [
+            {
+                **self._entry(entry.token_id, entry.logprob),
+                "top_logprobs": [self._entry(*pair) for pair in _top(entry, self._num_top)],
+            }
+            for entry in step.delta.logprobs or ()
+        ]
+        return {"content": content}
+
+    def _entry(self, token_id: int, logprob: float) -> JsonObject:
+        label, piece = token_label(self._tokenizer, token_id), self._tokenizer.token_bytes(token_id)
+        return {"token": label, "logprob": _finite(logprob), "bytes": list(piece)}
 
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`message`, `logprobs`, `finish_reason`."""

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
+_SAME = (
+    *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "ignore_eos"),
+)
+"""Fields that a body and `SamplingParams` have under one name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,20 +94,12 @@ def _params(
         logprobs = 0  # candidates are compared by them, whether they are shown or not
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_k=body.top_k,
         top_p=max(body.top_p, LEAST_TOP_P),
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias,
-        seed=body.seed,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         stop=tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
+        **{name: getattr(body, name) for name in _SAME},
     )
 
 

@@ -20,13 +20,14 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import EngineError, WeftError
 from weft.server.generation.choices import Generation, Step, best_choices
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
+from weft.server.generation.schemas import StreamOptions
 from weft.server.http import sse
 from weft.server.http.wire import IS_CLOSING
 
 if TYPE_CHECKING:
     from weft.server.drain import Drain
     from weft.server.generation.meter import Meter
-    from weft.server.generation.schemas import StreamOptions
+    from weft.server.generation.schemas import GenerationBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,9 @@ class PlannedGeneration:
     """A request that can run, checked, resolved, admitted and reserved; and how its answer looks."""
 
     generation: Generation
+    body: GenerationBody
     shape: ResponseFormat
     meter: Meter
-    n: int
-    """Choices of each prompt that are returned, of as many candidates or more."""
-    stream: bool
-    stream_options: StreamOptions
     head: JsonObject
     """`id`, `created`, `model`, `system_fingerprint`: the same in every chunk."""
     headers: dict[str, str]
@@ -69,7 +67,7 @@ class WholeAnswer:
         plan = self._plan
         for step in self._steps:
             plan.meter.deliver(step)
-        best = best_choices(plan.generation.choices, self._steps, plan.n)
+        best = best_choices(plan.generation.choices, self._steps, plan.body.n)
         ends = [joined(self._parts[choice.index]) for choice in best]
         choices = [
             plan.shape.whole_choice(replace(choice, index=index), end)
@@ -88,7 +86,7 @@ class GenerationResponse(Response):
         self._generation = plan.generation
         self._meter = plan.meter
         self._drain = drain
-        self._options = plan.stream_options
+        self._options = plan.body.stream_options or StreamOptions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; raises what the engine refused if nothing was sent yet."""
@@ -99,12 +97,13 @@ class GenerationResponse(Response):
         try:
             with self._drain.running(self._generation.cut):
                 async with self._generation as generation:
-                    answer = self._stream if self._plan.stream else self._whole
+                    answer = self._stream if self._plan.body.stream else self._whole
                     try:
                         await answer(generation.steps(), send, lambda: watcher.done() or is_closing())
                     except ClientDisconnect:
                         status = "aborted"
-                        self._meter.take_computed(await generation.abort())
+                        await generation.abort()
+                        self._meter.take_computed(generation.choices)
                     finally:
                         await asyncio.shield(self._meter.finish_quietly(status))
         finally:

@@ -27,7 +27,6 @@ from weft.server.generation.schemas import (
     CompletionBody,
     CompletionView,
     GenerationBody,
-    StreamOptions,
 )
 from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.http.openapi import takes
@@ -127,11 +126,9 @@ async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> Pl
         shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
         return PlannedGeneration(
             generation=Generation(services.engine, choices, may_grow, admission),
+            body=body,
             shape=shape,
             meter=meter,
-            n=body.n,
-            stream=body.stream,
-            stream_options=body.stream_options or StreamOptions(),
             head={
                 "id": shape.id_prefix + secrets.token_hex(16),
                 "created": int(services.now().timestamp()),

@@ -1,37 +1,16 @@
-"""Bodies of completions, chat, models and tokens, except the streamed answers."""
+"""Bodies of completions and chat, except the streamed answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server.generation import unsupported_params
 from weft.server.http.bodies import INT64, Body, Token, View
-
-
-class ModelView(View):
-    """A model in OpenAI's shape: the base, or an adapter."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    root: str
-    """The base's name, or the adapter version's digest."""
-    parent: str | None
-    """The base's name; null for the base itself."""
-    max_model_len: int
-
-
-class ModelList(View):
-    """All models that the key may call."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelView]
 
 
 class UsageDetails(View):
@@ -131,27 +110,8 @@ class ChatView(View):
     usage: UsageView
 
 
-class TokenizeView(View):
-    """Answer of POST /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeView(View):
-    """Answer of POST /detokenize."""
-
-    prompt: str
-
-
 MAX_STOP_LENGTH = 256
-
-
 MAX_BIASES = 300
-
-
 MAX_MESSAGES = 4096
 
 
@@ -225,41 +185,25 @@ def _content(value: object) -> str:
     raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
 
 
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
 # The types that clients send, for the OpenAPI page. The functions above write the errors.
 _Tokens = list[Annotated[int, Field(ge=0)]]
-
-
 _Prompt = str | list[str] | _Tokens | list[_Tokens]
-
-
 _Stop = str | list[str]
-
-
 _Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
-
-
-_CONTENT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            },
-        },
-    ]
-}
-
+_Content = str | list[TextPart]
 
 NOT_IN_BEAM_SEARCH = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "stop", "echo"),
 )
 """Fields that beam search takes only with values that change nothing."""
-
-
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
 
 
@@ -401,7 +345,7 @@ class Message(Body):
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)]
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=_Content)]
     name: str | None = Field(None, max_length=64)
     """Accepted and not shown to the model."""
 
@@ -454,30 +398,3 @@ class ChatBody(GenerationBody):
     def num_characters(self) -> int:
         """About how much there is to tokenize."""
         return sum(len(message.content) for message in self.messages)
-
-
-class TokenizeBody(Body):
-    """Body of POST /tokenize: a prompt, or a chat."""
-
-    takes_nul = True
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.TOKENIZE
-
-    model: str | None = Field(None, min_length=1, max_length=512)
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool = True
-    """For `prompt`; a chat template brings its own special tokens."""
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("Send either prompt or messages.", param="prompt")
-        return self
-
-
-class DetokenizeBody(Body):
-    """Body of POST /detokenize."""
-
-    model: str | None = Field(None, min_length=1, max_length=512)
-    tokens: list[Token]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import ClassVar
 
 from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from weft.errors import InvalidRequestError
 from weft.server.auth.callers import Caller
+from weft.server.generation import unsupported_params
 from weft.server.generation.prompts import as_turns
-from weft.server.generation.schemas import DetokenizeBody, DetokenizeView, TokenizeBody, TokenizeView
+from weft.server.generation.schemas import MAX_MESSAGES, Message
+from weft.server.http.bodies import Body, Token, View
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
 from weft.server.limits.admission import TokenizingCaller
@@ -18,6 +23,48 @@ from weft.server.model_name import resolve_model
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["tokens"])
+
+
+class TokenizeView(View):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeView(View):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class TokenizeBody(Body):
+    """Body of POST /tokenize: a prompt, or a chat."""
+
+    takes_nul = True
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.TOKENIZE
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True
+    """For `prompt`; a chat template brings its own special tokens."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(None, min_length=1, max_length=512)
+    tokens: list[Token]
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeBody))

@@ -20,7 +20,7 @@ from piecewise_client import announce, code, complete, send_all
 from weft.adapters.lora.layout import plan_layout
 from weft.engine.status import ResidentAdapter
 from weft.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
-from weft.server.generation.schemas import ModelList
+from weft.server.generation.models import ModelList
 
 pytestmark = pytest.mark.anyio
 
@@ -287,13 +287,6 @@ async def test_weights_over_the_limit_are_413(tmp_path: Path) -> None:
         answer = await upload(await api.tenant("acme"), "big")
         assert code(answer) == (413, "upload.too_large")
         assert api.files() == []
-
-
-async def test_an_adapter_that_never_fits_is_refused_with_the_numbers(api: Api) -> None:
-    api.services.check._ready = demo_ready(num_pages=1)
-    answer = await upload(await api.tenant("acme"), "big", sound(rank=64))
-    assert code(answer) == (422, "adapter.never_fits")
-    assert api.files() == []
 
 
 async def test_a_client_that_drops_leaves_nothing(api: Api) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 
 MAX_INT = 1 << 53
 """Largest integer that every JSON reader keeps exactly."""
@@ -85,11 +86,8 @@ def named(text: str) -> str:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise DuplicateKeyError(f"{shown(key)} is there twice")
-            seen.add(key)
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise DuplicateKeyError(f"{shown(repeated)} is there twice")
     return entries
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bad_upload import EVIL_REGEX
+from counted_calls import MOST_CALLS, counted_calls
 from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
 from refusals import is_presentable, outcome
 from weft.adapters.base_shape import MODULE_PATHS
@@ -249,7 +249,7 @@ def peft_matches(key: str, path: str) -> bool:
     return re.match(rf"(.*\.)?({key})$", path) is not None
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     keys=st.lists(
         st.text("layers.01_selfattnqp", min_size=1, max_size=20)
@@ -307,13 +307,13 @@ def check_outcome(raw: bytes) -> None:
     assert all(math.isfinite(alpha) and alpha > 0 for alpha in [spec.alpha, *spec.alpha_pattern.values()])
 
 
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(changes=st.lists(st.tuples(KEYS, JSON_VALUES | HOSTILE), min_size=1, max_size=3))
 def test_no_change_of_fields_does_more_than_a_refusal(changes: list[tuple[str, Any]]) -> None:
     check_outcome(json.dumps({**copy.deepcopy(PEFT_DEFAULTS), **dict(changes)}).encode())
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from(sorted(MLX_CONFIG)) | KEYS, JSON_VALUES | HOSTILE, max_size=2),
     parameters=st.dictionaries(
@@ -327,7 +327,7 @@ def test_no_change_of_an_mlx_config_does_more_than_a_refusal(
     check_outcome(json.dumps({**MLX_CONFIG, "lora_parameters": given_parameters, **changes}).encode())
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     edits=st.lists(
         st.tuples(
@@ -345,8 +345,8 @@ def test_no_change_of_bytes_does_more_than_a_refusal(edits: list[tuple[float, in
     check_outcome(raw)
 
 
-def test_a_config_full_of_patterns_is_read_quickly() -> None:
+def test_a_config_full_of_patterns_is_read_with_little_work() -> None:
     pattern = {f"a.{index}.b.c.d.self_attn.q_proj": 8 for index in range(1000)}
-    started = time.process_time()
-    read(rank_pattern=pattern)
-    assert time.process_time() - started < 0.5
+    with counted_calls() as calls:
+        read(rank_pattern=pattern)
+    assert calls() < MOST_CALLS // 2

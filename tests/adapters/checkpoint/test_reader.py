@@ -8,10 +8,7 @@ import resource
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from hypothesis import strategies as st
 
 from bad_upload import EVIL_REGEX, BadUpload, Upload
 from bad_uploads import bad_uploads, good_upload
+from counted_calls import MOST_CALLS, counted_calls
 from lora_files import (
     RawTensor,
     base_shape,
@@ -75,26 +73,6 @@ def test_tensor_positions_are_those_of_the_bytes(tmp_path: Path) -> None:
         raw = tensors[lora_name(found.layer, BASE.modules[found.module].path, found.part.upper())]
         assert upload.weights[found.start : found.end] == raw.data
         assert (found.shape, found.dtype) == (raw.shape, raw.dtype)
-
-
-MOST_CALLS = 2_000_000
-"""Of functions, for any file that may be uploaded: about a second of work."""
-
-
-@contextmanager
-def counted_calls() -> Iterator[Callable[[], int]]:
-    """Count calls of functions, in Python and in C: the work that was done, on however busy a machine."""
-    count = 0
-
-    def on_event(_frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(on_event)
-    try:
-        yield lambda: count
-    finally:
-        sys.setprofile(None)
 
 
 @pytest.mark.parametrize("case", BAD_UPLOADS, ids=[case.name for case in BAD_UPLOADS])
@@ -302,7 +280,7 @@ NAMES = st.lists(st.sampled_from(NAME_PARTS + NAME_EXTRAS), max_size=10).map("."
 SIZES = st.sampled_from([0, 1, 4, 8, 32, 64, 112])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     extra=st.dictionaries(NAMES, st.lists(SIZES, max_size=3).map(tuple), max_size=3),
     dropped=st.sets(st.integers(0, 7), max_size=2),

@@ -58,13 +58,9 @@ class BlobWriter:
         Raises:
             CapacityError: The disk is full (code storage.full); discard the writer.
         """
-        rest = memoryview(chunk).cast("B")
-        self._hash.update(rest)
-        with full_disk_is_capacity():
-            while rest:
-                written = os.write(self._fd, rest)
-                self.size += written
-                rest = rest[written:]
+        self._hash.update(chunk)
+        write_all(self._fd, chunk)
+        self.size += len(chunk)
 
     def sha256(self) -> str:
         """Hex digest of everything written so far."""
@@ -319,6 +315,18 @@ def full_disk_is_capacity() -> Iterator[None]:
         raise CapacityError(
             "The adapter store's disk is full; try again once space was freed.", retry_after_s=30.0, code="storage.full"
         ) from error
+
+
+def write_all(fd: int, chunk: bytes | bytearray | memoryview) -> None:
+    """Write all these bytes.
+
+    Raises:
+        CapacityError: The disk is full (code storage.full).
+    """
+    rest = memoryview(chunk)
+    with full_disk_is_capacity():
+        while rest:
+            rest = rest[os.write(fd, rest) :]
 
 
 def missing(sha256: str) -> AdapterUnavailableError:

@@ -45,7 +45,8 @@ RETRIES = 3
 DOWN_S = 5.0
 """After S3 gave no answer, nothing else waits for it for as long."""
 UNCLAIMED_S = 3600.0
-"""A younger object may be one that another server is about to publish a version of."""
+"""Age in seconds from which an object that no version refers to may be swept: another server may be about to publish a
+version of a younger one."""
 FETCH_LOCKS = 64
 FETCHES = 3
 _OBJECT = re.compile(r"sha256/([0-9a-f]{2})/([0-9a-f]{2})/(\1\2[0-9a-f]{60})")
@@ -87,7 +88,7 @@ class S3Blobs:
         cache_bytes: Most bytes of copies; one that is larger is kept alone, until there is another.
         allow_http: Let the endpoint be one without TLS.
         request_s: Limit of each request, in seconds.
-        unclaimed_s: Age in seconds from which an object that no version refers to may be swept.
+        clock: Seconds that never jump.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class S3Blobs:
         cache_bytes: int,
         allow_http: bool = False,
         request_s: float = REQUEST_S,
-        unclaimed_s: float = UNCLAIMED_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limit = timedelta(seconds=request_s)
         try:
@@ -123,7 +124,7 @@ class S3Blobs:
         self._name = f"s3://{bucket}/{prefix}".rstrip("/")
         self._cache = cache
         self._cache_bytes = cache_bytes
-        self._unclaimed_s = unclaimed_s
+        self._clock = clock
         self._down_until = 0.0
         self._fetching = [threading.Lock() for _ in range(FETCH_LOCKS)]
 
@@ -161,7 +162,7 @@ class S3Blobs:
 
     def digests(self) -> Iterator[str]:
         """Digests of all objects that are old enough, and of copies; some come twice."""
-        youngest = datetime.now(UTC) - timedelta(seconds=self._unclaimed_s)
+        youngest = datetime.now(UTC) - timedelta(seconds=UNCLAIMED_S)
         young = set()
         with self._asking():
             for page in obstore.list(self._store, prefix="sha256"):
@@ -277,7 +278,7 @@ class S3Blobs:
     @contextlib.contextmanager
     def _asking(self, sha256: str | None = None, *, is_probe: bool = False) -> Iterator[None]:
         """Turn what obstore raises into our errors. Its words stay out of them and of the log: they quote requests."""
-        if not is_probe and time.monotonic() < self._down_until:
+        if not is_probe and self._clock() < self._down_until:
             raise self._unavailable()
         try:
             yield
@@ -289,7 +290,7 @@ class S3Blobs:
             if is_probe and is_answer:
                 raise self._refused(reason) from None
             if not is_answer:
-                self._down_until = time.monotonic() + DOWN_S
+                self._down_until = self._clock() + DOWN_S
             raise self._unavailable() from None
 
     def _refused(self, reason: str) -> ConfigError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
@@ -16,36 +17,38 @@ from weft.registry.records import Page
 from weft.server.auth.callers import InferTenant
 from weft.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
 from weft.server.garbage import delete_blobs
-from weft.server.http.form import Form, Parts, read_form
+from weft.server.http.form import Form, read_form
 from weft.server.http.json_body import json_body
-from weft.server.http.openapi import takes, takes_form
+from weft.server.http.openapi import BINARY, takes, takes_form
 from weft.server.services import Wired
 from weft.server.threads import in_thread
 
 router = APIRouter(tags=["batches"])
-FILE_PARTS = Parts(file="file", texts={"purpose": 64}, rule="A file has the parts file and purpose, each once.")
-_BINARY = {"type": "string", "format": "binary"}
-_FORM = {
-    "type": "object",
-    "required": ["file", "purpose"],
-    "properties": {"file": _BINARY, "purpose": {"enum": ["batch"]}},
-}
 After = Annotated[str | None, Query(max_length=64)]
 
 
-@router.post("/v1/files", response_model=FileView, openapi_extra=takes_form(_FORM))
+class FileForm(Form):
+    """A file of requests, and what it is for."""
+
+    __slots__ = ()
+    file = "file"
+    limits: ClassVar[Mapping[str, int]] = {"purpose": 64}
+    required = ("file", "purpose")
+    rule = "A file has the parts file and purpose, each once."
+    properties: ClassVar[Mapping[str, object]] = {"file": BINARY, "purpose": {"enum": ["batch"]}}
+
+
+@router.post("/v1/files", response_model=FileView, openapi_extra=takes_form(FileForm))
 async def create_file(request: Request, services: Wired, caller: InferTenant) -> FileRow:
     """Keep a file of requests for batches."""
     limits, files = services.config.batch, services.registry.files
     limit = min(limits.max_file_bytes, await files.bytes_left(caller.tenant_id, limits))
-    form = Form()
     with (
         services.drain.cancelling(),
         services.intake.stream(caller.tenant_id),
         services.blobs.create() as blob,
     ):
-        await read_form(request, form, FILE_PARTS, blob, limit, services.pace)
-        form.check_has(("file", "purpose"), "file")
+        form = await read_form(request, FileForm, blob, limit, services.pace)
         if form.text("purpose") != "batch":
             raise InvalidRequestError("purpose must be batch.", param="purpose")
         file = new_file(
@@ -77,7 +80,7 @@ async def get_file(file_id: str, services: Wired, caller: InferTenant) -> FileRo
 @router.get(
     "/v1/files/{file_id}/content",
     response_class=StreamingResponse,
-    responses={200: {"content": {"application/octet-stream": {"schema": _BINARY}}}},
+    responses={200: {"content": {"application/octet-stream": {"schema": BINARY}}}},
 )
 async def get_content(file_id: str, services: Wired, caller: InferTenant) -> StreamingResponse:
     """Send a file's bytes."""

@@ -102,17 +102,9 @@ class AdapterUsageView(UsageSums):
 
 
 INT64 = 1 << 63
-
-
 ALL_LINEAR = "all-linear"
-
-
 MODULE_NAMES = tuple(path.rsplit(".", 1)[-1] for path in MODULE_PATHS)
-
-
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-
-
 Scope = Literal["infer", "adapters", "usage"]
 
 

@@ -6,8 +6,9 @@ The file goes to a temporary blob while it is hashed; nothing else is written to
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -17,48 +18,33 @@ from weft.adapters.blobs.local import BlobWriter
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from weft.errors import AdapterFormatError, InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
 from weft.server.http.body import Pace, read_chunks
+from weft.server.http.openapi import BINARY, TEXT
 from weft.server.threads import in_thread
 
 FORM_BYTES = 1 << 20
 """Most bytes of an upload besides the weights: other parts, headers, boundaries."""
 WRITE_BYTES = 1 << 20
 """Weights are written in pieces of about this size."""
-TEXT_LIMITS = {
-    "name": 1024,
-    "tenant": 1024,
-    "description": 16 * 1024,
-    "activate": 16,
-    "sha256": 80,
-    "config": MAX_CONFIG_BYTES + 1,
-}
 WEIGHTS = "weights"
 MAX_HEADERS = 8
 MAX_HEADER_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Which parts a form may have."""
-
-    file: str
-    """The part with the file, which goes to a blob."""
-    texts: Mapping[str, int]
-    """The other parts, and the most bytes of each."""
-    rule: str
-    """The error message for any other part."""
-
-
-ADAPTER_PARTS = Parts(
-    file=WEIGHTS,
-    texts=TEXT_LIMITS,
-    rule="An upload has the parts name, config and weights, and may have tenant, description, activate and "
-    "sha256 (of the weights), each once.",
-)
+FormT = TypeVar("FormT", bound="Form")
 
 
 @dataclass(slots=True)
 class Form:
-    """The parts that came, except the bytes of the file."""
+    """The parts that came, except the bytes of the file. A subclass says which parts there are."""
+
+    file: ClassVar[str]
+    """The part with the file, which goes to a blob."""
+    limits: ClassVar[Mapping[str, int]]
+    """The other parts, and the most bytes of each."""
+    required: ClassVar[tuple[str, ...]]
+    """The parts that must come."""
+    rule: ClassVar[str]
+    """The error message for any other part."""
+    properties: ClassVar[Mapping[str, object]]
+    """The parts for the OpenAPI page."""
 
     texts: dict[str, bytearray] = field(default_factory=dict)
     has_file: bool = False
@@ -73,22 +59,38 @@ class Form:
         except UnicodeDecodeError as error:
             raise InvalidRequestError(f"{name} must be text in UTF-8.", param=name) from error
 
-    def check_has(self, names: Sequence[str], file: str) -> None:
-        """Return if these parts came.
-
-        Raises:
-            InvalidRequestError: One did not; code upload.missing_part.
-        """
-        present = {*self.texts, *((file,) if self.has_file else ())}
-        for name in names:
-            if name not in present:
-                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
+    def has(self, name: str) -> bool:
+        """Whether a part came."""
+        return self.has_file if name == self.file else name in self.texts
 
 
 class UploadForm(Form):
     """The parts of an adapter's upload, except the weights."""
 
     __slots__ = ()
+    file = WEIGHTS
+    limits: ClassVar[Mapping[str, int]] = {
+        "name": 1024,
+        "tenant": 1024,
+        "description": 16 * 1024,
+        "activate": 16,
+        "sha256": 80,
+        "config": MAX_CONFIG_BYTES + 1,
+    }
+    required = ("name", "config", WEIGHTS)
+    rule = (
+        "An upload has the parts name, config and weights, and may have tenant, description, activate and "
+        "sha256 (of the weights), each once."
+    )
+    properties: ClassVar[Mapping[str, object]] = {
+        "name": TEXT,
+        "config": {**BINARY, "description": "adapter_config.json"},
+        "weights": {**BINARY, "description": "adapter_model.safetensors, or MLX's adapters.safetensors"},
+        "tenant": {**TEXT, "description": "For admins."},
+        "description": TEXT,
+        "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},
+        "sha256": {**TEXT, "description": "SHA-256 of the weights; other bytes are refused."},
+    }
 
     @property
     def activate(self) -> bool:
@@ -117,45 +119,38 @@ class UploadForm(Form):
         return bytes(self.texts["config"])
 
 
-async def read_upload(request: Request, weights: BlobWriter, limit: int, pace: Pace) -> UploadForm:
-    """Read an adapter's upload; the weights are written to `weights`. Arguments and errors are those of `read_form`."""
-    form = UploadForm()
-    await read_form(request, form, ADAPTER_PARTS, weights, limit, pace)
-    form.check_has(("name", "config", WEIGHTS), WEIGHTS)
-    return form
-
-
-async def read_form(request: Request, form: Form, parts: Parts, file: BlobWriter, limit: int, pace: Pace) -> None:
-    """Read the whole body into `form`; the bytes of the file are written to `file`.
+async def read_form(request: Request, kind: type[FormT], file: BlobWriter, limit: int, pace: Pace) -> FormT:
+    """Read the whole body; the bytes of the file are written to `file`.
 
     Args:
         request: A multipart request whose body was not touched.
-        form: Takes the texts.
-        parts: The parts that are allowed.
+        kind: The form that is expected.
         file: An empty blob.
         limit: Most bytes of the file.
         pace: How slowly the client may send.
 
     Raises:
-        InvalidRequestError: Not multipart, or a part that is not allowed; codes `upload.*`.
+        InvalidRequestError: Not multipart, or a part that is missing or not allowed; codes `upload.*`.
         PayloadTooLargeError: Code upload.too_large.
         TimeoutExceededError: Code upload.timeout.
         CapacityError: The disk is full.
         ClientDisconnect: The client is gone.
     """
-    reader = _FormReader(_boundary(request), form, parts, limit)
+    form = kind()
+    reader = _FormReader(_boundary(request), form, limit)
     try:
         async for chunk in read_chunks(request, limit + FORM_BYTES, pace, "upload.too_large"):
             for start in range(0, len(chunk), WRITE_BYTES):
                 reader.feed(chunk[start : start + WRITE_BYTES])
-                if reader.num_pending >= WRITE_BYTES:
+                if len(reader.pending) >= WRITE_BYTES:
                     await in_thread(file.write, reader.take())
         await in_thread(file.write, reader.take())
     except TimeoutExceededError as error:
         raise TimeoutExceededError(error.message, code="upload.timeout") from error
     except FormParserError as error:
         raise _malformed("The multipart body is broken.") from error
-    reader.check_ended()
+    reader.check_complete()
+    return form
 
 
 def _boundary(request: Request) -> bytes:
@@ -167,23 +162,23 @@ def _boundary(request: Request) -> bytes:
 
 
 class _FormReader:
-    """Splits multipart bytes into parts. `take` returns the bytes of the file that are to be written."""
+    """Splits multipart bytes into parts."""
 
-    def __init__(self, boundary: bytes, form: Form, parts: Parts, file_limit: int) -> None:
+    def __init__(self, boundary: bytes, form: Form, file_limit: int) -> None:
         self._form = form
-        self._parts = parts
         self._file_limit = file_limit
         self._num_bytes = 0
-        self._pending = bytearray()
-        self._header = (b"", b"")
+        self.pending = bytearray()
+        """Bytes of the file that are to be written."""
+        self._header_name, self._header_value = bytearray(), bytearray()
         self._part: str | None = None
         self._has_ended = False
         self._parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": self._begin_part,
-                "on_header_field": self._header_field,
-                "on_header_value": self._header_value,
+                "on_header_field": self._name_bytes,
+                "on_header_value": self._value_bytes,
                 "on_header_end": self._end_header,
                 "on_headers_finished": self._check_part,
                 "on_part_data": self._part_bytes,
@@ -196,65 +191,58 @@ class _FormReader:
     def feed(self, chunk: bytes) -> None:
         self._parser.write(chunk)
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
     def take(self) -> bytearray:
-        pending, self._pending = self._pending, bytearray()
+        pending, self.pending = self.pending, bytearray()
         return pending
 
-    def check_ended(self) -> None:
+    def check_complete(self) -> None:
         if not self._has_ended:
             raise _malformed("The multipart body ends before its last boundary.")
+        for name in self._form.required:
+            if not self._form.has(name):
+                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
 
     def _begin_part(self) -> None:
-        self._part, self._header = None, (b"", b"")
+        self._part = None
 
-    def _header_field(self, chunk: bytes, start: int, end: int) -> None:
-        name, value = self._header
-        self._header = (name + chunk[start:end], value)
+    def _name_bytes(self, chunk: bytes, start: int, end: int) -> None:
+        self._header_name += chunk[start:end]
 
-    def _header_value(self, chunk: bytes, start: int, end: int) -> None:
-        name, value = self._header
-        self._header = (name, value + chunk[start:end])
+    def _value_bytes(self, chunk: bytes, start: int, end: int) -> None:
+        self._header_value += chunk[start:end]
 
     def _end_header(self) -> None:
-        (name, value), self._header = self._header, (b"", b"")
+        name, value = bytes(self._header_name), bytes(self._header_value)
+        self._header_name, self._header_value = bytearray(), bytearray()
         if name.lower() == b"content-disposition":
             options = parse_options_header(value)[1]
             self._part = options.get(b"name", b"").decode("latin-1")
-            if self._part == self._parts.file:
+            if self._part == self._form.file:
                 self._form.filename = options.get(b"filename", b"").decode("utf-8", "replace")
 
     def _check_part(self) -> None:
-        part = self._part
-        form, parts = self._form, self._parts
-        is_new = part not in form.texts and not (part == parts.file and form.has_file)
-        if part is None or not is_new or (part != parts.file and part not in parts.texts):
-            raise InvalidRequestError(parts.rule, code="upload.unexpected_part")
-        if part == parts.file:
+        part, form = self._part, self._form
+        if part is None or form.has(part) or (part != form.file and part not in form.limits):
+            raise InvalidRequestError(form.rule, code="upload.unexpected_part")
+        if part == form.file:
             form.has_file = True
         else:
             form.texts[part] = bytearray()
 
     def _part_bytes(self, chunk: bytes, start: int, end: int) -> None:
-        if self._part == self._parts.file:
+        if self._part == self._form.file:
             self._num_bytes += end - start
             if self._num_bytes > self._file_limit:
                 raise PayloadTooLargeError(
                     f"The part {self._part} exceeds the limit of {self._file_limit} bytes.", code="upload.too_large"
                 )
-            self._pending += memoryview(chunk)[start:end]
+            self.pending += memoryview(chunk)[start:end]
         elif self._part is not None:
-            self._text_bytes(self._part, memoryview(chunk)[start:end])
-
-    def _text_bytes(self, part: str, piece: memoryview) -> None:
-        text, limit = self._form.texts[part], self._parts.texts[part]
-        room = limit - len(text)
-        if len(piece) > room and part != "config":
-            raise InvalidRequestError(f"{part} exceeds {limit} bytes.", param=part)
-        text += piece[:room]
+            text, limit = self._form.texts[self._part], self._form.limits[self._part]
+            room = limit - len(text)
+            if end - start > room and self._part != "config":
+                raise InvalidRequestError(f"{self._part} exceeds {limit} bytes.", param=self._part)
+            text += memoryview(chunk)[start : min(end, start + room)]
 
     def _end(self) -> None:
         self._has_ended = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -16,6 +16,9 @@ import weft
 from weft.server.http.bodies import ErrorView
 from weft.server.http.public import PUBLIC_PATHS
 
+if TYPE_CHECKING:
+    from weft.server.http.form import Form
+
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
 _ANY_ERRORS = (400, 401, 405, 431, 503)
@@ -23,6 +26,7 @@ _KEYED_ERRORS = (403, 404, 429)
 _CHANGE_ERRORS = (409, 507)
 _BODY_ERRORS = (408, 413, 415)
 IDEMPOTENCY_KEY = "Idempotency-Key"
+TEXT, BINARY = {"type": "string"}, {"type": "string", "format": "binary"}
 _bodies: dict[str, type[BaseModel]] = {}
 
 
@@ -32,29 +36,10 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     return _request_body("application/json", {"$ref": _REF.format(model=model.__name__)})
 
 
-def takes_upload() -> dict[str, Any]:
-    """`openapi_extra` of the upload route."""
-    text, binary = {"type": "string"}, {"type": "string", "format": "binary"}
-    schema = {
-        "type": "object",
-        "required": ["name", "config", "weights"],
-        "additionalProperties": False,
-        "properties": {
-            "name": text,
-            "config": {**binary, "description": "adapter_config.json"},
-            "weights": {**binary, "description": "adapter_model.safetensors, or MLX's adapters.safetensors"},
-            "tenant": {**text, "description": "For admins."},
-            "description": text,
-            "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},
-            "sha256": {**text, "description": "SHA-256 of the weights; other bytes are refused."},
-        },
-    }
-    return takes_form(schema)
-
-
-def takes_form(schema: dict[str, Any]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads a form of this schema."""
-    return _request_body("multipart/form-data", schema)
+def takes_form(kind: type[Form]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads this form."""
+    parts = {"required": [*kind.required], "additionalProperties": False, "properties": {**kind.properties}}
+    return _request_body("multipart/form-data", {"type": "object", **parts})
 
 
 def takes_retries() -> dict[str, Any]:
@@ -67,8 +52,8 @@ def takes_retries() -> dict[str, Any]:
 def takes_file() -> dict[str, Any]:
     """`openapi_extra` of a route whose body is a file, or the next part of it."""
     about = "`bytes FIRST-LAST/SIZE` continues at byte FIRST; without it the file starts again at byte 0."
-    body = _request_body("application/octet-stream", {"type": "string", "format": "binary"})
-    return {**body, **_header("Content-Range", {"type": "string"}, about)}
+    body = _request_body("application/octet-stream", BINARY)
+    return {**body, **_header("Content-Range", TEXT, about)}
 
 
 def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:

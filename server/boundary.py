@@ -44,49 +44,42 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        lease = LimitReservation()
+        lease, has_started = LimitReservation(), False
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "lease": lease}
-        sender = _Sender(send, request_id, self._drain, lease, self._metrics)
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                self._metrics.answered(message["status"])
+                self._add_headers(MutableHeaders(scope=message), request_id, lease)
+            elif not message.get("more_body", False):
+                lease.end()  # before the client sees the end and sends its next request
+            await send(message)
+
         try:
             if scope["path"] not in OPEN_WHILE_DRAINING:
                 self._drain.check()
-            await self._app(scope, receive, sender)
+            await self._app(scope, receive, send_with_headers)
         except ClientDisconnect:
             return  # the client is gone
         except WeftError as error:
-            await error_response(error)(scope, receive, sender)
+            await error_response(error)(scope, receive, send_with_headers)
         except Exception:
             log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
-            if sender.has_started:
+            if has_started:
                 raise
-            await internal_response()(scope, receive, sender)
+            await internal_response()(scope, receive, send_with_headers)
         finally:
             lease.end()
 
-
-class _Sender:
-    def __init__(self, send: Send, request_id: str, drain: Drain, lease: LimitReservation, metrics: Metrics) -> None:
-        self.has_started = False
-        self._send = send
-        self._request_id = request_id
-        self._drain = drain
-        self._lease = lease
-        self._metrics = metrics
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.has_started = True
-            self._metrics.answered(message["status"])
-            headers = MutableHeaders(scope=message)
-            headers["x-request-id"] = self._request_id
-            for name, value in _DEFAULTS.items():
-                headers.setdefault(name, value)
-            if self._drain.is_draining:
-                headers["connection"] = "close"
-            headers.update(self._lease.headers())
-        elif not message.get("more_body", False):
-            self._lease.end()  # before the client sees the end and sends its next request
-        await self._send(message)
+    def _add_headers(self, headers: MutableHeaders, request_id: str, lease: LimitReservation) -> None:
+        headers["x-request-id"] = request_id
+        for name, value in _DEFAULTS.items():
+            headers.setdefault(name, value)
+        if self._drain.is_draining:
+            headers["connection"] = "close"
+        headers.update(lease.headers())
 
 
 def request_id_of(headers: Headers) -> str:

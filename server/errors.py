@@ -26,13 +26,7 @@ log = structlog.get_logger("weft.server")
 
 ANSWERS: dict[type[WeftError], tuple[int, str]] = {
     errors.WeftError: (500, "server_error"),
-    errors.ConfigError: (500, "server_error"),
-    errors.ClientError: (500, "server_error"),
     errors.RequestError: (400, "invalid_request_error"),
-    errors.InvalidRequestError: (400, "invalid_request_error"),
-    errors.UnsupportedParameterError: (400, "invalid_request_error"),
-    errors.ContextLengthError: (400, "invalid_request_error"),
-    errors.NeverFitsError: (400, "invalid_request_error"),
     errors.AuthenticationError: (401, "authentication_error"),
     errors.ForbiddenError: (403, "permission_error"),
     errors.NotFoundError: (404, "not_found_error"),
@@ -42,19 +36,10 @@ ANSWERS: dict[type[WeftError], tuple[int, str]] = {
     errors.RateLimitError: (429, "rate_limit_error"),
     errors.QuotaExceededError: (429, "insufficient_quota"),
     errors.AdapterError: (422, "adapter_error"),
-    errors.AdapterFormatError: (422, "adapter_error"),
-    errors.AdapterIncompatibleError: (422, "adapter_error"),
     errors.CapacityError: (503, "overloaded_error"),
-    errors.QueueFullError: (503, "overloaded_error"),
-    errors.DrainingError: (503, "overloaded_error"),
-    errors.EngineUnavailableError: (503, "overloaded_error"),
-    errors.AdapterUnavailableError: (503, "overloaded_error"),
     errors.BusyError: (409, "conflict_error"),
-    errors.EngineError: (500, "server_error"),
-    errors.PageAccountingError: (500, "server_error"),
-    errors.StaleSlotError: (500, "server_error"),
 }
-"""Status and `type` of every error class."""
+"""Status and `type` of an error class and of all below it that are not here themselves."""
 STATUS_BY_CODE = {
     "storage.full": 507,
     "config.too_large": 413,

@@ -38,86 +38,33 @@ class Room:
             max_model_len=ready.max_model_len,
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFit:
-    """The answer."""
-
-    room: Room
-    items: tuple[AdapterFitItem, ...]
-    pages_needed: int
-    slots_needed: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether all have pages and slots at once, beside at least one block of KV cache."""
-        return self.pages_needed + self.room.geometry.num_groups <= self.room.pages and (
-            self.slots_needed <= self.room.slots
-        )
-
-    @property
-    def pages_left(self) -> int:
-        """Pages for the KV cache while all are on the device."""
-        return max(self.room.pages - self.pages_needed, 0)
-
-    @property
-    def slots_left(self) -> int:
-        """Adapters that may join them, as far as slots go."""
-        return max(self.room.slots - self.slots_needed, 0)
-
-    @property
-    def kv_tokens_left(self) -> int:
-        """Tokens of KV cache that fit beside them."""
-        return self.pages_left // self.room.geometry.num_groups * self.room.geometry.page_tokens
-
-    @property
-    def requests_left(self) -> int:
-        """Requests of `max_model_len` tokens that fit beside them."""
-        return self.pages_left // self.room.geometry.pages(self.room.max_model_len)
-
-    @property
-    def least_pages(self) -> int:
-        """Pages of the smallest arena that would do, the zero page among them."""
-        return 1 + self.pages_needed + self.room.geometry.num_groups
-
-    @property
-    def message(self) -> str:
-        """The answer in words."""
-        adapters = f"{_count(self.slots_needed, 'adapter')} need{'s' if self.slots_needed == 1 else ''}"
-        numbers = (
-            f"{adapters} {self.pages_needed:,} of {self.room.pages:,} pages "
-            f"and {self.slots_needed:,} of {self.room.slots:,} slots"
-        )
-        if self.fits:
-            return (
-                f"All fit at once: {numbers}. Beside them {self.kv_tokens_left:,} tokens of KV cache fit, or "
-                f"{_count(self.requests_left, 'request')} of {self.room.max_model_len:,} tokens."
-            )
-        return (
-            f"Not all fit at once: {numbers}. They can still be served: idle adapters give up their pages,  "
-            "so they take turns."
-        )
-
-    def view(self) -> AdapterFitView:
-        """The answer as a body."""
-        return AdapterFitView(
-            fits=self.fits,
-            pages=FitNumbers(total=self.room.pages, needed=self.pages_needed, left=self.pages_left),
-            slots=FitNumbers(total=self.room.slots, needed=self.slots_needed, left=self.slots_left),
-            kv_tokens_left=self.kv_tokens_left,
-            adapters=list(self.items),
-            message=self.message,
-        )
+    def requests(self, pages: int) -> int:
+        """Requests of `max_model_len` tokens that fit into so many pages."""
+        return pages // self.geometry.pages(self.max_model_len)
 
 
-def find_fit(items: Sequence[AdapterFitItem], room: Room) -> AdapterFit:
+def find_fit(items: Sequence[AdapterFitItem], room: Room) -> AdapterFitView:
     """Add up what the adapters need; equal digests count once."""
     distinct = {item.digest or index: item for index, item in enumerate(items)}.values()
-    return AdapterFit(
-        room=room,
-        items=tuple(items),
-        pages_needed=sum(item.pages * item.count for item in distinct),
-        slots_needed=sum(item.count for item in distinct),
+    pages = _numbers(room.pages, sum(item.pages * item.count for item in distinct))
+    slots = _numbers(room.slots, sum(item.count for item in distinct))
+    num_groups = room.geometry.num_groups
+    # At least one block of KV cache must fit beside them.
+    fits = pages.needed + num_groups <= pages.total and slots.needed <= slots.total
+    kv_tokens = pages.left // num_groups * room.geometry.page_tokens
+    needs = (
+        f"{_count(slots.needed, 'adapter')} need{'s' if slots.needed == 1 else ''} {pages.needed:,} of "
+        f"{pages.total:,} pages and {slots.needed:,} of {slots.total:,} slots."
+    )
+    requests = f"{_count(room.requests(pages.left), 'request')} of {room.max_model_len:,} tokens"
+    message = (
+        f"All fit at once: {needs} Beside them {kv_tokens:,} tokens of KV cache fit, or {requests}."
+        if fits
+        else f"Not all fit at once: {needs} They can still be served: idle adapters give up their pages, so they take "
+        "turns."
+    )
+    return AdapterFitView(
+        fits=fits, pages=pages, slots=slots, kv_tokens_left=kv_tokens, adapters=list(items), message=message
     )
 
 
@@ -149,6 +96,10 @@ def planned_item(rank: int, target_modules: Sequence[str], count: int, base: Bas
 def waste(parameters: int, pages: int, geometry: PageGeometry) -> float:
     """Share of an adapter's pages that holds no weights: ends of pages, padding of rows and of ranks."""
     return 1 - parameters * geometry.dtype_bytes / (pages * geometry.page_bytes)
+
+
+def _numbers(total: int, needed: int) -> FitNumbers:
+    return FitNumbers(total=total, needed=needed, left=max(total - needed, 0))
 
 
 def _count(number: int, thing: str) -> str:

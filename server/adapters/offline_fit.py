@@ -34,8 +34,8 @@ from weft.engine.model.spec import (
 )
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
-from weft.server.adapters.fit import AdapterFit, Room, waste
-from weft.server.adapters.schemas import AdapterFitItem
+from weft.server.adapters.fit import Room, waste
+from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class PlannedRoom:
     memory: MemoryPlan
     room: Room
 
-    def least_gib(self, fit: AdapterFit) -> float:
+    def least_gib(self, fit: AdapterFitView) -> float:
         """The smallest `memory.gib`, in steps of 0.001, that holds what does not fit.
 
         Raises:
@@ -59,7 +59,7 @@ class PlannedRoom:
         """
         geometry = self.room.geometry
         asked = self.config.model.max_model_len or geometry.page_tokens
-        num_bytes = max(fit.least_pages, 1 + geometry.pages(asked)) * geometry.page_bytes
+        num_bytes = (1 + max(fit.pages.needed + geometry.num_groups, geometry.pages(asked))) * geometry.page_bytes
         gib = math.ceil(num_bytes / GIB * 1000) / 1000
         memory = replace(self.config.memory, gib=gib)
         config, on_cpu = replace(self.config, memory=memory), self.device.type == "cpu"

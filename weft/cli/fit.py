@@ -14,9 +14,8 @@ from weft.cli.serve import Config, Device, Dtype, Model, Setting, settings_of
 from weft.cli.table import print_table
 
 if TYPE_CHECKING:
-    from weft.server.adapters.fit import AdapterFit
     from weft.server.adapters.offline_fit import PlannedRoom
-    from weft.server.adapters.schemas import AdapterFitItem
+    from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
@@ -109,22 +108,22 @@ def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) ->
     return planned_item(rank, modules, count, planned.base, planned.room)
 
 
-def _show(found: AdapterFit, planned: PlannedRoom, as_json: bool) -> None:
+def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
     advice = None if found.fits else _advice(found, planned)
     if as_json:
-        body = {**found.view().model_dump(), "requests_left": found.requests_left, "advice": advice}
+        body = {**found.model_dump(), "requests_left": planned.room.requests(found.pages.left), "advice": advice}
         typer.echo(json.dumps({**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False))
         return
     page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
-    print_table(HEADER, [_row(item, page_bytes) for item in found.items], NUMBERS)
+    print_table(HEADER, [_row(item, page_bytes) for item in found.adapters], NUMBERS)
     name = str(planned.dtype).removeprefix("torch.")
     typer.echo("")
     typer.echo(f"{planned.config.model.path} on {planned.device.type} in {name}, weights {_size(memory.weight_bytes)}")
     typer.echo(
         f"pages  {memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)}): "
-        f"{found.pages_needed:,} needed, {found.pages_left:,} left"
+        f"{found.pages.needed:,} needed, {found.pages.left:,} left"
     )
-    typer.echo(f"slots  {planned.room.slots:,}: {found.slots_needed:,} needed, {found.slots_left:,} left")
+    typer.echo(f"slots  {planned.room.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left")
     typer.echo(found.message)
     if advice:
         typer.echo(advice)
@@ -143,18 +142,18 @@ def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
     )
 
 
-def _advice(found: AdapterFit, planned: PlannedRoom) -> str:
+def _advice(found: AdapterFitView, planned: PlannedRoom) -> str:
     """What to do so that all fit at once."""
     from weft.config import AdapterConfig
     from weft.errors import ConfigError
 
     wanted = []
     try:
-        if found.pages_needed + planned.room.geometry.num_groups > planned.room.pages:
+        if found.pages.needed + planned.room.geometry.num_groups > planned.room.pages:
             wanted.append(f"--memory-gib {planned.least_gib(found):g}")
-        if found.slots_needed > planned.room.slots:
-            AdapterConfig(slots=found.slots_needed)
-            wanted.append(f"--set adapter.slots={found.slots_needed}")
+        if found.slots.needed > planned.room.slots:
+            AdapterConfig(slots=found.slots.needed)
+            wanted.append(f"--set adapter.slots={found.slots.needed}")
     except ConfigError as error:
         return f"No setting makes room for all at once here: {error.message}."
     return f"To have all at once: {' '.join(wanted)}"

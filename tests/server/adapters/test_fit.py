@@ -15,6 +15,7 @@ from weft.adapters.lora.layout import adapter_pages
 from weft.engine.status import ResidentAdapter
 from weft.server.adapters.fit import Room, find_fit, planned_item
 from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView
+from weft.server.adapters.validation import AdapterValidator
 
 pytestmark = pytest.mark.anyio
 FIT = "/v1/adapters:fit"
@@ -144,9 +145,10 @@ async def test_a_wrong_body_is_a_400_that_names_the_field(api: Api, body: dict[s
     assert "PlannedAdapters" not in answer.text
 
 
-async def test_weights_that_cannot_be_read_are_503(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_that_cannot_be_read_are_503(api: Api) -> None:
     await upload(await api.tenant("acme"), "pirate")
-    api.services.check._pages.clear()
+    restarted = AdapterValidator(api.services.ready, api.services.blobs)
+    api.app.state.services = replace(api.services, validator=restarted)
     for file in api.files():
         file.unlink()
     assert (await ask(api, status=503, adapters=["pirate"]))["code"] == "adapter_load_failed"
@@ -163,10 +165,9 @@ def item(pages: int, count: int = 1, digest: str | None = None) -> AdapterFitIte
 
 def test_a_set_fits_as_long_as_one_block_of_kv_cache_does() -> None:
     just = find_fit([item(3, count=3)], room(10))
-    assert (just.fits, just.pages_left, just.requests_left) == (True, 1, 0)
+    assert (just.fits, just.pages.left, room(10).requests(1)) == (True, 1, 0)
     assert not find_fit([item(10)], room(10)).fits
     assert find_fit([item(10)], room(11)).fits
-    assert just.least_pages == 11
     assert "All fit at once: 3 adapters need 9 of" in just.message
     assert "All fit at once: 1 adapter needs 3 of" in find_fit([item(3)], room(10)).message
     assert find_fit([item(1, count=8)], room(100)).fits
@@ -174,11 +175,13 @@ def test_a_set_fits_as_long_as_one_block_of_kv_cache_does() -> None:
 
 
 def test_what_is_left_is_told_in_requests_too() -> None:
-    found = find_fit([item(4, digest="a"), item(4, digest="a"), item(2), item(2)], room(30))
-    geometry = found.room.geometry
-    assert (found.pages_needed, found.slots_needed) == (8, 3)
+    found, geometry = (
+        find_fit([item(4, digest="a"), item(4, digest="a"), item(2), item(2)], room(30)),
+        room(30).geometry,
+    )
+    assert (found.pages.needed, found.slots.needed) == (8, 3)
     assert found.kv_tokens_left == 22 * geometry.page_tokens
-    assert found.requests_left == 22 // geometry.pages(100)
+    assert f"or {22 // geometry.pages(100)} requests of 100 tokens" in found.message
 
 
 @pytest.mark.parametrize("rank", [1, 8, 12, 64])

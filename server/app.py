@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import NotFoundError
 from weft.server import errors
@@ -70,18 +70,16 @@ def create_app(services: Services) -> FastAPI:
     return app
 
 
-class MetricsApp:
-    """`/metrics` alone, for a port of its own."""
+def metrics_app(services: Services) -> ASGIApp:
+    """For a port of its own: answers GET /metrics, and 404 to all else."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer GET /metrics, and 404 to all else."""
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
-            response = await routes_status.metrics_response(self._services)
+            response = await routes_status.metrics_response(services)
         else:
             response = errors.error_response(NotFoundError("There is no such route."))
         await response(scope, receive, send)
+
+    return app

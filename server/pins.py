@@ -25,7 +25,7 @@ async def check_pinned_pages(services: Services, adapter: Adapter, versions: Ite
         return
     pages = 0
     for version in versions:
-        count = await services.check.pages(version)
+        count = await services.validator.pages(version)
         if count is None:
             raise AdapterUnavailableError("The adapter's weights cannot be read now.")
         pages += count
@@ -44,7 +44,7 @@ async def pinned_pages(services: Services, tenant_id: str, besides: str | None =
     """Device pages of the tenant's pinned adapters, without the one of the id `besides`."""
     pinned = await services.registry.adapters.pinned_adapters()
     others = [other.current for other in pinned if other.tenant_id == tenant_id and other.id != besides]
-    return sum([await services.check.pages(other) or 0 for other in others])
+    return sum([await services.validator.pages(other) or 0 for other in others])
 
 
 async def sync_pins(services: Services) -> None:

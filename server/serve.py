@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
-from pathlib import Path
 
 import structlog
 import uvicorn
 
 from weft.adapters.blobs.store import BlobStore, open_blobs
 from weft.config import Config, environment
+from weft.engine.model.spec import resolve_model
 from weft.engine.process.client import EngineClient
 from weft.engine.start_checks import check_start
 from weft.engine.status import EngineReady
@@ -27,8 +27,8 @@ from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.records import Tenant
 from weft.registry.registry import Registry
 from weft.server.adapters.resumable_upload import StagedFiles
-from weft.server.adapters.validation import AdapterCheck
-from weft.server.app import MetricsApp, create_app
+from weft.server.adapters.validation import AdapterValidator
+from weft.server.app import create_app, metrics_app
 from weft.server.auth.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.batches.worker import BatchWorker, owner_name
 from weft.server.drain import Drain
@@ -37,7 +37,7 @@ from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
 from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
-from weft.server.services import Services, base_names, served_name
+from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
 from weft.server.usage.prices import read_prices
 
@@ -81,12 +81,12 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
         services = await open_services(config, key, announce, stack, shutdown.drain)
-        server = ApiServer(create_app(services), shutdown.drain)
+        server = ApiServer(create_app(services))
         if config.server.metrics_port is not None:
             metrics_listener = stack.enter_context(bind(config.server.host, config.server.metrics_port))
-            metrics = ApiServer(MetricsApp(services), shutdown.drain)
+            metrics = ApiServer(metrics_app(services))
             stack.push_async_callback(_stop, metrics, asyncio.create_task(metrics.serve([metrics_listener])))
-        shutdown.watch(server)
+        shutdown.server = server
         gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
         _announce(announce, config, key, listener, await _sign_in(services, key))
@@ -108,7 +108,7 @@ async def open_services(
         config.registry.database_url, config.server.data_dir, key.secret, pepper=given_pepper(environment())
     )
     stack.push_async_callback(registry.close)
-    blobs = await asyncio.to_thread(_open_blobs, config)
+    blobs = await asyncio.to_thread(open_blob_store, config)
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
@@ -121,7 +121,7 @@ async def open_services(
         tokenizer=tokenizer,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
-        check=AdapterCheck(ready, blobs, base_names(config)),
+        validator=AdapterValidator(ready, blobs, base_names(config)),
         metrics=metrics,
         gate=Gate(scheduler.max_wait_s, scheduler.max_waiting, lambda: engine.load, time.monotonic, metrics.refused),
         drain=drain,
@@ -143,7 +143,7 @@ async def open_services(
 class ApiServer(uvicorn.Server):
     """uvicorn, with signals left to `Shutdown`."""
 
-    def __init__(self, app: object, drain: Drain) -> None:
+    def __init__(self, app: object) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
@@ -158,7 +158,6 @@ class ApiServer(uvicorn.Server):
                 timeout_graceful_shutdown=STOP_S,
             )
         )
-        self.drain = drain
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -184,7 +183,8 @@ class Shutdown:
         self.num_asked = 0
         self.starting: asyncio.Future[None] | None = None
         self._drain_s = drain_s
-        self._server: ApiServer | None = None
+        self.server: ApiServer | None = None
+        """The server that is ended when asked; None before it listens."""
         self._draining: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
@@ -193,22 +193,18 @@ class Shutdown:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask)
 
-    def watch(self, server: ApiServer) -> None:
-        """End this server when asked."""
-        self._server = server
-
     def ask(self) -> None:
         """A signal came."""
         self.num_asked += 1
-        if self._server is None:
+        if self.server is None:
             if self.starting is not None:
                 self.starting.cancel()
         elif self._draining is None:
-            self._draining = asyncio.ensure_future(self._drain_then_exit(self._server))
+            self._draining = asyncio.ensure_future(self._drain_then_exit(self.server))
         elif self.num_asked == 2:
             self.drain.hurry()
         else:
-            self._server.should_exit = self._server.force_exit = True
+            self.server.should_exit = self.server.force_exit = True
 
     async def _drain_then_exit(self, server: ApiServer) -> None:
         log.info("draining", running=self.drain.num_running, limit_s=self._drain_s)
@@ -241,8 +237,16 @@ def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
         yield bound
 
 
-def read_tokenizer_settings(folder: Path) -> dict[str, object]:
-    """The content of `tokenizer_config.json`, with the chat template where that has a file of its own."""
+def load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
+    """The tokenizer of a folder, or of a model of the hub that is in the cache already.
+
+    Returns:
+        It, and the content of `tokenizer_config.json` with the chat template where that has a file of its own.
+
+    Raises:
+        ConfigError: The files are not there.
+    """
+    folder = resolve_model(model, is_downloaded=True)
     settings: dict[str, object] = {}
     config, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     if config.is_file():
@@ -250,27 +254,18 @@ def read_tokenizer_settings(folder: Path) -> dict[str, object]:
         settings.update(content if isinstance(content, dict) else {})
     if template.is_file():
         settings["chat_template"] = template.read_text(encoding="utf-8")
-    return settings
+    return Tokenizer(folder), settings
 
 
 async def _start(engine: EngineClient, model: str) -> tuple[EngineReady, tuple[Tokenizer, dict[str, object]]]:
     """Start the engine, and load a tokenizer that is already on disk meanwhile."""
     if not await asyncio.to_thread(os.path.isdir, model):
-        return await engine.start(), await asyncio.to_thread(_load_tokenizer, model)
-    loading = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
+        return await engine.start(), await asyncio.to_thread(load_tokenizer, model)
+    loading = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, model))
     try:
         return await engine.start(), await loading
     finally:
         loading.cancel()
-
-
-def _load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
-    folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(model, local_files_only=True))  # the engine has downloaded it
-    return Tokenizer(folder), read_tokenizer_settings(folder)
 
 
 async def _default_tenant(registry: Registry) -> Tenant:
@@ -280,7 +275,12 @@ async def _default_tenant(registry: Registry) -> Tenant:
         return await registry.tenants.create_tenant(DEFAULT_TENANT)
 
 
-def _open_blobs(config: Config) -> BlobStore:
+def open_blob_store(config: Config) -> BlobStore:
+    """Open the blob store, and try it.
+
+    Raises:
+        ConfigError: The store refuses what Weft does there. One that is away for now is no error.
+    """
     blobs = open_blobs(config.registry, config.server.data_dir)
     try:
         blobs.probe()
@@ -315,7 +315,7 @@ def _announce(announce: Announce, config: Config, key: AdminKey, listener: socke
     if config.server.auth == "off":
         announce("weft: authentication is off: everybody on this machine is admin")
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    announce(f'weft: ask for the base model with "model": "{served_name(config)}"')
+    announce(f'weft: ask for the base model with "model": "{base_names(config)[0]}"')
     if sign_in:
         announce(f"weft: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
     announce(f"weft: listening on {url}")

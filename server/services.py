@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from weft.registry.registry import Registry
     from weft.registry.usage.prices import PriceTable
     from weft.server.adapters.resumable_upload import StagedFiles
-    from weft.server.adapters.validation import AdapterCheck
+    from weft.server.adapters.validation import AdapterValidator
     from weft.server.drain import Drain
     from weft.server.limits.gate import Gate
     from weft.server.status.metrics import Metrics
@@ -83,7 +83,7 @@ class Services:
     tokenizer_settings: Mapping[str, object]
     """What the checkpoint's tokenizer_config.json says, for clients."""
     blobs: BlobStore
-    check: AdapterCheck
+    validator: AdapterValidator
     metrics: Metrics
     drain: Drain
     staged: StagedFiles
@@ -119,7 +119,7 @@ class Services:
     @property
     def served_name(self) -> str:
         """The name by which clients call the base."""
-        return served_name(self.config)
+        return base_names(self.config)[0]
 
     async def engine_status(self, within_s: float = STATUS_S, *, is_detailed: bool = False) -> EngineStatus:
         """The engine's status, with `page_map` and `batches` if it is detailed.
@@ -153,12 +153,7 @@ async def _wired(request: Request) -> Services:
 Wired = Annotated[Services, Depends(_wired)]
 
 
-def served_name(config: Config) -> str:
-    """`model.served_name`, or the last part of the model's path."""
-    return config.model.served_name or base_names(config)[-1]
-
-
 def base_names(config: Config) -> tuple[str, ...]:
-    """Names of the base: the served name where one is set, and the last part of the model's path."""
+    """Names of the base, the one that clients call it by first: `model.served_name`, the last part of the path."""
     own = config.model.path.rstrip("/").rsplit("/", 1)[-1]
     return (config.model.served_name, own) if config.model.served_name else (own,)

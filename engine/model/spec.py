@@ -139,12 +139,13 @@ WITHOUT_EFFECT = frozenset(
 """Keys that training, generation settings or bookkeeping left behind. Keys starting with _ or unsloth are such too."""
 
 
-def resolve_model(path: str, files: Sequence[str] = HUB_FILES) -> Path:
+def resolve_model(path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded: bool = False) -> Path:
     """Find the checkpoint's folder, downloading it if `path` is a hub id.
 
     Args:
         path: Folder or hub id.
         files: Patterns of the files that are downloaded.
+        is_downloaded: The files are in the cache already; the hub is not asked.
 
     Raises:
         ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it.
@@ -158,7 +159,14 @@ def resolve_model(path: str, files: Sequence[str] = HUB_FILES) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=list(files), ignore_patterns=list(HUB_DUPLICATES)))
+        return Path(
+            snapshot_download(
+                path,
+                allow_patterns=list(files),
+                ignore_patterns=list(HUB_DUPLICATES),
+                local_files_only=is_downloaded,
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model.path: no folder {path!r}, and the Hugging Face hub did not deliver it: {error}", param="model.path"

@@ -39,7 +39,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise ConfigError(
-            f"model.path: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read",
+            f"model.path: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read. If this is "
+            "the Hugging Face cache, perhaps not all was downloaded: start once with the hub in reach.",
             param="model.path",
         )
     try:

@@ -1,4 +1,4 @@
-"""Checks an upload, stores it and publishes it as a version, atomically. Also receives uploads in one form.
+"""Has an upload validated, stores it and publishes it as a version, atomically. Also receives uploads in one form.
 
 A crash leaves at most a temporary file, or a blob that no version refers to; both are swept. The version, the answer
 that a repeated request gets and the end of an upload in pieces are one transaction.
@@ -23,7 +23,7 @@ from weft.server.adapters.schemas import adapter_view, residents_now
 from weft.server.adapters.upload_guards import once
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from weft.server.garbage import delete_blobs
-from weft.server.http.form import UploadForm, read_upload
+from weft.server.http.form import UploadForm, read_form
 from weft.server.pins import check_pinned_pages, sync_pins
 from weft.server.services import Services
 from weft.server.threads import in_thread
@@ -105,10 +105,10 @@ async def publish(
     retry: Retry | None = None,
     upload_id: str | None = None,
 ) -> Answer:
-    """Check an upload, store it and publish it as a version.
+    """Have an upload validated, store it and publish it as a version.
 
     Args:
-        services: Check, blobs and registry.
+        services: Validator, blobs and registry.
         owner: The caller, acting for the adapter's tenant.
         draft: Name, description and config of the version.
         weights: All bytes of the weights, not yet committed.
@@ -122,12 +122,12 @@ async def publish(
         AnsweredBeforeError: The same change was made before.
     """
     sha256, size = weights.sha256(), weights.size
-    facts = await services.intake.check_once(
+    facts = await services.intake.validate_once(
         # By tenant: the time it takes must not show what others upload.
         (owner.tenant_id, draft.config, sha256),
-        lambda: services.check.check(draft.config, weights.path, sha256, size),
+        lambda: services.validator.validate(draft.config, weights.path, sha256, size),
     )
-    pages = await services.check.pages(facts)
+    pages = await services.validator.pages(facts)
     residents = await residents_now(services)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
@@ -172,14 +172,14 @@ async def _read_form(
     # An admin's form names the tenant: its limits are checked when the version is published.
     left = None if tenant_id is None else await services.registry.uploads.storage_left(tenant_id, key)
     if tenant_id is None or left is None:
-        return await read_upload(request, weights, most, services.pace)
-    left -= services.intake.reserved(tenant_id)
+        return await read_form(request, UploadForm, weights, most, services.pace)
+    left -= services.intake.reserved[tenant_id]
     if left <= 0:
         raise no_storage()
     limit = min(most, left)
     with services.intake.reserving(tenant_id, min(limit, _announced(request, limit))):
         try:
-            return await read_upload(request, weights, limit, services.pace)
+            return await read_form(request, UploadForm, weights, limit, services.pace)
         except PayloadTooLargeError as error:
             if error.code == "upload.too_large" and limit < most:
                 raise no_storage() from error

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter, full_disk_is_capacity
+from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter, full_disk_is_capacity, write_all
 from weft.adapters.blobs.store import read_pieces
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from weft.errors import (
@@ -106,9 +106,9 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
         services.drain.cancelling(),
         intake.stream(owner.tenant_id),
         intake.writing(upload_id, name),
-        services.staged.appending(upload_id, name, offset) as writer,
+        services.staged.appending(upload_id, name, offset) as fd,
     ):
-        await _receive(request, services, writer, file.size - (offset or 0))
+        await _receive(request, services, fd, file.size - (offset or 0))
     return await services.registry.uploads.get(owner.tenant_id, upload_id)
 
 
@@ -130,7 +130,7 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
         gaps = ", ".join(f"{name} from byte {view.files[name].received}" for name in view.missing)
         raise ConflictError(f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files")
     with services.blobs.create() as weights:
-        config = await in_thread(_gather, services, upload, weights)
+        config = await in_thread(gather, services, upload, weights)
         draft = upload.draft
         version = VersionDraft(name=draft.name, description=draft.description, activate=draft.activate, config=config)
         try:
@@ -143,23 +143,29 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
     return made
 
 
-async def _receive(request: Request, services: Services, writer: StagedWriter, limit: int) -> None:
+async def _receive(request: Request, services: Services, fd: int, limit: int) -> None:
     pending = bytearray()
     try:
         async for chunk in read_chunks(request, limit, services.pace, "upload.too_large"):
             pending += chunk
             if len(pending) >= WRITE_BYTES:
                 piece, pending = pending, bytearray()
-                await in_thread(writer.write, piece)
+                await in_thread(write_all, fd, piece)
     except TimeoutExceededError as error:
         raise TimeoutExceededError(error.message, code="upload.timeout") from error
     finally:
-        await in_thread(_write_last, writer, pending)
+        await in_thread(write_last, fd, pending)
 
 
-def _write_last(writer: StagedWriter, pending: bytearray) -> None:
-    writer.write(pending)
-    writer.sync()
+def write_last(fd: int, chunk: bytearray) -> None:
+    """Append the last bytes that came, and make all bytes durable.
+
+    Raises:
+        CapacityError: The disk is full (code storage.full).
+    """
+    write_all(fd, chunk)
+    with full_disk_is_capacity():
+        os.fsync(fd)
 
 
 def _offset(request: Request, file: FileFacts) -> int | None:
@@ -177,7 +183,7 @@ def _offset(request: Request, file: FileFacts) -> int | None:
     return first
 
 
-def _gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
+def gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
     """Copy the weights into `weights` and return the config, if both are what was announced."""
     staged, files = services.staged, upload.draft.files
     config = b"".join(staged.read(upload.id, CONFIG_FILE))
@@ -191,29 +197,6 @@ def _gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
         staged.delete(upload.id, *wrong)
         raise digest_mismatch(wrong[0])
     return config
-
-
-class StagedWriter:
-    """Appends to one file."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def write(self, chunk: bytes | bytearray) -> None:
-        """Append bytes.
-
-        Raises:
-            CapacityError: The disk is full (code storage.full).
-        """
-        rest = memoryview(chunk)
-        with full_disk_is_capacity():
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-
-    def sync(self) -> None:
-        """Make what was written durable."""
-        with full_disk_is_capacity():
-            os.fsync(self._fd)
 
 
 class StagedFiles:
@@ -232,8 +215,8 @@ class StagedFiles:
         return sizes
 
     @contextmanager
-    def appending(self, upload_id: str, name: str, offset: int | None) -> Iterator[StagedWriter]:
-        """Append to a file that has `offset` bytes; None empties it first.
+    def appending(self, upload_id: str, name: str, offset: int | None) -> Iterator[int]:
+        """Open a file that has `offset` bytes for appending; None empties it first. Yields its descriptor.
 
         Raises:
             ConflictError: The file does not end at `offset`; code upload.offset_mismatch.
@@ -253,7 +236,7 @@ class StagedFiles:
                     code="upload.offset_mismatch",
                     param="content-range",
                 )
-            yield StagedWriter(fd)
+            yield fd
         finally:
             os.close(fd)
 

@@ -48,8 +48,9 @@ from weft.server.auth.callers import (
     for_tenant,
 )
 from weft.server.garbage import remove_unreferenced
+from weft.server.http.form import UploadForm
 from weft.server.http.json_body import json_body
-from weft.server.http.openapi import takes, takes_file, takes_retries, takes_upload
+from weft.server.http.openapi import takes, takes_file, takes_form, takes_retries
 from weft.server.model_name import resolve_model
 from weft.server.pins import check_pinned_pages, sync_pins
 from weft.server.services import Services, Wired
@@ -62,7 +63,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
     "/v1/adapters",
     status_code=201,
     response_model=AdapterView,
-    openapi_extra={**takes_upload(), **takes_retries()},
+    openapi_extra={**takes_form(UploadForm), **takes_retries()},
     responses={200: {"model": AdapterView, "description": "The same bytes were stored before."}},
 )
 async def upload_adapter(request: Request, services: Wired, caller: UploadCaller) -> Response:
@@ -96,7 +97,7 @@ async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) 
     room = Room.of(services.ready)
     stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
     planned = await asyncio.to_thread(_planned_items, services.ready, body.ranks, room)
-    return find_fit([*stored, *planned], room).view()
+    return find_fit([*stored, *planned], room)
 
 
 @router.get("/v1/adapters/{name}")
@@ -130,7 +131,7 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
             actor=caller.actor,
         )
     await sync_pins(services)
-    return adapter_view(adapter, await services.check.pages(adapter.current), await residents_now(services))
+    return adapter_view(adapter, await services.validator.pages(adapter.current), await residents_now(services))
 
 
 @router.delete("/v1/adapters/{name}", status_code=204)
@@ -238,7 +239,7 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
 async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[AdapterView]:
     residents = await residents_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
-    pages = await asyncio.gather(*(services.check.pages(adapter.current) for adapter in adapters))
+    pages = await asyncio.gather(*(services.validator.pages(adapter.current) for adapter in adapters))
     return [
         adapter_view(adapter, count, residents, usage.get(adapter.id, AdapterUsage()))
         for adapter, count in zip(adapters, pages, strict=True)
@@ -266,7 +267,7 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
     adapter, version = model.adapter, model.version
     if adapter is None or version is None:
         raise InvalidRequestError(f"`{selector}` is the base model, which is always there.", param="adapters")
-    pages = await services.check.pages(version)
+    pages = await services.validator.pages(version)
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
     return AdapterFitItem(

@@ -108,13 +108,15 @@ class SingleFlight:
 
 
 class Intake:
-    """Uploads, checks and retries in progress."""
+    """Uploads, validations and retries in progress."""
 
     def __init__(self) -> None:
-        self._checks: WeakValueDictionary[Hashable, SingleFlight] = WeakValueDictionary()
+        self.streams: Counter[str] = Counter()
+        """Files that are coming, by tenant."""
+        self.reserved: Counter[str] = Counter()
+        """Bytes that are coming in uploads of one request, by tenant."""
+        self._validations: WeakValueDictionary[Hashable, SingleFlight] = WeakValueDictionary()
         self._taken: set[tuple[str, str, str]] = set()
-        self._streams: Counter[str] = Counter()
-        self._reserved: Counter[str] = Counter()
 
     def retrying(self, caller: str, key: str | None) -> AbstractContextManager[None]:
         """Make the change that a caller knows by this key; None is no key.
@@ -144,25 +146,21 @@ class Intake:
         Raises:
             RateLimitError: Two are coming already; code upload.too_many.
         """
-        if self._streams[tenant_id] >= STREAMS:
+        if self.streams[tenant_id] >= STREAMS:
             raise RateLimitError(
                 f"A tenant may send {STREAMS} files at once; wait for one to end.",
                 retry_after_s=RETRY_S,
                 code="upload.too_many",
             )
-        return _counted(self._streams, tenant_id, 1)
+        return _counted(self.streams, tenant_id, 1)
 
-    async def check_once(self, content: Hashable, check: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:
-        """The facts of an upload, found once for identical ones that come at once."""
-        return await self._checks.setdefault(content, SingleFlight()).result(check)
-
-    def reserved(self, tenant_id: str) -> int:
-        """Bytes that are coming from the tenant in uploads of one request."""
-        return self._reserved[tenant_id]
+    async def validate_once(self, content: Hashable, validate: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:
+        """The facts of an upload; identical uploads that come at once are validated once."""
+        return await self._validations.setdefault(content, SingleFlight()).result(validate)
 
     def reserving(self, tenant_id: str, num_bytes: int) -> AbstractContextManager[None]:
         """Count these bytes as coming."""
-        return _counted(self._reserved, tenant_id, num_bytes)
+        return _counted(self.reserved, tenant_id, num_bytes)
 
     @contextmanager
     def _taking(self, tokens: list[tuple[str, str, str]], doing: str, code: str) -> Iterator[None]:
@@ -182,5 +180,3 @@ def _counted(counter: Counter[str], name: str, amount: int) -> Iterator[None]:
         yield
     finally:
         counter[name] -= amount
-        if not counter[name]:
-            del counter[name]

@@ -1,16 +1,21 @@
-"""Checks an uploaded adapter in a child process of its own, and counts the pages it will take."""
+"""Validates an uploaded adapter against the loaded base, and counts the pages that a version takes.
+
+Only a child process reads what strangers send: `validation_worker`. It calls `adapters/checkpoint/reader.py`, which has
+the rules. A form, pieces and an import all come here through `publish`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.adapters.blobs.store import BlobStore
 from weft.adapters.checkpoint.reader import check_weights
@@ -30,19 +35,22 @@ from weft.errors import (
 )
 from weft.registry.records import VersionFacts
 
-CHECKS_AT_ONCE = 2
+CHILDREN = 2
+"""Uploads that are validated at once."""
 CPU_S = 30
-"""CPU seconds of a check, and as many more per GiB of weights."""
+"""CPU seconds of a validation, and as many more per GiB of weights."""
 WALL_FACTOR = 4
+"""Seconds that a validation may take for each of its CPU seconds."""
 PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
 """Bytes that are read of a weights file first; a longer header takes a second read."""
+KeyT = TypeVar("KeyT")
 _HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
 """Prefixes of variables that hold secrets, or may."""
 
 
-class AdapterCheck:
-    """Checks adapters against the loaded base. Thread: the event loop's.
+class AdapterValidator:
+    """Validates adapters against the loaded base. Thread: the event loop's.
 
     Args:
         ready: Base shape, page geometry and rank limit.
@@ -54,23 +62,21 @@ class AdapterCheck:
         self._ready = ready
         self._base_names = base_names
         self._blobs = blobs
-        self._at_once = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._at_once = asyncio.Semaphore(CHILDREN)
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
-    async def check(self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int) -> VersionFacts:
-        """Read and check an upload.
+    async def validate(self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int) -> VersionFacts:
+        """Validate an upload.
 
         Raises:
             AdapterError, PayloadTooLargeError: It cannot be served, and why.
-            EngineError: The check itself failed.
+            EngineError: The validation itself failed.
         """
         async with self._at_once:
-            found = await self._run(config, weights, size_bytes)
-        spec, ranks = (
-            LoraSpec.from_canonical(found.pop("spec")),
-            {(layer, m): rank for layer, m, rank in found.pop("ranks")},
-        )
+            found = await self._validate_in_child(config, weights, size_bytes)
+        spec = LoraSpec.from_canonical(found.pop("spec"))
+        ranks = {(layer, module): rank for layer, module, rank in found.pop("ranks")}
         pages = await asyncio.to_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
         if pages > limit:
@@ -81,7 +87,7 @@ class AdapterCheck:
             hint = "Use a smaller rank, or a server with more memory."
             raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, hint)])
         digest = content_digest(spec, weights_sha256)
-        self._remember(digest, pages)
+        _remember(self._pages, digest, pages)
         found["target_modules"] = tuple(found["target_modules"])
         return VersionFacts(digest=digest, weights_sha256=weights_sha256, spec=spec, size_bytes=size_bytes, **found)
 
@@ -89,7 +95,7 @@ class AdapterCheck:
         """Pages of a stored version on the device; None where its weights cannot be read."""
         if version.digest not in self._pages:
             try:
-                self._remember(version.digest, await asyncio.to_thread(self._count_stored, version))
+                _remember(self._pages, version.digest, await asyncio.to_thread(self._count_stored, version))
             except (OSError, AdapterError, CapacityError):
                 return None
         return self._pages[version.digest]
@@ -104,17 +110,11 @@ class AdapterCheck:
         if (pages := self._pages_by_header.get(like)) is None:
             ranks = check_weights(version.spec, header, size, self._ready.base).ranks
             pages = adapter_pages(ranks, self._ready.base, self._ready.geometry)
-            if len(self._pages_by_header) >= PAGES_CACHED:
-                self._pages_by_header.clear()
-            self._pages_by_header[like] = pages
+            _remember(self._pages_by_header, like, pages)
         return pages
 
-    def _remember(self, digest: str, pages: int) -> None:
-        self._pages[digest] = pages
-        while len(self._pages) > PAGES_CACHED:
-            del self._pages[next(iter(self._pages))]
-
-    async def _run(self, config: bytes, weights: Path, size_bytes: int) -> dict[str, Any]:
+    async def _validate_in_child(self, config: bytes, weights: Path, size_bytes: int) -> dict[str, Any]:
+        """What the child found, as JSON types; raises what it refused."""
         cpu_s = CPU_S * (1 + (size_bytes >> 30))
         job = {
             "config": base64.b64encode(config).decode(),
@@ -128,7 +128,7 @@ class AdapterCheck:
         try:
             answer: dict[str, Any] = json.loads(output)
         except ValueError as error:
-            raise EngineError("The adapter check gave no answer.") from error
+            raise EngineError("The validation of the adapter gave no answer.") from error
         if "too_large" in answer:
             raise PayloadTooLargeError(**answer["too_large"])
         if "findings" in answer:
@@ -137,6 +137,11 @@ class AdapterCheck:
 
 
 async def _run_child(job: bytes, timeout_s: float) -> bytes:
+    """The worker's output for this input.
+
+    Raises:
+        AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
+    """
     env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
@@ -145,21 +150,23 @@ async def _run_child(job: bytes, timeout_s: float) -> bytes:
         stderr=asyncio.subprocess.DEVNULL,
         env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
+    output: bytes | None = None
     try:
-        async with asyncio.timeout(timeout_s):
-            output, _ = await child.communicate(job)
-    except TimeoutError as error:
-        raise _gave_up() from error
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                output, _ = await child.communicate(job)
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
-    if child.returncode != 0:
-        raise _gave_up()
-    return output
-
-
-def _gave_up() -> AdapterFormatError:
-    needed = "Checking this adapter took more time or memory than a valid adapter needs."
+    if output is not None and child.returncode == 0:
+        return output
+    needed = "Validating this adapter took more time or memory than a valid adapter needs."
     hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
-    return AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])
+    raise AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])
+
+
+def _remember(cache: dict[KeyT, int], key: KeyT, pages: int) -> None:
+    cache[key] = pages
+    if len(cache) > PAGES_CACHED:
+        del cache[next(iter(cache))]

@@ -1,4 +1,4 @@
-"""The child process that reads what a tenant uploaded: `python -P -m weft.server.adapters.validation_worker`.
+"""The child process that validates what a tenant uploaded: `python -P -m weft.server.adapters.validation_worker`.
 
 One JSON object comes on stdin, one goes to stdout. Memory, CPU time and file writes are limited first: a fault in a
 parser then costs one upload and not the server. Knows nothing of HTTP.
@@ -12,10 +12,9 @@ import resource
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from weft.adapters.base_shape import BaseShape, ModuleShape
-from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.errors import AdapterError, PayloadTooLargeError
 
 MEMORY_BYTES = 1 << 30
@@ -23,31 +22,22 @@ MEMORY_BYTES = 1 << 30
 
 
 def main() -> int:
-    """Check one adapter; 0 also for an adapter that is refused."""
+    """Validate one adapter; 0 also for an adapter that is refused."""
     job = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    config, weights = base64.b64decode(job["config"]), Path(job["weights"])
+    modules = tuple(ModuleShape(**module) for module in job["base"]["modules"])
+    base = BaseShape(**{**job["base"], "modules": modules})
     try:
-        answer = _check(job).facts()
+        answer = read_checkpoint(config, weights, base, job["max_rank"], base_names=job["base_names"]).facts()
     except AdapterError as error:
         answer = {"findings": [asdict(found) for found in error.findings]}
     except PayloadTooLargeError as error:
         answer = {"too_large": {"message": error.message, "code": error.code}}
     json.dump(answer, sys.stdout)
     return 0
-
-
-def _check(job: dict[str, Any]) -> Checkpoint:
-    config = base64.b64decode(job["config"])
-    return read_checkpoint(
-        config, Path(job["weights"]), _base(job["base"]), job["max_rank"], base_names=job["base_names"]
-    )
-
-
-def _base(fields: dict[str, Any]) -> BaseShape:
-    modules = tuple(ModuleShape(**module) for module in fields["modules"])
-    return BaseShape(**{**fields, "modules": modules})
 
 
 if __name__ == "__main__":

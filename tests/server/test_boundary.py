@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from api_adapters import upload
 from api_server import BASE, Api, eventually, new_client
 from weft.engine.request import GenerationRequest, RequestError, RequestOutput
-from weft.server.app import MetricsApp
+from weft.server.app import metrics_app
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": BASE, "prompt": "x"}
@@ -68,7 +68,7 @@ async def test_a_fault_within_a_stream_is_an_error_event(api: Api) -> None:
 
 
 async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> None:
-    async with new_client(None, "http://test", httpx.ASGITransport(app=MetricsApp(api.services))) as client:
+    async with new_client(None, "http://test", httpx.ASGITransport(app=metrics_app(api.services))) as client:
         assert "weft_build_info" in (await client.get("/metrics")).text
         assert (await client.get("/v1/models")).status_code == 404
         assert (await client.post("/metrics")).status_code == 404

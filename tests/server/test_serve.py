@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from weft.config import environment
+from weft.engine.model.spec import resolve_model
+from weft.engine.model.weights import weight_files
 from weft.errors import ConfigError
-from weft.server.serve import bind, read_tokenizer_settings
+from weft.server.serve import bind, load_tokenizer
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, expected_answers, stream_events, weft_server
 
 pytestmark = pytest.mark.slow
@@ -112,16 +116,55 @@ def test_a_taken_port_is_a_clear_error() -> None:
 
 
 def test_tokenizer_settings_include_the_template_of_its_own_file(tmp_path: Path) -> None:
-    assert read_tokenizer_settings(tmp_path) == {}
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    assert load_tokenizer(str(tmp_path))[1] == {}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    assert read_tokenizer_settings(tmp_path) == {"eos_token": "</s>", "chat_template": "{{ messages }}"}
+    assert load_tokenizer(str(tmp_path))[1] == {"eos_token": "</s>", "chat_template": "{{ messages }}"}
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's folder in the cache of a hub that is out of reach. It lists the demo model's files and two more."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    commit, cached = "0123456789" * 4, tmp_path / "models--org--model"
+    folder = cached / "snapshots" / commit
+    for made in (cached / "refs", cached / "trees", folder):
+        made.mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    names = [*(path.name for path in DEMO_MODEL.iterdir()), "README.md", ".gitattributes"]
+    listed = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0" * 40} for name in names}}
+    (cached / "trees" / f"{commit}.json").write_text(json.dumps(listed))
+    return folder
+
+
+def test_the_tokenizer_of_a_hub_model_is_found_where_the_engine_left_other_files_out(snapshot: Path) -> None:
+    for file in DEMO_MODEL.iterdir():
+        shutil.copy(file, snapshot)
+    tokenizer, settings = load_tokenizer("org/model")
+    assert tokenizer.encode("open")
+    assert settings == json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("is_listed", [True, False], ids=["listed", "older hub client"])
+def test_a_start_that_failed_after_the_config_leaves_no_model_that_is_taken_for_whole(
+    snapshot: Path, is_listed: bool
+) -> None:
+    shutil.copy(DEMO_MODEL / "config.json", snapshot)
+    if not is_listed:
+        shutil.rmtree(snapshot.parents[1] / "trees")
+    assert resolve_model("org/model", files=("config.json",)) == snapshot
+    with pytest.raises(ConfigError, match=r"with network access|start once with the hub in reach"):
+        weight_files(resolve_model("org/model"))
 
 
 START = """
 import json, subprocess, sys
 from pathlib import Path
 from weft.config import environment
+from weft.engine.model.spec import resolve_model
+from weft.engine.model.weights import weight_files
 from weft.errors import ConfigError
 from weft.server.serve import serve
 from weft.server.settings import load_config

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from fastapi import FastAPI
 from fake_engine import FakeEngine, demo_tokenizer
 from weft.adapters.blobs.store import open_blobs
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
+from weft.registry.db.clock import utc_now
 from weft.registry.registry import Registry
 from weft.server.adapters.resumable_upload import StagedFiles
-from weft.server.adapters.validation import AdapterCheck
+from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app
 from weft.server.drain import Drain
 from weft.server.http.body import Pace
@@ -45,6 +47,8 @@ class Api:
     engine: FakeEngine
     root: Path
     keys: dict[str, str] = field(default_factory=dict)
+    ahead: timedelta = timedelta()
+    """How far the clocks of registry and server are ahead of the real time."""
 
     def client(self, key: str | None = None) -> httpx.AsyncClient:
         """A client of the app without a network; it sees whole responses only."""
@@ -137,7 +141,12 @@ async def api(
         server=server,
         registry=RegistryConfig(blob_url=blob_url),
     )
-    registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY)
+    opened: Api | None = None
+
+    def now() -> datetime:
+        return utc_now() + (opened.ahead if opened else timedelta())
+
+    registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY, clock=now)
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
     metrics = Metrics(ready.memory.slots)
@@ -149,7 +158,7 @@ async def api(
         tokenizer=demo_tokenizer(),
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
-        check=AdapterCheck(ready, blobs, base_names(config)),
+        validator=AdapterValidator(ready, blobs, base_names(config)),
         metrics=metrics,
         gate=Gate(
             config.scheduler.max_wait_s,
@@ -162,8 +171,10 @@ async def api(
         staged=StagedFiles(server.data_dir / "uploads"),
         default_tenant=default,
         pace=pace or Pace(),
+        now=now,
     )
     try:
-        yield Api(app=create_app(services), services=services, engine=engine, root=root)
+        opened = Api(app=create_app(services), services=services, engine=engine, root=root)
+        yield opened
     finally:
         await registry.close()

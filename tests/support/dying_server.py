@@ -27,8 +27,8 @@ from weft.registry import adapters, uploads
 from weft.server import serve
 from weft.server.adapters import resumable_upload as piecewise
 from weft.server.adapters import upload_guards
-from weft.server.adapters.resumable_upload import StagedFiles, StagedWriter
-from weft.server.adapters.validation import AdapterCheck
+from weft.server.adapters.resumable_upload import StagedFiles
+from weft.server.adapters.validation import AdapterValidator
 from weft.server.status.metrics import Metrics
 
 WHERE = Path(environment()["DIE_WHERE"])
@@ -82,7 +82,7 @@ def install() -> None:
     """Watch every step of both ways in."""
     vars(serve)["EngineClient"] = EngineOfNobody
     _watch(blobs.BlobWriter, "write", "temporary bytes", lambda _, chunk: len(chunk) > 0)
-    _watch(AdapterCheck, "check", "check")
+    _watch(AdapterValidator, "validate", "validation")
     _watch(blobs.BlobWriter, "commit", "blob")
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
     _watch(adapters.Adapters, "publishing", "transaction")
@@ -92,9 +92,9 @@ def install() -> None:
     _watch(Metrics, "learn_adapter", "naming")  # after the transaction
     _watch(upload_guards, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
-    _watch(StagedWriter, "write", "staged bytes", lambda _, chunk: len(chunk) > 0)
-    _watch(StagedWriter, "sync", "staged sync")
-    _watch(piecewise, "_gather", "gathering")
+    _watch(piecewise, "write_all", "staged bytes", lambda _, chunk: len(chunk) > 0)
+    _watch(piecewise, "write_last", "staged sync")
+    _watch(piecewise, "gather", "gathering")
     _watch(StagedFiles, "delete", "clearing")
 
 

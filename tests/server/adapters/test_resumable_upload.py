@@ -7,7 +7,7 @@ import errno
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,9 @@ async def test_a_broken_connection_keeps_what_arrived(api: Api) -> None:
         head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
         writer.write(f"{head}Content-Length: {len(files.weights)}\r\n\r\n".encode() + files.weights[:half])
         await writer.drain()
-        await eventually(lambda: api.services.intake._streams)
+        await eventually(api.services.intake.streams.total)
         writer.close()
-        await eventually(lambda: not api.services.intake._streams)
+        await eventually(lambda: not api.services.intake.streams.total())
     received = (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"]
     assert received == half
     await put(client, upload_id, WEIGHTS, files.weights[half:], half, len(files.weights))
@@ -267,7 +267,7 @@ async def test_nobody_writes_beside_another(api: Api) -> None:
 
 async def test_an_upload_that_expires_while_somebody_is_at_it_keeps_its_files(api: Api) -> None:
     upload_id = await send_all(await api.tenant("acme"), sound())
-    api.services.registry.uploads._clock = lambda: datetime.now(UTC) + timedelta(hours=25)
+    api.ahead = timedelta(hours=25)
     sweeper = Sweeper(api.services)
     with api.services.intake.writing(upload_id, WEIGHTS):
         assert (await sweeper.sweep())["staged"] == 0
@@ -289,7 +289,7 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files(api: Api) -> N
     (stray / WEIGHTS).write_bytes(b"x")
     swept = {"uploads": 0, "answers": 0, "batches": 0, "files": 0, "staged": 1, "temporary": 0, "blobs": 0}
     assert await sweeper.sweep() == swept
-    api.services.registry.uploads._clock = lambda: datetime.now(UTC) + timedelta(hours=25)
+    api.ahead = timedelta(hours=25)
     assert (await client.get(f"/v1/uploads/{old}")).status_code == 404
     assert (await sweeper.sweep())["uploads"] == 2
     assert staged(api) == []
@@ -321,7 +321,7 @@ async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
         writer.write(f"{head}Content-Length: {len(files.weights)}\r\n\r\n".encode() + files.weights[:1000])
-        await eventually(lambda: api.services.intake._streams)
+        await eventually(api.services.intake.streams.total)
         await asyncio.sleep(0.1)
         assert await api.services.drain.drain(0.1) == 1
         assert b" 503 " in await reader.readline()
@@ -389,13 +389,13 @@ async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
 ) -> None:
     client = await api.tenant("acme")
     upload_id = await send_all(client, sound())
-    owner, check = await api.services.registry.tenants.get_tenant("acme"), api.services.check.check
+    owner, validate = await api.services.registry.tenants.get_tenant("acme"), api.services.validator.validate
 
-    async def check_while_another_rejects(*arguments: Any) -> VersionFacts:
+    async def validate_while_another_rejects(*arguments: Any) -> VersionFacts:
         await api.services.registry.uploads.reject(owner.id, upload_id, {"code": "adapter_invalid", "message": "no"})
-        return await check(*arguments)
+        return await validate(*arguments)
 
-    monkeypatch.setattr(api.services.check, "check", check_while_another_rejects)
+    monkeypatch.setattr(api.services.validator, "validate", validate_while_another_rejects)
     assert code(await complete(client, upload_id)) == (409, "upload.ended")
     assert (await client.get("/v1/adapters")).json()["data"] == []
     assert api.files() == []

@@ -25,8 +25,8 @@ from weft_server import ADMIN_KEY, DEMO_MODEL, upload_bytes
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PUBLISHING = (
-    "before check",
-    "after check",
+    "before validation",
+    "after validation",
     "before blob",
     "before rename",
     "after rename",

@@ -13,7 +13,6 @@ import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api, eventually
-from weft.registry.db.clock import utc_now
 from weft.server.batches import line_run
 from weft.server.batches.worker import BatchWorker
 
@@ -164,7 +163,7 @@ async def test_a_batch_whose_window_is_over_keeps_its_results(api: Api, worker: 
     batch_id = await start(api, lines_for(*[BASE] * 4, max_tokens=1) + f"\n{json.dumps(last)}".encode())
     await worker.look()
     await until_completed(api, batch_id, 4)
-    object.__setattr__(api.services, "now", lambda: utc_now() + timedelta(hours=25))
+    api.ahead = timedelta(hours=25)
     ended = await run(api, worker, batch_id)
     assert (ended["status"], ended["request_counts"]) == ("expired", {"total": 5, "completed": 4, "failed": 1})
     left = await results(api, ended["error_file_id"])
@@ -216,7 +215,6 @@ async def test_a_file_whose_life_is_over_is_gone_with_its_bytes(api: Api) -> Non
     client = await api.tenant("acme")
     made = (await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")})).json()
     assert made["expires_at"] == made["created_at"] + 30 * 86_400
-    files = api.services.registry.files
-    files._clock = lambda: utc_now() + timedelta(days=31)
+    api.ahead = timedelta(days=31)
     assert (await client.get(f"/v1/files/{made['id']}")).status_code == 404
-    assert await files.forget_expired() == 1
+    assert await api.services.registry.files.forget_expired() == 1

@@ -123,7 +123,7 @@ async def test_bytes_on_their_way_are_reserved(api: Api) -> None:
     with api.services.intake.reserving(tenant.id, 3 * SIZE):
         assert code(await upload(client, "a")) == (403, "quota.storage")
     assert (await upload(client, "a")).status_code == 201
-    assert api.services.intake.reserved(tenant.id) == 0
+    assert api.services.intake.reserved[tenant.id] == 0
 
 
 async def test_the_number_of_adapters_is_limited_but_not_their_versions(api: Api) -> None:

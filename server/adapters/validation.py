@@ -73,11 +73,63 @@ class AdapterValidator:
             AdapterError, PayloadTooLargeError: It cannot be served, and why.
             EngineError: The validation itself failed.
         """
+        job = {
+            "config": base64.b64encode(config).decode(),
+            "weights": str(weights),
+            "base": dataclasses.asdict(self._ready.base),
+            "base_names": self._base_names,
+            "max_rank": self._ready.max_rank,
+            "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
+        }
         async with self._at_once:
-            found = await self._validate_in_child(config, weights, size_bytes)
+            found = await self.in_child(job)
+        if "too_large" in found:
+            raise PayloadTooLargeError(**found["too_large"])
+        if "findings" in found:
+            raise AdapterError.of([Finding(**finding) for finding in found["findings"]])
         spec = LoraSpec.from_canonical(found.pop("spec"))
         ranks = {(layer, module): rank for layer, module, rank in found.pop("ranks")}
         pages = await asyncio.to_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
+        self._check_room(pages)
+        digest = content_digest(spec, weights_sha256)
+        _remember(self._pages, digest, pages)
+        found["target_modules"] = tuple(found["target_modules"])
+        return VersionFacts(digest=digest, weights_sha256=weights_sha256, spec=spec, size_bytes=size_bytes, **found)
+
+    async def in_child(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What the worker answers to a job, in a process of its own.
+
+        Raises:
+            AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
+            EngineError: It gave no answer.
+        """
+        env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        output: bytes | None = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WALL_FACTOR * job["cpu_s"]):
+                    output, _ = await child.communicate(json.dumps(job).encode())
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        if output is None or child.returncode != 0:
+            needed = "Validating this adapter took more time or memory than a valid adapter needs."
+            hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
+            raise AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])
+        try:
+            return dict(json.loads(output))
+        except ValueError as error:
+            raise EngineError("The validation of the adapter gave no answer.") from error
+
+    def _check_room(self, pages: int) -> None:
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
         if pages > limit:
             needs = (
@@ -86,10 +138,6 @@ class AdapterValidator:
             )
             hint = "Use a smaller rank, or a server with more memory."
             raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, hint)])
-        digest = content_digest(spec, weights_sha256)
-        _remember(self._pages, digest, pages)
-        found["target_modules"] = tuple(found["target_modules"])
-        return VersionFacts(digest=digest, weights_sha256=weights_sha256, spec=spec, size_bytes=size_bytes, **found)
 
     async def pages(self, version: VersionFacts) -> int | None:
         """Pages of a stored version on the device; None where its weights cannot be read."""
@@ -112,58 +160,6 @@ class AdapterValidator:
             pages = adapter_pages(ranks, self._ready.base, self._ready.geometry)
             _remember(self._pages_by_header, like, pages)
         return pages
-
-    async def _validate_in_child(self, config: bytes, weights: Path, size_bytes: int) -> dict[str, Any]:
-        """What the child found, as JSON types; raises what it refused."""
-        cpu_s = CPU_S * (1 + (size_bytes >> 30))
-        job = {
-            "config": base64.b64encode(config).decode(),
-            "weights": str(weights),
-            "base": dataclasses.asdict(self._ready.base),
-            "base_names": self._base_names,
-            "max_rank": self._ready.max_rank,
-            "cpu_s": cpu_s,
-        }
-        output = await _run_child(json.dumps(job).encode(), WALL_FACTOR * cpu_s)
-        try:
-            answer: dict[str, Any] = json.loads(output)
-        except ValueError as error:
-            raise EngineError("The validation of the adapter gave no answer.") from error
-        if "too_large" in answer:
-            raise PayloadTooLargeError(**answer["too_large"])
-        if "findings" in answer:
-            raise AdapterError.of([Finding(**found) for found in answer["findings"]])
-        return answer
-
-
-async def _run_child(job: bytes, timeout_s: float) -> bytes:
-    """The worker's output for this input.
-
-    Raises:
-        AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
-    """
-    env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-    )
-    output: bytes | None = None
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                output, _ = await child.communicate(job)
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    if output is not None and child.returncode == 0:
-        return output
-    needed = "Validating this adapter took more time or memory than a valid adapter needs."
-    hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
-    raise AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])
 
 
 def _remember(cache: dict[KeyT, int], key: KeyT, pages: int) -> None:

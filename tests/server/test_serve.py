@@ -163,8 +163,6 @@ START = """
 import json, subprocess, sys
 from pathlib import Path
 from weft.config import environment
-from weft.engine.model.spec import resolve_model
-from weft.engine.model.weights import weight_files
 from weft.errors import ConfigError
 from weft.server.serve import serve
 from weft.server.settings import load_config

@@ -17,12 +17,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from fake_engine import FakeEngine, demo_tokenizer
+from quick_validator import QuickValidator
 from weft.adapters.blobs.store import open_blobs
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.registry.db.clock import utc_now
 from weft.registry.registry import Registry
 from weft.server.adapters.resumable_upload import StagedFiles
-from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app
 from weft.server.drain import Drain
 from weft.server.http.body import Pace
@@ -158,7 +158,7 @@ async def api(
         tokenizer=demo_tokenizer(),
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
-        validator=AdapterValidator(ready, blobs, base_names(config)),
+        validator=QuickValidator(ready, blobs, base_names(config)),
         metrics=metrics,
         gate=Gate(
             config.scheduler.max_wait_s,

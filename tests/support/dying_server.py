@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine, demo_tokenizer
+from quick_validator import QuickValidator
 from weft.adapters.blobs import local as blobs
 from weft.cli import main
 from weft.config import environment
@@ -81,6 +82,7 @@ async def _wait(result: Any, point: str) -> Any:
 def install() -> None:
     """Watch every step of both ways in."""
     vars(serve)["EngineClient"] = EngineOfNobody
+    vars(serve)["AdapterValidator"] = QuickValidator
     _watch(blobs.BlobWriter, "write", "temporary bytes", lambda _, chunk: len(chunk) > 0)
     _watch(AdapterValidator, "validate", "validation")
     _watch(blobs.BlobWriter, "commit", "blob")

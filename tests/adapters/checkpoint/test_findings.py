@@ -15,7 +15,6 @@ from lora_files import (
     base_shape,
     config_bytes,
     lora_name,
-    mlx_config_bytes,
     q_and_v,
     tensor,
     weights_bytes,
@@ -178,15 +177,12 @@ def test_a_dtype_that_is_not_served_hides_nothing_else(tmp_path: Path) -> None:
     [
         (config_bytes(), {f"{LAYER}0.self_attn.q_proj.lora_B.bias": tensor((64,))}, "with lora_bias=false"),
         (config_bytes(), {f"{LAYER}0.self_attn.q_proj.lora_B.default.bias": tensor((64,))}, "with lora_bias=false"),
-        (config_bytes(), {f"{LAYER}0.self_attn.q_proj.base_layer.bias": tensor((64,))}, 'with bias="none"'),
-        (config_bytes(), {"base_model.model.lm_head.lora_A.weight": tensor((8, 64))}, "target_modules, and retrain"),
         (config_bytes(), q_and_v(base_shape(num_layers=4)), "layers 0 to 1, so the adapter"),
         (config_bytes(), {"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": tensor((8, 8))}, "family"),
         (config_bytes(), {f"{LAYER}0.self_attn.dense.lora_A.weight": tensor((8, 8))}, "no such module"),
         (config_bytes(), {"model.embed_tokens.weight": tensor((8, 8))}, "weight of a whole model"),
         (json.dumps({"model_type": "llama"}).encode(), q_and_v(BASE), "beside the adapter's weights"),
         (config_bytes(), {"base_model.model.score.weight": tensor((2, 64))}, "retrain for CAUSAL_LM"),
-        (mlx_config_bytes(fine_tune_type="full"), q_and_v(BASE), "--fine-tune-type lora"),
     ],
 )  # fmt: skip
 def test_usual_mistakes_are_told_with_their_cause(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 import sys
 from typing import Any
 
@@ -242,35 +241,6 @@ def test_configs_of_mlx_from_before_fine_tune_type_are_read() -> None:
 )
 def test_configs_of_mlx_that_cannot_be_served_are_refused(fields: dict[str, Any], expected: str) -> None:
     assert code(mlx_config_bytes(**fields)) == expected
-
-
-def peft_matches(key: str, path: str) -> bool:
-    """What PEFT's get_pattern_key does."""
-    return re.match(rf"(.*\.)?({key})$", path) is not None
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    keys=st.lists(
-        st.text("layers.01_selfattnqp", min_size=1, max_size=20)
-        | st.sampled_from(["q_proj", "self_attn.q_proj", "0.self_attn.q_proj", "layers.10.mlp.up_proj", "q.proj"])
-        | st.builds(
-            lambda path, at: path[: at % len(path)] + "." + path[at % len(path) + 1 :],
-            st.sampled_from(["layers.110.self_attn.q_proj", "model.layers.10.mlp.up_proj", "self_attn.v_proj"]),
-            st.integers(0, 40),
-        ),
-        min_size=1,
-        max_size=4,
-        unique=True,
-    ),
-    layer=st.sampled_from([0, 1, 10, 110]),
-    module=st.sampled_from(MODULE_PATHS),
-)
-def test_literal_patterns_choose_what_peft_chooses(keys: list[str], layer: int, module: str) -> None:
-    literal = {key: index + 1 for index, key in enumerate(keys) if is_literal_path(key)}
-    path = f"model.layers.{layer}.{module}"
-    expected = next((rank for key, rank in literal.items() if peft_matches(key, path)), 99)
-    assert LoraSpec(rank=99, alpha=1, rank_pattern=literal).module_rank(path) == expected
 
 
 @pytest.mark.parametrize(

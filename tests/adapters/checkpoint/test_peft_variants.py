@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lora_files import base_shape
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
+from weft.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS, is_literal_path
 from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from weft.adapters.ref import LoraSpec
 from weft.errors import AdapterError
@@ -129,18 +130,6 @@ def test_ranks_that_peft_could_not_load_again_are_refused(tmp_path: Path) -> Non
     assert caught.value.code == "weights.rank_mismatch"
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")])
-def test_every_float_type_is_read(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
-    checkpoint = read(save(trained(lora(), dtype), tmp_path))
-    assert {tensor.dtype for tensor in checkpoint.tensors} == {name}
-    saved = load_file(tmp_path / "adapter_model.safetensors")
-    raw = (tmp_path / "adapter_model.safetensors").read_bytes()
-    for tensor in checkpoint.tensors:
-        key = f"{PREFIX}{tensor.layer}.{MODULE_PATHS[tensor.module]}.lora_{tensor.part.upper()}.weight"
-        assert tuple(saved[key].shape) == tensor.shape
-        assert saved[key].contiguous().view(torch.uint8).numpy().tobytes() == raw[tensor.start : tensor.end]
-
-
 def test_an_adapter_that_was_not_called_default_is_read(tmp_path: Path) -> None:
     peft_model = trained(lora())
     peft_model.add_adapter("pirate", lora(r=4))
@@ -179,8 +168,25 @@ def test_every_field_of_the_installed_peft_is_in_a_table_and_its_default_is_acce
     assert set(written) <= set(defaults)
 
 
-@pytest.mark.parametrize("path", [f"model.layers.{layer}.{module}" for layer in (1, 11) for module in MODULE_PATHS])
-def test_patterns_match_as_pefts_own_function_does(path: str) -> None:
-    patterns = {"layers.1.self_attn.q_proj": 1, "mlp.up_proj": 2, "q_proj": 3, "1.mlp.down_proj": 4, "model.layers": 5}
-    expected = patterns.get(get_pattern_key(list(patterns), path), 8)
-    assert LoraSpec(rank=8, alpha=8, rank_pattern=patterns).module_rank(path) == expected
+@settings(max_examples=200, deadline=None)
+@given(
+    keys=st.lists(
+        st.text("layers.01_selfattnqp", min_size=1, max_size=20)
+        | st.sampled_from(["q_proj", "self_attn.q_proj", "0.self_attn.q_proj", "layers.10.mlp.up_proj", "q.proj"])
+        | st.builds(
+            lambda path, at: path[: at % len(path)] + "." + path[at % len(path) + 1 :],
+            st.sampled_from(["layers.110.self_attn.q_proj", "model.layers.10.mlp.up_proj", "self_attn.v_proj"]),
+            st.integers(0, 40),
+        ),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
+    layer=st.sampled_from([0, 1, 10, 110]),
+    module=st.sampled_from(MODULE_PATHS),
+)
+def test_literal_patterns_choose_what_peft_chooses(keys: list[str], layer: int, module: str) -> None:
+    literal = {key: index + 1 for index, key in enumerate(keys) if is_literal_path(key)}
+    path = f"model.layers.{layer}.{module}"
+    expected = literal.get(get_pattern_key(list(literal), path), 99)
+    assert LoraSpec(rank=99, alpha=1, rank_pattern=literal).module_rank(path) == expected

@@ -67,22 +67,6 @@ async def test_a_form_in_pieces_and_its_replay_say_the_same(api: Api) -> None:
     assert api.files() == []
 
 
-async def test_other_refusals_have_the_body_that_they_had(api: Api) -> None:
-    client = await api.tenant("acme")
-    fields = ["message", "type", "param", "code"]
-    named = await upload(client, "../x", bad())
-    assert (code(named), [*named.json()["error"]]) == ((422, "adapter.name_invalid"), fields)
-    digest = await upload(client, "a", bad(), sha256="0" * 64)
-    assert (code(digest), [*digest.json()["error"]]) == ((422, "upload.digest_mismatch"), fields)
-    large = await upload(client, "a", Upload(bad().config.ljust(70_000), bad().weights))
-    assert (code(large), [*large.json()["error"]]) == ((413, "config.too_large"), fields)
-    for answer in (await client.get("/v1/adapters/none"), await client.post("/v1/completions", json={})):
-        assert [*answer.json()["error"]] == fields
-    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
-    assert schemas["ErrorFields"]["required"] == fields
-    assert schemas["FindingView"]["required"] == ["code", "message", "param", "hint"]
-
-
 async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path: Path) -> None:
     folder, key = saved(tmp_path / "mine", bad()), await api.key("acme")
     found = await run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))

@@ -78,18 +78,27 @@ async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(api: Api) 
     assert used.headers["x-weft-adapter"] == "acme/pirate@1"
 
 
+async def begin_to_send(
+    api: Api, url: str, key: str, upload_id: str, num_bytes: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send so many bytes of the weights, and leave the request open."""
+    weights = sound().weights
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    writer.write(f"{head}Content-Length: {len(weights)}\r\n\r\n".encode() + weights[:num_bytes])
+    await writer.drain()
+    await eventually(api.services.intake.streams.total)
+    return reader, writer
+
+
 async def test_a_broken_connection_keeps_what_arrived(api: Api) -> None:
     key, files = await api.key("acme"), sound()
     client = api.client(key)
     upload_id = (await announce(client, files)).json()["id"]
     half = len(files.weights) // 2
     async with api.listening() as url:
-        host, port = url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        writer.write(f"{head}Content-Length: {len(files.weights)}\r\n\r\n".encode() + files.weights[:half])
-        await writer.drain()
-        await eventually(api.services.intake.streams.total)
+        _, writer = await begin_to_send(api, url, key, upload_id, half)
         writer.close()
         await eventually(lambda: not api.services.intake.streams.total())
     received = (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"]
@@ -97,14 +106,6 @@ async def test_a_broken_connection_keeps_what_arrived(api: Api) -> None:
     await put(client, upload_id, WEIGHTS, files.weights[half:], half, len(files.weights))
     await put(client, upload_id, CONFIG, files.config)
     assert (await complete(client, upload_id)).status_code == 201
-
-
-async def test_a_file_without_a_range_begins_anew(api: Api) -> None:
-    client, files = await api.tenant("acme"), sound()
-    upload_id = (await announce(client, files)).json()["id"]
-    await put(client, upload_id, WEIGHTS, b"x" * 100, 0, len(files.weights))
-    anew = await put(client, upload_id, WEIGHTS, files.weights)
-    assert anew.json()["missing"] == [CONFIG]
 
 
 async def test_wrong_pieces_are_refused(api: Api) -> None:
@@ -317,11 +318,7 @@ async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api) -> None:
     key, files = await api.key("acme"), sound()
     upload_id = (await announce(api.client(key), files)).json()["id"]
     async with api.listening() as url:
-        host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        writer.write(f"{head}Content-Length: {len(files.weights)}\r\n\r\n".encode() + files.weights[:1000])
-        await eventually(api.services.intake.streams.total)
+        reader, writer = await begin_to_send(api, url, key, upload_id, 1000)
         await asyncio.sleep(0.1)
         assert await api.services.drain.drain(0.1) == 1
         assert b" 503 " in await reader.readline()

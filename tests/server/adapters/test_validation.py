@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,19 @@ async def test_a_check_that_takes_too_long_is_ended(
     with pytest.raises(AdapterFormatError) as refused:
         await validator.validate(sound().config, weights, "a" * 64, 1)
     assert refused.value.code == "adapter.check_failed"
+
+
+async def test_the_child_gets_no_secret(
+    validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))\n")
+    program.chmod(0o700)
+    for name in ("WEFT_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HARMLESS"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setattr(sys, "executable", str(program))
+    seen = await validator.in_child({"cpu_s": 10})
+    assert [name for name, value in seen.items() if value == "secret"] == ["HARMLESS"]
 
 
 async def test_an_adapter_that_leaves_no_page_for_kv_cache_is_refused(

@@ -50,17 +50,12 @@ async def test_every_operation_names_its_errors(api: Api) -> None:
                 assert schema == {"$ref": "#/components/schemas/ErrorView"}, (method, path, status)
 
 
-async def test_fields_that_pass_are_described(api: Api) -> None:
-    fields = api.app.openapi()["components"]["schemas"]["CompletionBody"]["properties"]
-    assert fields["min_tokens"]["enum"] == [0, None]
-    assert "ignored" in fields["metadata"]["description"]
-    assert {"type": "null"} in fields["temperature"]["anyOf"]
-
-
-async def test_fields_of_best_of_and_beam_search_are_described(api: Api) -> None:
-    schemas = api.app.openapi()["components"]["schemas"]
+async def test_fields_that_pass_and_those_of_beam_search_are_described(api: Api) -> None:
     for name in ("CompletionBody", "ChatBody"):
-        fields = schemas[name]["properties"]
+        fields = api.app.openapi()["components"]["schemas"][name]["properties"]
+        assert fields["min_tokens"]["enum"] == [0, None]
+        assert "ignored" in fields["metadata"]["description"]
+        assert {"type": "null"} in fields["temperature"]["anyOf"]
         assert "all are billed" in fields["best_of"]["description"]
         assert {"type": "boolean"} in fields["use_beam_search"]["anyOf"]
         assert {"type": "number", "minimum": -10.0, "maximum": 10.0} in fields["length_penalty"]["anyOf"]

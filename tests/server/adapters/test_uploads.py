@@ -307,8 +307,8 @@ async def test_many_identical_uploads_at_once_make_one_version(api: Api) -> None
     key, files = await api.key("acme"), sound()
     async with api.listening() as url, new_client(key, url) as client:
         client.timeout = 120
-        answers = await asyncio.gather(*(upload(client, "pirate", files) for _ in range(200)))
-    assert sorted(answer.status_code for answer in answers) == [200] * 199 + [201]
+        answers = await asyncio.gather(*(upload(client, "pirate", files) for _ in range(40)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 39 + [201]
     assert len({answer.content for answer in answers}) == 1
     assert len(api.files()) == 1
     versions = await (await api.tenant("acme")).get("/v1/adapters/pirate/versions")

@@ -251,7 +251,8 @@ async def test_a_client_that_stalls_is_answered_408(
     tmp_path: Path, path: str, method: str, sent: bytes, expected: bytes
 ) -> None:
     async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api, api.listening() as url:
-        key = await api.key("acme") if path in ("/v1/completions", "/v1/adapters") else ADMIN_KEY
+        own = await api.key("acme")
+        key = own if path in ("/v1/completions", "/v1/adapters") else ADMIN_KEY
         async with asyncio.timeout(Pace().stall_s / 2):
             answer = await raw(url, head(key, 5000, path, method) + sent)
         assert answer.startswith(b"HTTP/1.1 408"), answer

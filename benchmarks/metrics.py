@@ -1,7 +1,6 @@
-"""From the times of single requests to the figures that are compared. No I/O, no clock.
+"""Computes the figures of a run from the times of its requests. No I/O, no clock.
 
-TTFT, TPOT, ITL, throughput and goodput as in DESIGN's glossary; in an open loop all times count from when a request was
-due, so that a client that falls behind does not hide a slow server.
+In an open loop all times count from when a request was due: a client that falls behind must not hide a slow server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who asks for which adapter, when, and how long: the workloads of the papers that others measure with.
+"""Which adapter each request asks for, when, and for how many tokens: the workloads of papers that others use too.
 
 Popularity patterns follow Punica (arXiv:2310.18547, section 7), arrivals follow S-LoRA
 (arXiv:2311.03285, section 7). Everything is seeded. It knows no servers and no models.

@@ -128,11 +128,9 @@ def _peft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> G
         model.load_adapter(folder, adapter_name=name, autocast_adapter_dtype=False)
     model.eval()
 
-    def generate(prompts: Prompts, adapters: Sequence[int] | None) -> list[list[int]]:
-        chosen = [names[index] for index in adapters or []]
-        return _generate(model, prompts, options.output_tokens, adapter_names=chosen)
-
-    return generate
+    return lambda prompts, adapters: _generate(
+        model, prompts, options.output_tokens, adapter_names=[names[index] for index in adapters or []]
+    )
 
 
 def _load(base: Path) -> Any:  # noqa: ANN401 - transformers is untyped

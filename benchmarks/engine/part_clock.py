@@ -1,4 +1,4 @@
-"""Where the time of a step goes: while `timed_parts` is open, engines are built with a clock around each part.
+"""Measures where the time of a step goes: inside `timed_parts`, engines are built with a clock around each part.
 
 For the CPU, where an operation is done when its call returns. A part's time is without that of the parts it calls.
 """
@@ -48,9 +48,14 @@ _KERNEL_PARTS = {
 
 
 class PartClock:
-    """Seconds by part, of everything that it was put around."""
+    """Seconds by part, of everything that it was put around.
 
-    def __init__(self) -> None:
+    Args:
+        now: Tells the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []
         self._since_s = 0.0
@@ -70,7 +75,7 @@ class PartClock:
         return run
 
     def _charge(self) -> None:
-        now_s = time.perf_counter()
+        now_s = self._now()
         if self._open:
             self.seconds[self._open[-1]] += now_s - self._since_s
         self._since_s = now_s

@@ -2,16 +2,15 @@
 
     weft bench stall [--shape qwen] [--json benchmarks/results/step-stall-cpu.json]
 
-A steady batch of decoding requests over resident adapters, and beside it, in turns so that a slow minute of the machine
-hits all of them:
+A steady batch of requests decodes with adapters that are on the device. Two phases take turns: a slow minute of the
+machine hits both.
 
-    quiet   nothing else
-    swaps   other adapters are read, packed, copied to the device and forgotten all the time; the batch uses none of
-            them
+    quiet   nothing else happens
+    swaps   other adapters, which the batch does not use, are loaded to the device and dropped all the time
 
-Prints the step times of each, their ratios to quiet, and how long a load takes beside the batch (`stored`) and without
-one (`idle`); last, one JSON line. `--shape demo` takes the shipped model and is done in seconds; its adapters are
-small, so it shows what many small pieces of work cost.
+Prints the step times of both, their ratios, and how long a load takes beside the batch (`stored`) and without one
+(`idle`); last, one JSON line. `--shape demo` takes the shipped model and ends within seconds; its adapters are small:
+it shows what many small pieces of work cost.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def store_blob(blobs: LocalBlobs, content: bytes) -> str:
 
 
 def adapter_ref(name: str, spec: LoraSpec, weights_sha256: str) -> AdapterRef:
-    """A version of its own for each spec of the same weights."""
+    """Refer to a version; each spec makes another version of the same weights."""
     return AdapterRef(
         tenant_id="benchmark",
         adapter_id=name,

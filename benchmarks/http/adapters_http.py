@@ -2,12 +2,11 @@
 
     weft bench adapters-http [--counts 5,100,2000] [--shape demo] [--json benchmarks/results/adapters-http-cpu.json]
 
-32 requests in flight for adapters by Zipf's law with exponent 1, against a server that has just started, so that every
-adapter comes from the store. The control is the same requests at a second server with every adapter on the device
-beforehand: a first pass over all of them brings them there. It tells what distinct adapters cost by themselves. The
-two are loaded in turns of some seconds, so that a slow minute of the machine hits both. Cold is the first span of a
-server's load, warm the last. One more arm, tight, has twice as many adapters as fit the pool beside the KV cache.
-Prints tables and, last, one JSON line.
+32 requests are in flight, for adapters drawn by Zipf's law with exponent 1. The server has just started: every adapter
+is loaded from the store. The control is a second server that gets the same requests with all adapters on the device
+already. Both are loaded in turns of a few seconds: a slow minute of the machine hits both. Cold is the first part of a
+server's load, warm the last. One more arm, tight, has a pool for half of its adapters beside the KV cache. Prints
+tables and, last, one JSON line.
 """
 
 from __future__ import annotations

@@ -2,18 +2,18 @@
 
     weft bench fairness [--seconds 20] [--repeats 3] [--json benchmarks/results/fairness-cpu.json]
 
-The flood keeps 200 streams of 400 tokens open, from a process of its own. The quiet tenant sends one request at a time,
-with pauses. One server, all arms in turn, in the other order in every second repeat:
+The flood keeps 200 streams of 400 tokens open, from a separate process. The quiet tenant sends one request at a time,
+with pauses. All arms run on one server, in reverse order in every second repeat:
 
-    alone      the quiet tenant, nobody else
-    one        both have one adapter
-    all        the flood goes to all adapters and the base
-    hundred    the flood goes to 100 adapters
-    same       the quiet requests are the flooding tenant's own, for another adapter
-    weights    two flooding tenants, weights 3 to 1, no quiet one
+    alone      only the quiet tenant
+    one        both tenants use one adapter each
+    all        the flood uses all its adapters and the base
+    hundred    the flood uses 100 adapters
+    same       the flooding tenant itself sends the quiet requests, for another adapter
+    weights    two flooding tenants of weights 3 and 1, no quiet requests
 
-Each arm also has a span without the quiet requests, which tells what they cost the flood. A step of the flood is
-what the engine takes for one on the average of that span. Prints tables and, last, one JSON line.
+Each arm is also measured without the quiet requests, to see what they cost the flood. "Flood step" is the mean time of
+an engine step then. Prints tables and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from weft.benchmarks.report import AddOption, goal, positive, spread, take_turns
 
 WEIGHTS = {"heavy": 3, "light": 1}
 MAX_RATIO = 3.0
-"""Quiet TTFT p95 in those of alone."""
+"""Largest quiet TTFT p95, as a multiple of that of the arm `alone`."""
 MAX_STEPS = 5.0
-"""Or in steps of the flood, where that is more."""
+"""The same in steps of the flood; the larger of both limits holds."""
 MAX_SAME_RATIO = 10.0
-"""For another adapter of the flooding tenant itself."""
+"""The same in the arm `same`."""
 MIN_KEPT = 0.95
-"""Of the flood's own tokens/s."""
+"""Least share of its tokens/s that the flood keeps beside the quiet requests."""
 MAX_WEIGHT_ERROR = 0.05
 RAMP_S = 4.0
-"""From the first request of a flood to the first span: by then its streams are admitted, as far as there is room."""
+"""Seconds from the first request of a flood to the first span: by then the server has admitted its streams."""
 TURNS = 10
-"""Of each of the two kinds of spans."""
+"""Spans with the quiet requests, and as many without."""
 _OTHERS = 1 << 16
-"""Number of the adapter of quiet requests: none of those that the flood brings to the device."""
+"""Number of the adapter of the quiet requests; the flood does not use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Arm:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All arms against a server of their own."""
+    """Run all arms on a server that is started for them."""
     with plain_server(options.model, options.set) as server:
         arms = make_arms(options, server)
         carry_out(options, server, arms["all"], repeat=0)  # warms up
@@ -139,7 +139,7 @@ def make_arms(options: argparse.Namespace, server: OwnServer) -> dict[str, Arm]:
 
 
 def carry_out(options: argparse.Namespace, server: OwnServer, arm: Arm, repeat: int) -> dict[str, Any]:
-    """One arm, once: spans with the quiet requests and without take turns.
+    """Run one arm once; spans with and without the quiet requests take turns.
 
     The speed of a shared machine drifts by more in a minute than what a quiet tenant takes, and the flood's streams
     begin and end in waves of some seconds: short turns even both out.
@@ -231,7 +231,7 @@ def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
 async def _ask_quietly(
     options: argparse.Namespace, server: OwnServer, key: str, model: str, replies: list[Reply], delays_s: list[float]
 ) -> None:
-    """One request at a time until the time is over; the first one, which connects, is not counted."""
+    """Send one request at a time until the time is over; the first one, which connects, does not count."""
     watch = asyncio.create_task(watch_delay(delays_s))
     draw = random.Random(f"{options.seed}/{len(replies)}")
     calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
@@ -247,7 +247,7 @@ async def _ask_quietly(
 
 
 def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Quiet times by arm and as multiples of alone, what the flood had, and the goals."""
+    """Quiet times by arm and as multiples of those of `alone`, the rates of the flood, and the goals."""
     arms = {name: _arm_result(each) for name, each in runs.items()}
     alone = arms["alone"]["ttft_ms"]["p95"]
     table, goals = [], []

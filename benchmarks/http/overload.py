@@ -1,17 +1,20 @@
-"""What is left of a server that is asked for many times what it can answer?
+"""How much does a server still answer when far more requests come than it can answer?
 
     weft bench overload [--factors 1,1.6,20] [--seconds 60] [--json benchmarks/results/overload-cpu.json]
 
-Answers are a half to three halves of --output-tokens long: of equal length they would begin and end in waves. Measures
-the capacity in a closed loop, then sends Poisson arrivals at multiples of it, whatever the server answers.
-Three tenants of equal weight send 70, 20 and 10% of them; a quiet tenant stays far below its share. Of the clients one
-in ten hammers (comes again at once when it is refused), some are honest (wait as long as Retry-After says, three
-tries), all others are impatient (do not come again). All honest ones together ask for 30% of the capacity at most: if
-they asked for more than there is, no answer could serve them all. Some refused requests are followed by probes, which
-come at fractions of the told time until one is admitted: that is the truth about Retry-After.
+The capacity is measured in a closed loop. Then requests arrive as a Poisson process at multiples of it, whatever the
+server answers. The length of an answer is drawn from half to one and a half times --output-tokens: answers of equal
+length would begin and end in waves. Three tenants of equal weight send 70, 20 and 10% of the requests. A fourth, quiet
+tenant stays far below its share.
 
-Goodput is the tokens of answers within the objectives, after a sixth of the time, in which the server fills up. Prints
-tables and, last, one JSON line.
+    hammering  one client in ten; tries again at once when it is refused
+    honest     waits as long as Retry-After says, and tries three times
+    impatient  all others; do not try again
+
+All honest clients together ask for at most 30% of the capacity: no server could answer them all if they asked for more
+than it has. After some refusals, probes are sent at fractions of Retry-After until one is admitted: this shows whether
+Retry-After was true. Goodput counts the tokens of answers within the objectives; the first sixth of the time, in which
+the server fills up, does not count. Prints tables and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -39,23 +42,23 @@ from weft.benchmarks.report import AddOption, goal, positive
 from weft.benchmarks.workloads import gamma_arrivals
 
 SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
-"""Of the demand, by tenant."""
+"""Share of the demand, by tenant."""
 QUIET = "quiet"
 QUIET_SHARE = 0.05
-"""Of the capacity; a fair share is a quarter."""
+"""Share of the capacity; a fair share would be a quarter."""
 TRIES = {"impatient": 1, "hammering": 4, "honest": 3, QUIET: 1}
 HAMMERING_SHARE = 0.1
-"""Of the demand."""
+"""Share of the demand."""
 HONEST_SHARE = 0.3
-"""Of the capacity."""
+"""Share of the capacity, at most."""
 PROBE_AT = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
-"""When probes come, in parts of Retry-After."""
+"""When probes are sent, as multiples of Retry-After."""
 NORMAL_RATIO = 2.0
-"""Normal is a TTFT within this multiple of the quiet tenant's beside a load at capacity, three times in a row: when no
-more arrive, answers that have begun and clients that come back after their Retry-After still fill the server."""
+"""The server is normal again when three quiet TTFTs in a row are within this multiple of the quiet TTFT at capacity.
+After the last arrival, running answers and clients that come back after their Retry-After still fill it."""
 _POLL_S = 0.1
 _TIMER_S = 0.001
-"""So much too early may a timer be."""
+"""A timer may fire so much too early."""
 _FILLED = 1 / 6
 
 
@@ -71,12 +74,12 @@ class Visit:
 
 @dataclass(slots=True)
 class Phase:
-    """One span of overload, and its results."""
+    """The clients of one multiple of the capacity, and what they saw."""
 
     visits: list[Visit]
     start_s: float = 0.0
     truths: list[tuple[float, float | None]] = field(default_factory=list)
-    """Retry-After of a refused request, and the seconds after which such a request was admitted; None is later."""
+    """Retry-After of a refused request, and after how many seconds a probe was admitted; None if none was."""
     next_probe_s: float = 0.0
     delays_s: list[float] = field(default_factory=list)
     """Of the clients' event loop."""
@@ -85,7 +88,7 @@ class Phase:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Capacity, then each multiple of it."""
+    """Measure the capacity, then send each multiple of it."""
     with plain_server(options.model, options.set) as server:
         return uvloop.run(_measure(options, server))
 

@@ -2,10 +2,10 @@
 
     weft bench adapters [--json benchmarks/results/adapter-count-cpu.json]
 
-S-LoRA's workload (popularity, prompt and output lengths) over 5, 100, 1,000 and 2,000 adapters of ranks 8 to 64, 16
-requests running and as many waiting, device room for about 20 adapters beside the KV cache and host room for 200. Every
-number of adapters has an engine of its own; their repeats are interleaved, after one round that is not counted, and
-ratios are taken within a round. Prints a table and, last, one JSON line.
+S-LoRA's workload (popularity, prompt and output lengths) over 5, 100, 1,000 and 2,000 adapters of ranks 8 to 64. 16
+requests run and as many wait. The device has room for about 20 adapters beside the KV cache, the host for 200. There is
+one engine for each number of adapters; they take turns, after one round that is not counted, and ratios are taken
+within a round. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations

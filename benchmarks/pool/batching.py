@@ -1,4 +1,4 @@
-"""What do three generations of batching make of the same requests?
+"""How fast are the same requests answered by three generations of batching?
 
     weft bench batching [--requests 150] [--json benchmarks/results/batching-cpu.json]
 
@@ -6,10 +6,10 @@
     windowed    the same, but waits for a time at most (often called dynamic batching)
     continuous  a request joins the next step and is answered when it has ended (Weft)
 
-One engine in this process computes all three; the older two only hold requests back. That is kinder to them than they
-were: what has ended is not computed on as padding. Requests of S-LoRA's generator come in an open loop, at shares of
-the rate that continuous batching reaches when it is saturated, in turns, after one round that is not counted. Latency
-counts from when a request was due. Prints a table and, last, one JSON line.
+One engine in this process computes all three; for the older two, requests are held back. Real static batching was
+slower: it computed padding for requests that had ended. The requests of S-LoRA's generator arrive in an open loop, at
+shares of the rate that continuous batching reaches when it is saturated. The three take turns, after one round that is
+not counted. Latency counts from when a request was due. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The models of the pool's benchmarks: Llamas small enough that thousands of requests take minutes, and their adapters.
 
 Random weights, made with a seed, once, in a cache folder outside the repository. Adapters' weights are a few hundred
-files in a blob store, and each file serves several adapters that differ in alpha: every adapter is a version of its
-own, with its own digest, and has host and device pages of its own; only the reads from disk are shared, and those come
-from the system's file cache in either case.
+files in a blob store. Each file serves several adapters that differ in alpha: each is a version with its own digest and
+its own host and device pages. Only the reads from disk are shared; the system caches these files anyway.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from real_models import real_config
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.benchmarks.main import main
 from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, QUERY_AND_VALUE, ModelShape
@@ -20,46 +21,10 @@ MAX_SMALL_WASTE = 0.20
 QWEN_SMALL_WASTE = 0.3125
 """2 pages are the least that hold 1,056 KiB of rows when a page is 64 tokens of KV cache, 768 KiB."""
 
-CONFIGS = {
-    "Llama-3-8B": {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-    },
-    "Qwen2.5-0.5B": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
-    "Llama-2-7B": {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-    },
-}
-
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_the_shapes_are_what_the_engine_reads_from_a_config(model: ModelShape, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[model.name], "torch_dtype": "bfloat16"}))
+    (tmp_path / "config.json").write_text(json.dumps(real_config(model.name)))
     spec = read_spec(tmp_path)
     assert base_shape(spec, "") == model.base()
     assert (spec.num_kv_heads, spec.head_dim) == (model.num_kv_heads, model.head_dim)

@@ -291,13 +291,21 @@ def test_a_wrong_setting_exits_with_2(tmp_path: Path) -> None:
     assert done.stderr.startswith("weft: server.port must be")
 
 
-def test_the_doctor_finds_the_model(tmp_path: Path) -> None:
-    arguments = ("doctor", "--model", str(DEMO_MODEL), "--data-dir", str(tmp_path), "--port", "0", "--json")
-    findings = json.loads(run(*arguments).output)
-    assert {"python", "torch", "disk", "model", "tokenizer"} <= {finding["check"] for finding in findings}
-    assert run("doctor", "--model", str(tmp_path), "--port", "0").exit_code == 1
-    no_port = run("doctor", "--data-dir", str(tmp_path), "--port", "99999")
-    assert (no_port.exit_code, "1 to 65535" in no_port.output) == (1, True)
+def test_the_doctor_finds_the_model_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def findings(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+        done = run("doctor", "--data-dir", str(tmp_path), "--json", *arguments)
+        return done.exit_code, {finding["check"]: finding for finding in json.loads(done.stdout)}
+
+    _, found = findings("--model", str(DEMO_MODEL), "--port", "0")
+    assert {"python", "torch", "disk", "port", "open files", "model", "tokenizer"} <= set(found)
+    assert (found["model"]["result"], found["CPU kernels"]["result"]) == ("ok", "ok")
+    status, found = findings("--model", str(tmp_path), "--port", "99999")
+    assert (status, found["model"]["result"]) == (1, "fail")
+    assert (found["port"]["result"], "1 to 65535" in found["port"]["hint"]) == ("fail", True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    status, found = findings("--port", "0")
+    assert (status, found["CPU kernels"]["result"]) == (0, "warn")
+    assert "CXX=no-such-compiler is no program" in found["CPU kernels"]["detail"]
 
 
 def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> None:
@@ -389,16 +397,6 @@ def test_splits_and_limits_are_shown_as_the_commands_take_them(recorder: Recorde
     recorder.body = {"object": "list", "data": [{"action": "x", "detail": detail} for detail, _ in details]}
     lines = run("audit", "--url", recorder.url).output.splitlines()[1:]
     assert all(line.endswith(f"  {text}") for line, (_, text) in zip(lines, details, strict=True)), lines
-
-
-def test_the_doctor_tells_of_a_missing_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    arguments = ("doctor", "--data-dir", str(tmp_path), "--port", "0", "--json")
-    found = {finding["check"]: finding for finding in json.loads(run(*arguments).stdout)}
-    assert found["CPU kernels"]["result"] == "ok"
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    found = {finding["check"]: finding for finding in json.loads(run(*arguments).stdout)}
-    assert found["CPU kernels"]["result"] == "warn"
-    assert "CXX=no-such-compiler is no program" in found["CPU kernels"]["detail"]
 
 
 def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -> None:

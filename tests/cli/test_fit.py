@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from api_adapters import sound_mlx
 from fake_engine import DEMO_MODEL, demo_ready
 from lora_files import config_bytes, q_and_v, tensor, weights_bytes
+from real_models import real_config
 from weft.adapters.lora.layout import adapter_pages
 from weft.cli import make_app
 from weft.config import GIB, Config, MemoryConfig, ModelConfig
@@ -24,22 +25,6 @@ from weft.server.adapters.offline_fit import plan_room
 
 ADAPTERS = DEMO_MODEL.parent / "adapters"
 SMALL = ("--device", "cpu", "--dtype", "float32", "--set", "memory.host_gib=0.01")
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
-}
 
 
 def run(*arguments: str, model: Path = DEMO_MODEL, **environ: str) -> Any:
@@ -162,7 +147,7 @@ def test_where_no_memory_would_do_the_reason_is_given() -> None:
 
 
 def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    (tmp_path / "config.json").write_text(json.dumps(real_config("Llama-3-8B")))
     asked: dict[str, Any] = {}
 
     def download(repo_id: str, **patterns: object) -> str:

@@ -12,7 +12,7 @@ app = typer.Typer(help="Upgrade the database of tenants, keys, adapters and usag
 
 @app.callback()
 def _group() -> None:
-    """Make `upgrade` a command of its own, which one command alone would not be."""
+    """Make `weft db` a group: typer would turn a single command into `weft db` itself."""
 
 
 @app.command()

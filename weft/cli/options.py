@@ -25,7 +25,7 @@ LIMIT = Annotated[
 ]
 TENANT = Annotated[str | None, typer.Option("--tenant", help="With the admin key: the tenant to act for.")]
 FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
-"""An adapter's files as the server calls them, by the beginning of the codes of what is wrong with them."""
+"""File of an adapter by the first part of the code of a finding."""
 FAILURE, BAD_INPUT = 1, 2
 """Exit statuses."""
 INPUT_STATUSES = frozenset({400, 413, 422})
@@ -38,7 +38,7 @@ WORDS = {
     "activate=false": "--no-activate",
     "Push again": "Run the command again",
 }
-"""What the API and its client call by other names than the command line."""
+"""Words of the API and its client, and what the command line calls them."""
 FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter"})
 """Fields of the API that are options of the same name."""
 
@@ -89,7 +89,7 @@ def refuse(
 
 
 def limits_of(words: Sequence[str]) -> dict[str, int | None]:
-    """Limits given as `name=value`, where `none` takes a limit away; other words end the command."""
+    """Read limits given as `name=value`; `none` removes a limit. Other words end the command."""
     limits: dict[str, int | None] = {}
     for word in words:
         name, equals, value = word.partition("=")

@@ -10,12 +10,12 @@ import typer
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Print a table in aligned columns, those named in `numbers` set to the right. Nothing is cut or folded."""
+    """Print a table in aligned columns; those named in `numbers` are aligned right. Nothing is cut or folded."""
     print_rows([header, *rows], [index for index, name in enumerate(header) if name in numbers])
 
 
 def print_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:
-    """Print rows in aligned columns, those of the indices `numbers` set to the right."""
+    """Print rows in aligned columns; those with an index in `numbers` are aligned right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (
@@ -26,9 +26,9 @@ def print_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> 
 
 
 def show(body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, columns: Sequence[str]) -> None:
-    """Print a body: as JSON, or these columns, as a table of a list and as lines of one object.
+    """Print a body as JSON, or these columns of it: a table for a list, one line per column for one object.
 
-    Nothing is cut or folded, so that keys and digests can be copied whole.
+    Nothing is cut or folded: keys and digests can be copied whole.
     """
     if isinstance(body, Sequence):
         body = {"object": "list", "data": body, "next": None}
@@ -50,7 +50,7 @@ def _cell(value: object) -> str:
 
 
 def value_text(value: object) -> str:
-    """What stands behind a name, as the commands take it: `1:95,2:5`, `none`."""
+    """A value as the commands take it: `1:95,2:5`, `none`."""
     if isinstance(value, dict):
         parts = {
             name: f"({value_text(inner)})" if isinstance(inner, dict) else value_text(inner)
@@ -71,8 +71,8 @@ REASONS = {
     "FORK": "shared prompt",
     "NEW": "in line",
 }
-"""Why requests wait: for their adapter to be loaded; for pages or a slot for it; for pages of KV cache; for the prompt
-that choices of one request share; for their tenant's turn."""
+"""What requests wait for: the load of their adapter; pages or a slot for it; pages of KV cache; the prompt that the
+choices of one request share; the turn of their tenant."""
 REFUSALS = {
     "limit.queue": "over share",
     "server.overloaded": "overload",
@@ -83,16 +83,16 @@ REFUSALS = {
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Counts with what they count, in a row."""
+    """Counts with their names, separated by commas."""
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"
 
 
 def in_words(counts: Mapping[str, int], words: Mapping[str, str]) -> dict[str, int]:
-    """Counts by plain words, the largest first; what is 0 is left out."""
+    """Counts under plain words, the largest first, without those that are 0."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return {words.get(code, code): count for code, count in ordered if count}
 
 
 def num_paused(body: Mapping[str, Any]) -> int:
-    """Running requests that sat out the last step, from the body of `GET /v1/engine`."""
+    """Running requests that the last step did not compute, from the body of `GET /v1/engine`."""
     return sum(load["paused"] for load in body["tenants"].values())

@@ -27,7 +27,7 @@ def demo(
 ) -> None:
     """Show a base model and five adapters answering one question in one batch, then keep serving.
 
-    A minute of traffic follows the answers, so that no chart of the dashboard is empty.
+    A minute of traffic follows the answers and fills the charts of the dashboard.
     """
     if reset:
         if once or no_traffic or port is not None:

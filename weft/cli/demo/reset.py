@@ -53,7 +53,7 @@ async def _reset(config: Config, data_dir: Path) -> tuple[int, int]:
 
 
 async def _traffic_keys(registry: Registry) -> list[Key] | None:
-    """The traffic's keys, also those that somebody revoked by hand; None where the demo never was."""
+    """The traffic's keys, revoked ones too; None if there was no demo."""
     found: list[Key] = []
     is_demo = False
     for tenant in TENANTS:

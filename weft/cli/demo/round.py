@@ -1,4 +1,4 @@
-"""What `weft demo` does as a client: two tenants, five uploads over HTTP, one question to base and adapters at once.
+"""The client side of `weft demo`: two tenants, five uploads over HTTP, one question to base and adapters at once.
 
 It talks to a running server and knows nothing of how it was started.
 """
@@ -18,16 +18,16 @@ from weft.errors import ClientError
 BASE_NAME = "weft-demo"
 """Served name of the base."""
 ADAPTERS = {"haiku": "atelier", "french": "atelier", "shout": "harbour", "pirate": "harbour", "json": "harbour"}
-"""Tenant of each adapter; the longest answers start first, so that all are still at work when the last one joins."""
+"""Tenant of each adapter. The longest answers start first: all must still be running when the last one starts."""
 TENANTS = ("harbour", "atelier")
 MAX_TOKENS = 96
 MAX_ROUNDS = 5
-"""Rounds of asking until one step held everybody: on a busy machine a short answer can end before the last begins."""
+"""Most rounds until one step computes all models: on a busy machine a short answer can end before the last starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one model said."""
+    """The answer of one model."""
 
     model: str
     tenant: str
@@ -40,7 +40,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """All there is to show."""
+    """What `weft demo` shows."""
 
     question: str
     keys: dict[str, str]
@@ -53,7 +53,7 @@ class Round:
 
 
 def play(url: str, admin_key: str) -> Round:
-    """Prepare tenants and adapters, ask, and see which step served whom.
+    """Prepare tenants and adapters, ask all models at once, and find the step that computed the most of them.
 
     Args:
         url: The server, without /v1.
@@ -71,7 +71,7 @@ def play(url: str, admin_key: str) -> Round:
             uploaded = clients[tenant].push(demo.ADAPTERS / name)
             details[name] = f"rank {uploaded['rank']}: {_short(uploaded['target_modules'])}"
         speakers = [*ADAPTERS.items(), (BASE_NAME, TENANTS[0])]
-        for model, tenant in speakers:  # brings each adapter to the device, so that the round is about computing
+        for model, tenant in speakers:  # brings each adapter to the device, else the round would wait for loads
             _ask(clients[tenant], model, recorded["question"], 1)
         texts, shared = _ask_together(admin, clients, speakers, recorded["question"])
         for client in clients.values():
@@ -101,7 +101,7 @@ def _new_key(admin: Client, tenant: str) -> str:
 
 
 def _ask(client: Client, model: str, question: str, max_tokens: int) -> str:
-    """What a model answers, greedily."""
+    """The greedy answer of a model."""
     messages = [{"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
     answer = client.request("POST", "/v1/chat/completions", json=body)
@@ -127,7 +127,7 @@ def _ask_together(
 
 
 def holds_everybody(step: Mapping[str, Any]) -> bool:
-    """Whether base and all adapters were computed in it."""
+    """Whether the step computed the base and all adapters."""
     return bool(step["adapters"] == len(ADAPTERS) and step["base_requests"])
 
 

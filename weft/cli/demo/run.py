@@ -136,7 +136,7 @@ def show_traffic_begins(console: Console, data_dir: Path) -> None:
     """What runs from now on, and how to be rid of it."""
     folder = "" if data_dir == DEFAULT_FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
     console.print(
-        f"Demo traffic now runs for {DURATION_S:.0f} s, so that no chart is empty: {len(plan())} requests, at most "
+        f"Demo traffic now runs for {DURATION_S:.0f} s, to fill the charts: {len(plan())} requests, at most "
         f'{MAX_AT_ONCE} at once, by a key of each tenant named "{KEY_NAME}". Once the server has ended, '
         f"`weft demo --reset{folder}` removes it.",
         soft_wrap=True,
@@ -144,7 +144,7 @@ def show_traffic_begins(console: Console, data_dir: Path) -> None:
 
 
 def show_traffic(console: Console, traffic: Traffic, check: UsageCheck) -> None:
-    """How the requests ended, and whether everybody counts the same."""
+    """How the requests ended, and whether the usage agrees with what their clients were told."""
     ends = ", ".join(f"{number} {end}" for end, number in Counter(told.end for told in traffic.told).most_common())
     console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
     for difference in check.differences:

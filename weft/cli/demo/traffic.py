@@ -1,4 +1,4 @@
-"""A minute of marked traffic through the demo's server, so that no chart of the dashboard is empty; and its check.
+"""A minute of marked traffic through the demo's server, which fills the charts of the dashboard; and its check.
 
 Real requests, drawn from a seed: each time the same, at the same moments. They are sent with keys of their own, by
 which their usage is told apart and can be removed. Afterwards the ledger must say of them, to the token, what their
@@ -27,20 +27,20 @@ from weft.client import Client
 from weft.errors import WeftError
 
 KEY_NAME = "demo traffic"
-"""Of the keys that the traffic is sent with, one per tenant."""
+"""Name of the keys of the traffic, one per tenant."""
 DURATION_S = 60.0
 MAX_AT_ONCE = 6
 LEFT = "left early"
-"""How a request ended for a client that did not wait."""
+"""`end` of a request whose client closed the connection early."""
 
 FIGURES = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 WAIT_S = 10.0
-"""Longest wait for the events of clients that left: the server may notice that later than they do."""
+"""Longest wait for the usage events of clients that left: the server may notice a closed connection late."""
 POLL_S = 0.2
 
 _SEED = 0
 _RHYTHM = (2, 3, 5, 3, 0, 0, 1, 4, 8, 6, 2, 1)
-"""Requests of one second after another, over and over: bursts and quiet. Most come at the second's beginning."""
+"""Requests in each second, repeated. Most of them come at the beginning of their second."""
 _SPEAKERS = {
     ("pirate", "harbour"): 9,
     (BASE_NAME, "harbour"): 5,
@@ -57,7 +57,7 @@ _MANNERS = {"question": 12, "talk": 6, "cut": 2, "text": 3, "leave": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A request to come."""
+    """A request that will be sent."""
 
     at_s: float
     """Seconds after the start."""
@@ -65,28 +65,28 @@ class Planned:
     path: str
     body: Mapping[str, Any]
     leaves_after: int | None = None
-    """Completion tokens that its client reads before it goes away; None for one that stays."""
+    """The client closes the connection after so many completion tokens; None reads to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the client of one request was told."""
+    """What the server told the client of one request."""
 
     request_id: str
     end: str
     """A finish reason, `LEFT`, or the code of an error."""
     is_whole: bool
-    """Whether it read the answer to its end."""
+    """Whether the client read the answer to its end."""
     tokens: Mapping[str, int]
-    """The answer's usage, or as much of it as was read: prompt, cached and completion tokens."""
+    """Prompt, cached and completion tokens, as the last usage block that the client read has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What was sent, and what came back."""
+    """The keys of the traffic, and what its clients were told."""
 
     since: datetime
-    """Before the first request."""
+    """A time before the first request."""
     key_ids: tuple[str, ...]
     told: list[Told] = field(default_factory=list)
 
@@ -140,7 +140,7 @@ async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Tr
 
 
 def _key(client: Client, tenant: str) -> dict[str, Any]:
-    """The tenant's key for traffic, created when it is missing, with a new secret: nobody knows the one before."""
+    """The tenant's key for traffic, created or rotated: the secret of an earlier run is not known any more."""
     for key in client.list_keys(tenant):
         if key["name"] == KEY_NAME:
             return client.rotate_key(key["id"])
@@ -179,7 +179,7 @@ def _pick(rng: random.Random, weighted: Mapping[Any, int]) -> Any:  # noqa: ANN4
 def _talk(
     rng: random.Random, model: str, system_prompts: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
-    """One of two conversations with the adapter, some turns on: what was said before lies in the prefix cache."""
+    """A part of one of two conversations; its earlier turns are in the prefix cache when it comes again."""
     style = "base" if model == BASE_NAME else model
     told = recorded[:: rng.choice((1, -1))][: rng.randint(3, 6)]
     messages = [{"role": "system", "content": system_prompts.get(style, "You are a helpful assistant.")}]
@@ -218,22 +218,22 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageCheck:
-    """What was compared, and how it came out."""
+    """The result of comparing the usage with what clients were told."""
 
     totals: Mapping[str, int]
-    """As GET /v1/usage has them."""
+    """Totals of `GET /v1/usage`."""
     num_whole: int
-    """Answers read to their end: each has one event, with the very tokens that its usage block named."""
+    """Answers read to their end. Each must have one event, with exactly the tokens of its usage block."""
     num_left: int
-    """Requests whose client went away: each has one event, of at least what had been read."""
+    """Requests whose client left early. Each must have one event, of at least the tokens that were read."""
     left_billed: int
-    """Completion tokens of their events."""
+    """Completion tokens in the events of clients that left."""
     left_read: int
-    """Completion tokens that their clients had read."""
+    """Completion tokens that these clients had read."""
     num_failed: int
-    """Requests refused or ended by an error; they count in the totals as far as the ledger has them."""
+    """Requests that were refused or failed; their events, if any, are in the totals."""
     differences: tuple[str, ...]
-    """Sentences on what does not agree; empty where all does."""
+    """One sentence for each difference; empty if all agree."""
 
 
 def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S) -> UsageCheck:
@@ -279,7 +279,7 @@ def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT
 
 
 def _events(client: Client, asked: Mapping[str, Any], awaited: set[str], wait_s: float) -> list[dict[str, Any]]:
-    """The ledger's events, once those awaited are there, or cannot be expected any more."""
+    """The usage events, once those of the requests `awaited` are there or the time is over."""
     deadline = time.monotonic() + wait_s
     while True:
         events: list[dict[str, Any]] = client.usage(events=True, **asked)["data"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 1.0
 GIVE_UP_S = 30.0
-"""How long a server that was there may be away."""
+"""How long a server may be away before `weft top` ends."""
 UNAVAILABLE = 503
 Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.")]
 Once = Annotated[bool, typer.Option("--once", help="Show one frame and exit.")]
@@ -49,17 +49,17 @@ def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once =
 
 
 def _end_now(*_: object) -> None:
-    """End the process, which holds nothing, on SIGINT.
+    """End the process on SIGINT at once.
 
-    What is not yet written would otherwise wait for a full pipe. Installed also where the process was started with
-    SIGINT ignored, as the background jobs of a shell script are.
+    A normal end would first wait until a full pipe takes what is not yet written. A shell script starts its background
+    jobs with SIGINT ignored; this handler also ends those.
     """
     os._exit(0)
 
 
 @dataclass
 class _Seen:
-    """What the stream has told."""
+    """The last snapshot of the stream, and why there is no newer one."""
 
     snapshot: dict[str, Any] | None = None
     received_s: float = 0.0
@@ -67,11 +67,11 @@ class _Seen:
     """Why there is no newer snapshot."""
     is_news: threading.Event = field(default_factory=threading.Event)
     end: ClientError | None = None
-    """Why nothing comes any more."""
+    """Why no more events will come."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def take(self, name: str, data: dict[str, Any]) -> None:
-        """Take an event in."""
+        """Keep an event of the stream."""
         if name == "engine_error":
             self.trouble = str(data["error"]["message"])
         elif name == "message":
@@ -79,7 +79,7 @@ class _Seen:
         self.is_news.set()
 
     def stop(self, error: ClientError) -> None:
-        """Say that nothing comes any more."""
+        """Note why no more events will come."""
         self.end = error
         self.ended.set()
         self.is_news.set()
@@ -91,10 +91,10 @@ class _Seen:
 
 
 def _watch(console: Console, client: Client, interval: float) -> None:
-    """Show what comes until nothing does.
+    """Show snapshots until no more come.
 
     Raises:
-        ClientError: Nothing comes any more.
+        ClientError: No more come; the message says why.
     """
     seen = _Seen()
     threading.Thread(target=_follow, args=(client, seen), daemon=True).start()
@@ -108,7 +108,7 @@ def _watch(console: Console, client: Client, interval: float) -> None:
 
 
 def _draw(console: Console, seen: _Seen, interval: float) -> None:
-    """Frames on the whole terminal."""
+    """Draw frames on the whole terminal."""
     from rich.live import Live
     from rich.text import Text
 
@@ -122,7 +122,7 @@ def _draw(console: Console, seen: _Seen, interval: float) -> None:
 
 
 def _write(seen: _Seen, interval: float) -> None:
-    """Lines, and what is wrong on stderr whenever that changes."""
+    """Print one line per update, and troubles on stderr when they change."""
     told: str | None = None
     while not seen.ended.is_set():
         trouble = seen.trouble

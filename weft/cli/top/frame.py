@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LABEL = 11
-"""Columns before the facts."""
+"""Width of the labels."""
 BAR = {
     "kv": ("█", "cyan"),
     "prefix": ("▓", "blue"),
@@ -30,7 +30,7 @@ BAR = {
 """How a page of each kind is drawn."""
 HEADER = ("ADAPTER", "TIER", "PAGES", "RUNNING", "WAITING", "HITS", "LOADS", "LOAD P95")
 IDLE_S = 2.0
-"""After so long without a step nothing is computed."""
+"""Without a step for so long, the engine counts as idle."""
 TEXTS = ("TENANT", "WHY", "REFUSED")
 """Columns of tenants that may be cut."""
 WIDE_ONLY = ("WEIGHT", "WHY")
@@ -42,7 +42,7 @@ MIN_TENANT_LINES = 4
 
 @dataclass(frozen=True, slots=True)
 class TenantRow:
-    """What one tenant, or several together, have in the engine."""
+    """Requests and refusals of one tenant, or of several together."""
 
     name: str
     numbers: Mapping[str, float]
@@ -110,7 +110,7 @@ def token_rates(body: Mapping[str, Any], age_s: float) -> tuple[float, float]:
 
 
 def shares(counts: Sequence[int], width: int) -> list[int]:
-    """`width` divided about in proportion to counts, with at least 1 for what there is any of."""
+    """Divide `width` about in proportion to counts; each count above 0 gets at least 1."""
     total, parts = sum(counts), [int(count > 0) for count in counts]
     rest = width - sum(parts)
     if not total or rest < 0:
@@ -170,7 +170,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A time as people say it."""
+    """A time with its unit; "-" for None."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
@@ -214,7 +214,7 @@ def _bar(pages: Mapping[str, int], width: int) -> Text:
 
 
 def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
-    """The most served first, as many as there is room for; the others as one. Only its texts are cut."""
+    """The most served tenants, as many as there is room for, and one row for the others. Only text columns are cut."""
     from rich.table import Table
     from rich.text import Text
 
@@ -231,7 +231,7 @@ def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
 
 
 def _adapters(body: Mapping[str, Any], height: int) -> Table:
-    """Who is at work first, as many as there is room for."""
+    """The busiest adapters first, as many as there is room for."""
     from rich.table import Table
     from rich.text import Text
 

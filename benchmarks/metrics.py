@@ -17,7 +17,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request; times in seconds on one clock."""
+    """The times and tokens of one request; times in seconds on one clock."""
 
     model: str
     due_s: float
@@ -56,7 +56,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The service level: a request meets it if both hold."""
+    """A service level; a request meets it if it is within both limits."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -82,7 +82,7 @@ def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float
 
 
 def summarise(records: Sequence[RequestRecord], objective: Objective) -> dict[str, Any]:
-    """Figures of a run. Rates count from the first due time to the last end, drain included.
+    """Figures of a run. Rates are over the time from the first due request to the end of the last.
 
     Args:
         records: Finished and failed requests, in any order.

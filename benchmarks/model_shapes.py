@@ -1,4 +1,4 @@
-"""Shapes of models, for what needs sizes and no weights."""
+"""Shapes of models, where sizes are needed and no weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelShape:
         return self.hidden // self.num_heads
 
     def base(self) -> BaseShape:
-        """What adapters see of it."""
+        """The shape that adapters are checked against."""
         kv = self.num_kv_heads * self.head_dim
         attention = ((self.hidden, self.hidden), (self.hidden, kv), (self.hidden, kv), (self.hidden, self.hidden))
         mlp = ((self.hidden, self.intermediate), (self.hidden, self.intermediate), (self.intermediate, self.hidden))
@@ -41,7 +41,7 @@ class ModelShape:
         return BaseShape(digest="", num_layers=self.num_layers, modules=tuple(modules))
 
     def config_fields(self) -> dict[str, Any]:
-        """Of a checkpoint with these sizes, as transformers names them; all that benchmarks generate have the same."""
+        """Fields of config.json for a generated checkpoint of these sizes."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,

@@ -26,7 +26,7 @@ NUM_SMALL = 8
 SMALL_RANK = 8
 _SEED = 7
 _FORMAT = 2
-"""Counts up whenever the files would come out differently."""
+"""Goes up whenever the generated files would differ."""
 
 
 def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
@@ -45,7 +45,7 @@ def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
 
 
 def make_small_adapters(cache: Path) -> Path:
-    """Folder of folders of adapters of rank 8 on q and v, a megabyte each: thousands can be stored. Made if need be."""
+    """Folder of adapters of rank 8 on q and v, made if they are not there. Each is 1 MB: thousands can be stored."""
     root = cache / f"qwen2-0.5b-shape-{_FORMAT}" / "small"
     for index in range(NUM_SMALL):
         folder = root / f"small-{index}"

@@ -24,7 +24,7 @@ from weft.errors import ConfigError, WeftError
 DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
 """Where benchmarks keep what they generate."""
 SHOWN = ("median", "min", "max")
-"""What tables show of a spread."""
+"""The figures of a spread that tables show."""
 _PACKAGES = ("weft", "torch", "transformers", "peft", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
 AddOption = Callable[..., argparse.Action]
@@ -54,7 +54,7 @@ def counts(text: str) -> list[int]:
 
 
 def take_turns(names: Iterable[N], repeats: int, run: Callable[[N, int], R], first: int = 0) -> dict[N, list[R]]:
-    """Run what is compared in turns, in the other order in every second round: a slow minute of the machine hits all.
+    """Run all contenders in each round, in reverse order in every second: a slow minute of the machine hits all.
 
     Args:
         names: What takes turns.
@@ -76,7 +76,7 @@ def take_turns(names: Iterable[N], repeats: int, run: Callable[[N, int], R], fir
 
 
 def provenance() -> dict[str, Any]:
-    """Where and how this process measures."""
+    """Command, commit, time, hardware and versions of this measurement."""
     return {
         "command": " ".join([*_program(), *sys.argv[1:]]),
         "commit": _commit(),
@@ -110,12 +110,12 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
-    """The spread of ratios that are taken within rounds; NaN where a round has none."""
+    """The spread of the ratios of each round; NaN for a round without one."""
     return spread([one / two if two else math.nan for one, two in zip(over, under, strict=True)])
 
 
 def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> dict[str, Any]:
-    """A figure beside the most, or least, that it should be; NaN, where nothing was measured, does not reach it."""
+    """A figure and the most, or least, that it should be. NaN means not measured, and misses the goal."""
     reached = figure >= limit if is_least else figure <= limit
     return {"goal": name, "figure": figure, "should be": "least" if is_least else "most", "limit": limit, "ok": reached}
 
@@ -175,7 +175,7 @@ def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
 
 
 def _ratio_rows(ratios: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of single ratios, and of spreads."""
+    """Rows of single ratios and of spreads."""
     return [
         {"ratio": name, **({key: found[key] for key in SHOWN} if isinstance(found, Mapping) else {"": found})}
         for name, found in ratios.items()
@@ -188,7 +188,7 @@ def _program() -> list[str]:
 
 
 def _commit() -> str | None:
-    """With `+changes` where files of it were changed; None outside of a repository."""
+    """The commit, with `+changes` if files were changed since; None outside of a repository."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

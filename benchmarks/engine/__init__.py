@@ -1,1 +1,1 @@
-"""What computes: kernels, steps, and all that a step waits for, in one process."""
+"""Kernels, steps and the work beside them, measured in one process."""

@@ -43,34 +43,34 @@ MIXES = {
     "10 of rank 24": (24,) * 10,
     "32 of rank 16": (16,) * 32,
 }
-"""Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 make as many bytes."""
+"""Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 have equally many bytes."""
 CONTEXT_TOKENS = (128, 1024)
 PROMPT_TOKENS = 512
 CALLS = 30
 KV_PAGES = 256
 GPU_LAUNCH_S = 3e-6
 GOAL_RATIO = 1.4
-"""LoRA of 32 adapters of rank 16 against its floor, on a GPU."""
+"""Largest time of LoRA for 32 adapters of rank 16 on a GPU, as a multiple of its floor."""
 GOAL_MIXED = 1.15
-"""Mixed ranks against one rank with as many bytes."""
+"""Largest time for mixed ranks, as a multiple of that for one rank with equally many bytes."""
 GOAL_SINGLE_US = 10.0
-"""LoRA of one adapter: two launches that move hardly any bytes."""
+"""Largest time of LoRA for one adapter, which is two launches that move few bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation, and the least that it must move and compute."""
+    """One operation, and the least bytes and arithmetic that it needs."""
 
     name: str
     run: Callable[[int], object]
-    """Takes the number of the call."""
+    """Runs the operation; takes the number of the call."""
     num_bytes: float
     flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the device does at best."""
+    """The speed of the device: of a large copy and of a large product."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -82,7 +82,7 @@ class Machine:
 
 
 class KernelBench:
-    """Operands in the shapes of a model.
+    """Makes operations on random data in the shapes of a model.
 
     Args:
         model: Its sizes. The calls take its layers in turn.
@@ -184,7 +184,7 @@ class KernelBench:
 
 
 def arena_pages(model: ModelShape) -> int:
-    """Pages that hold the adapters of each mix, and requests enough that their keys come from memory."""
+    """Pages that hold the adapters of each mix, and KV cache that is too large for processor caches."""
     base, geometry = model.base(), model.geometry()
     mixes = [sum(adapter_pages(all_modules(base, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
     return max(*mixes, KV_PAGES) + 1
@@ -208,7 +208,7 @@ def measure_machine(device: torch.device) -> Machine:
 
 
 def timings(run: Callable[[int], object], device: torch.device, calls: int) -> list[float]:
-    """Seconds of each call, after as many that are not timed."""
+    """Seconds of each call, after equally many calls that are not timed."""
     seconds = []
     with torch.inference_mode():
         for call in range(2 * calls):
@@ -227,7 +227,7 @@ def timings(run: Callable[[int], object], device: torch.device, calls: int) -> l
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All operations beside their floors."""
+    """Time all operations beside their floors."""
     device = choose_device(options.device)
     if options.check and (device.type != "cuda" or 32 not in options.rows):
         raise ConfigError("--check knows goals for a GPU and 32 rows only", param="check")
@@ -260,7 +260,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_goals(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
-    """What LoRA on a GPU should take at most, from the figures of 32 rows by operation."""
+    """The goals for LoRA on a GPU, from the figures of 32 rows by operation."""
     goals = []
     for site in SITES:
         many, mixed, even, single = (

@@ -39,7 +39,7 @@ Timed = tuple[float, list[list[int]]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All contenders on all loads, in turns."""
+    """Run all contenders on all loads, in turns."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -22,7 +22,7 @@ _BLOCKED_WAIT_S = 0.02
 
 
 class OwnEngine:
-    """An engine with the requests of a benchmark.
+    """An engine that a benchmark drives.
 
     Args:
         parts: The engine, built with `notify=loaded.set`.
@@ -59,7 +59,7 @@ class OwnEngine:
         return ids
 
     def pump(self, longest_wait_s: float = _BLOCKED_WAIT_S) -> float:
-        """Call the core once, after a wait for a load where it can do nothing; returns the seconds without the wait.
+        """Call the core once; if it had nothing to do, wait for a load first. Returns the seconds without the wait.
 
         Raises:
             EngineError: A request failed.

@@ -48,7 +48,7 @@ _KERNEL_PARTS = {
 
 
 class PartClock:
-    """Seconds by part, of everything that it was put around.
+    """Adds up the seconds of functions by the part that they belong to.
 
     Args:
         now: Tells the time in seconds.
@@ -61,7 +61,7 @@ class PartClock:
         self._since_s = 0.0
 
     def around(self, part: str, function: Callable[P, R]) -> Callable[P, R]:
-        """Return the function with a clock around it that counts for `part`."""
+        """Wrap a function: its seconds count for `part`."""
 
         def run(*arguments: P.args, **keywords: P.kwargs) -> R:
             self._charge()
@@ -83,7 +83,7 @@ class PartClock:
 
 @contextmanager
 def timed_parts() -> Generator[PartClock]:
-    """Put a clock around the parts of all engines that are built, and all that run, until the context is left."""
+    """Time the parts of all engines that are built or run until the block is left."""
     clock = PartClock()
 
     def timed_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -1,4 +1,4 @@
-"""How far is a step from the least it could take, and where does its time go?
+"""How long does a step take, compared with the least time possible, and where does the time go?
 
     weft bench step [--rows 1,8,32] [--prefill 2040] [--json benchmarks/results/step-cpu.json]
 
@@ -36,7 +36,7 @@ from weft.engine.model.linear import make_linear
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
-"""Steps of a case that are not timed, until the adapters' weights lie as they will stay."""
+"""Steps of a case that are not timed: in them the weights of its adapters are moved to their final places."""
 FIRST_STEPS = 4
 """Decode steps of fresh requests that are not timed."""
 NUM_PASSES = 5
@@ -50,10 +50,10 @@ class Case:
     name: str
     rows: int
     adapters: Sequence[AdapterRef | None]
-    """In turn."""
+    """The adapters of its requests, in turn."""
     prompt_tokens: int = PROMPT_TOKENS
     is_prefill: bool = False
-    """Whether the step over the prompts is timed, instead of those that follow."""
+    """Whether the step that computes the prompts is timed, instead of the decode steps."""
 
 
 class LinearPass:
@@ -90,7 +90,7 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def step_engine(base: Path, *, threads: int, max_rows: int) -> AbstractContextManager[OwnEngine]:
-    """An engine for steps of so many requests at most; it chooses its threads where they are 0."""
+    """Build an engine for steps of at most `max_rows` requests; with `threads` 0 it chooses them itself."""
     model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", threads=threads)
     memory = MemoryConfig(gib=1.0, host_gib=0.75, prefix_cache=False)
     scheduler = SchedulerConfig(max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS))
@@ -98,7 +98,7 @@ def step_engine(base: Path, *, threads: int, max_rows: int) -> AbstractContextMa
 
 
 def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> tuple[list[float], Counter[str]]:
-    """Seconds of so many steps of a case, one after the other, and of their parts, summed; a prefill is one step."""
+    """Run steps of a case; returns the seconds of each, and the sums of their parts. A prefill is one step."""
     draw = random.Random(engine.core.num_steps)
     prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)] for _ in range(case.rows)]
     requests = engine.submit_endless(prompts, case.adapters)
@@ -114,7 +114,7 @@ def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> 
 
 
 def make_cases(engine: OwnEngine, adapters: Sequence[Path], rows: Sequence[int], prefill: int) -> list[Case]:
-    """Decode steps of so many rows for the base and, from 8 rows on, for 8 adapters; then a prompt."""
+    """Decode steps for the base and, from 8 rows on, for 8 adapters; then a long prompt."""
     smallest = [folder for folder, rank in zip(adapters, RANKS, strict=True) if rank == min(RANKS)]
     mixed, small = (
         store_adapters(engine.parts.ready, engine.blob_dir, folders, len(adapters)) for folders in (adapters, smallest)
@@ -130,7 +130,7 @@ def make_cases(engine: OwnEngine, adapters: Sequence[Path], rows: Sequence[int],
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All cases, one after the other, with a pass of the floor after each repeat."""
+    """Run all cases, with a pass of the floor after each repeat."""
     base, adapters = make_checkpoints(options.cache)
     floor, found = LinearPass(), {}
     with (
@@ -170,7 +170,7 @@ def make_result(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures(step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]) -> dict[str, Any]:
-    """Medians, their ratio, and what each part takes of a step on the average."""
+    """Medians, their ratio, and the mean time of each part of a step."""
     step, floor = statistics.median(step_s), statistics.median(floor_s)
     return {
         "step_ms": step * 1e3,

@@ -33,15 +33,15 @@ from weft.config import Config, Dtype, MemoryConfig, ModelConfig, SchedulerConfi
 
 PROMPT = list(range(10, 18))
 UNDER_WAY = 2
-"""Adapters that are swapped at a time."""
+"""Adapters that are loaded at a time."""
 WARM_UP_STEPS = 160
-"""Steps that are not timed, until the batch's weights lie as they will stay."""
+"""Steps that are not timed: in them the weights of the batch are moved to their final places."""
 SETTLE_STEPS = 40
-"""The same before each phase, after what the one before has changed."""
+"""Steps before each phase that are not timed: the phase before it has moved pages."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both phases, in turns, with memory that holds the steady batch and a few adapters more."""
+    """Run both phases in turns; the memory holds the steady batch and a few more adapters."""
     if options.shape == "demo":
         base, folders = demo.MODEL, sorted(demo.ADAPTERS.iterdir())
         memory, phase_steps = MemoryConfig(gib=0.03125, host_gib=0.03125), 200
@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Swaps:
-    """Adapters that come and go, a few at a time.
+    """Loads and drops adapters, a few at a time.
 
     Args:
         engine: Where they come and go.
@@ -71,9 +71,9 @@ class Swaps:
         self._core, self._residency = engine.core, engine.parts.residency
         self._engine, self._refs = engine, itertools.cycle(refs)
         self._wanted_s: dict[str, float] = {}
-        """When each adapter that is under way was asked for, by digest."""
+        """When the load of each adapter was asked for, by digest."""
         self.load_s: dict[str, list[float]] = {"idle": [], "stored": []}
-        """Seconds from wanted to ready, without the batch and beside it."""
+        """Seconds from asking to ready, without the batch and beside it."""
 
     def load_idle(self, count: int) -> None:
         """Load adapters one after the other while nothing runs."""
@@ -82,13 +82,13 @@ class Swaps:
             self.end("idle")
 
     def turn(self) -> None:
-        """Forget adapters that have arrived, and want others."""
+        """Drop adapters whose load is done, and ask for others."""
         self._forget_arrived("stored")
         while len(self._wanted_s) < UNDER_WAY:
             self._want()
 
     def end(self, kind: str = "stored") -> None:
-        """Let what is under way come to its end."""
+        """Wait for the loads that run."""
         while self._wanted_s:
             self._engine.pump()
             self._forget_arrived(kind)
@@ -108,7 +108,7 @@ class Swaps:
 def time_steps(
     options: argparse.Namespace, engine: OwnEngine, steady: Sequence[AdapterRef], swaps: Swaps, phase_steps: int
 ) -> dict[str, list[float]]:
-    """Seconds of the steps of each phase."""
+    """Time the steps of each phase."""
     step_s: dict[str, list[float]] = {"quiet": [], "swaps": []}
     for round_ in range(options.rounds):
         requests = engine.submit_endless([PROMPT] * options.requests, steady)
@@ -126,7 +126,7 @@ def time_steps(
 
 
 def make_result(step_s: Mapping[str, Sequence[float]], load_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Percentiles and ratios, with where they come from."""
+    """Percentiles of both phases and of loads, and ratios."""
     steps, loads = _milliseconds(step_s), _milliseconds(load_s)
     return {
         "step_ms": steps,

@@ -76,7 +76,7 @@ class Call:
     body: bytes
 
     async def send(self, reply: Reply) -> None:
-        """Ask and fill in `reply`, `error` included; where this is cancelled, the connection is closed."""
+        """Send the request and fill in `reply`, with `error`. The connection is closed if this is cancelled."""
         answer = _Answer(reply)
 
         def note_head(status: int, headers: dict[bytes, bytes]) -> None:
@@ -167,7 +167,7 @@ def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> floa
 
 
 async def watch_delay(delays_s: list[float]) -> None:
-    """Note how late this event loop runs its timers, every few milliseconds; never returns."""
+    """Every few milliseconds, note how late this event loop runs its timers. Never returns."""
     while True:
         due_s = time.perf_counter() + _TICK_S
         await asyncio.sleep(_TICK_S)
@@ -175,7 +175,7 @@ async def watch_delay(delays_s: list[float]) -> None:
 
 
 class _Answer:
-    """What the events of one stream said so far."""
+    """Reads the events of one stream."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record

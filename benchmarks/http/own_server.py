@@ -24,9 +24,9 @@ from weft.server.server_process import server_process
 BASE_NAME = "base"
 TENANT = "benchmark"
 READY_WITHIN_S = 600.0
-"""A large model takes its time, and one from a hub is fetched first."""
+"""Longest wait for a server to start; a large model takes long, and one from a hub is downloaded first."""
 UNLIMITED = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurrent_requests", "tokens_per_month"))
-"""Benchmarks measure the engine's order and the gate, not the limits that new tenants get."""
+"""Limits of the tenants of benchmarks: none, unlike the defaults of new tenants."""
 _UPLOADS = 4
 _IDLE_WITHIN_S = 120.0
 _POLL_S = 0.1
@@ -34,7 +34,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server that runs, with the rights of its admin."""
+    """A running server, and a client with its admin key."""
 
     admin: Client
     ready: dict[str, Any]
@@ -55,7 +55,7 @@ class OwnServer:
         return str(self.admin.create_key(name)["key"])
 
     def calls(self, key: str, seed: int) -> Calls:
-        """Requests with this key; the seed is that of their prompts."""
+        """Make requests with this key; `seed` determines their prompts."""
         return Calls(EventClient(self.url, key), LoadSettings(vocab_size=self.ready["vocab_size"], seed=seed))
 
     def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
@@ -95,7 +95,7 @@ class OwnServer:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where to send requests."""
+    """A server to send requests to."""
 
     url: str
     """With /v1."""

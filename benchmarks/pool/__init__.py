@@ -1,1 +1,1 @@
-"""The pool of pages: many adapters, a load by arrival, and an engine of just so many pages."""
+"""Many adapters in a pool of few pages, measured in one process."""

@@ -34,7 +34,7 @@ SHOWN_FACTS = (
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All numbers of adapters, in turns."""
+    """Run all numbers of adapters in turns."""
     shape = make_pool_shape(options.cache, options.files)
     kv_pages = options.max_running * shape.geometry.pages(options.lengths[1])
     memory = shape.memory(options.room * shape.mean_pages + kv_pages, options.host_room * shape.mean_pages)

@@ -34,7 +34,7 @@ class Batches:
 
     size: int
     window_s: float | None
-    """Longest wait of the oldest request for a full batch; None waits for it however long."""
+    """Longest wait of the oldest request for a full batch; None has no limit."""
     sizes: list[int] = field(default_factory=list)
     """Sizes of the batches so far."""
 
@@ -48,7 +48,7 @@ class Batches:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All modes at all rates, in turns."""
+    """Run all modes at all rates, in turns."""
     shape = make_pool_shape(options.cache, options.files)
     room = options.adapters * max(shape.pages(rank) for rank in RANKS)
     kv_pages = options.max_running * shape.geometry.pages(2 * options.lengths[1])
@@ -73,13 +73,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_load(options: argparse.Namespace, round_: int) -> list[TimedRequest]:
-    """S-LoRA's trace, one request a second on the average."""
+    """S-LoRA's requests, one a second on average."""
     lengths, seed = options.lengths, 42 + round_
     return slora_trace(options.adapters, options.requests, lengths, lengths, alpha=options.alpha, seed=seed)
 
 
 def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: float, round_: int) -> dict[str, float]:
-    """One mode at one rate."""
+    """Run one mode at one rate."""
     batches = Batches(options.max_running, None if mode == "static" else options.window_ms / 1e3)
     admit = None if mode == "continuous" else batches.admit
     run = engine.run(make_load(options, round_), scale=1 / rate, admit=admit)

@@ -22,12 +22,13 @@ from weft.benchmarks.report import SHOWN, AddOption, ratios, spread, take_turns
 from weft.benchmarks.workloads import TimedRequest, slora_trace
 
 MAX_RATIO = 2.0
-"""Largest median TTFT with twice as many adapters as fit, in those of the engine that holds all, plus one copy."""
+"""Largest median TTFT with twice as many adapters as fit: this multiple of that of the engine that holds all, plus one
+copy."""
 ENGINES = ("small", "whole")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both engines under the same open loops."""
+    """Run both engines under the same open loops."""
     shape = make_pool_shape(options.cache, options.files)
     most = max(options.actives)
     kv_pages = options.max_running * shape.geometry.pages(options.input_tokens + options.output_tokens)
@@ -65,7 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_both(
     options: argparse.Namespace, engines: dict[str, PoolEngine], active: int, round_: int
 ) -> dict[str, PoolRun]:
-    """What the whole engine can do with so many equally popular adapters, then both of them at a share of that."""
+    """Measure what the engine that holds all can do, then run both engines at a share of that rate."""
     inputs, outputs = ((tokens, tokens + 1) for tokens in (options.input_tokens, options.output_tokens))
     load = slora_trace(active, options.requests, inputs, outputs, seed=100 * round_ + active)
     full = engines["whole"].run(load, in_flight=min(2 * options.max_running, options.requests - 1))

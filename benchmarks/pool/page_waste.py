@@ -1,4 +1,4 @@
-"""How much of their pages do adapters waste?
+"""How much of their pages do adapters leave empty?
 
     weft bench waste [--json benchmarks/results/page-waste.json]
 
@@ -44,7 +44,7 @@ def waste_of(model: ModelShape, modules: tuple[int, ...], rank: int) -> dict[str
 
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
-    """Every kind of adapter on every model."""
+    """Plan every kind of adapter on every model."""
     found = [waste_of(model, modules, rank) for model, (modules, rank) in itertools.product(MODELS, KINDS)]
     table = [{name: each[name] for name in ("model", "adapter", "pages", "least_pages", "waste")} for each in found]
     return {"layout_version": LAYOUT_VERSION, "adapters": found, "table": table}

@@ -62,14 +62,14 @@ def add_pool_options(add: AddOption, *, requests: int, repeats: int, max_running
 
 @dataclass(slots=True)
 class PoolRun:
-    """One load, done."""
+    """The record of one load."""
 
     records: list[RequestRecord]
     start_s: float
     queue_end_s: float
     """When the last request was submitted; until then a closed loop was full."""
     seconds: float
-    """From start to the last end."""
+    """From the start to the end of the last request."""
     steps: list[StepStats]
     counts: dict[str, Counter[str]]
     """Loads, evictions and preemptions by kind."""
@@ -82,7 +82,7 @@ class PoolRun:
         return tokens / (self.queue_end_s - self.start_s)
 
     def facts(self) -> dict[str, float]:
-        """What happened, on the average of steps and requests; shares are of the whole run."""
+        """Means over steps and requests; shares are of the whole run."""
         num_loads, step_s = self.counts["loads"].total(), [step.seconds for step in self.steps]
         return {
             "step_ms": 1e3 * statistics.mean(step_s),
@@ -99,14 +99,14 @@ class PoolRun:
 
 
 def mean_facts(runs: Sequence[PoolRun]) -> dict[str, float]:
-    """The facts of several runs on the average; what a run does not name was 0."""
+    """The mean facts of several runs; a fact that a run does not have counts as 0."""
     facts = [run.facts() for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
     return {name: statistics.mean(each.get(name, 0.0) for each in facts) for name in names}
 
 
 class PoolEngine:
-    """One engine in this process, with a pool of just so many pages.
+    """An engine in this process, which runs loads.
 
     Args:
         engine: The engine.

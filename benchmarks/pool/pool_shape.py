@@ -31,20 +31,20 @@ RANKS = (64, 32, 16, 8)
 NUM_FILES = 256
 """Files of weights, a multiple of the number of ranks."""
 DTYPE = torch.float32
-"""What every CPU computes well."""
+"""The format that every CPU computes natively."""
 _SEED = 11
 _FORMAT = 1
-"""Counts up whenever the files would come out differently."""
+"""Goes up whenever the generated files would differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """Sizes of a model, and what its adapters change."""
+    """Sizes of a model, and the modules that its adapters change."""
 
     sizes: ModelShape
     about: str
     modules: tuple[int, ...]
-    """What adapters change, in every layer."""
+    """Modules that adapters change, in every layer."""
 
 
 GROUPED = PoolModel(
@@ -63,7 +63,7 @@ ATTENTION = PoolModel(
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The checkpoint, the blobs, and what follows from them."""
+    """The generated checkpoint and adapters."""
 
     model: Path
     blobs: Path
@@ -92,7 +92,7 @@ class PoolShape:
         return sum(self.pages(rank) for rank in RANKS) / len(RANKS)
 
     def memory(self, num_pages: float, host_pages: float, *, prefix_cache: bool = True) -> MemoryConfig:
-        """Settings of an engine that has just so many device and host pages to hand out."""
+        """Settings of an engine with so many device and host pages for requests and adapters."""
         gib, host_gib = ((int(pages) + 1.5) * self.geometry.page_bytes / GIB for pages in (num_pages, host_pages))
         return MemoryConfig(gib=gib, host_gib=host_gib, prefix_cache=prefix_cache)
 

@@ -83,7 +83,7 @@ ENGINES: dict[str, Callable[..., build.EngineParts]] = {"unified": build.build_e
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both engines under all loads."""
+    """Run both engines under all loads."""
     loads = {load.name: measure_load(options, load) for load in LOADS}
     return {
         "load": {"ranks": list(RANKS)},
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_load(options: argparse.Namespace, load: Load) -> dict[str, Any]:
-    """Both engines under one load."""
+    """Run both engines under one load."""
     shape = make_pool_shape(options.cache, options.files, load.model)
     num_pages = shared_pages(options, shape, load)
     memory = shape.memory(num_pages, 3 * options.adapters * shape.mean_pages, prefix_cache=False)

@@ -87,7 +87,8 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
     chosen = hashlib.sha256(f"own weights {options.model} {options.adapters}".encode()).hexdigest()[:8]
     folder = options.cache / f"adapters-http-{chosen}-{count}"
     registered = register(options, folder, count)
-    settings = {"served": _half_of_pool(options, **registered) if is_tight else [], "control": []}
+    settings = {"control": [], "served": _half_of_pool(options, **registered) if is_tight else []}
+    key, names = registered["key"], registered["names"]
 
     def run(repeat: int) -> dict[str, Spans]:
         with contextlib.ExitStack() as stack:
@@ -95,8 +96,10 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
             copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-", dir=options.cache)))
             for kind, own in settings.items():
                 copy = shutil.copytree(folder, copies / kind)
-                servers[kind] = stack.enter_context(plain_server(options.model, [*options.set, *own], folder=copy))
-            return _load_in_turns(options, servers, registered["key"], registered["names"], repeat)
+                server = stack.enter_context(plain_server(options.model, [*options.set, *own], folder=copy))
+                uvloop.run(_warm_up(options, server, server.calls(key, repeat), names if kind == "control" else []))
+                servers[kind] = server
+            return _load_in_turns(options, servers, key, names, repeat)
 
     runs = [run(repeat) for repeat in range(1, options.repeats + 1)]
     merged = {kind: {span: _figures([each[kind][span] for each in runs]) for span in MIN_RATIO} for kind in settings}
@@ -159,10 +162,8 @@ def _load_in_turns(
         }
 
     turns: dict[str, list[dict[str, Any]]] = {kind: [] for kind in servers}
-    for kind, server in servers.items():
-        uvloop.run(_warm_up(options, server, server.calls(key, seed), names if kind == "control" else []))
     for index in range(2 * num_turns):
-        kind = list(servers)[(index + index // 2) % 2]  # a b b a
+        kind = ("served", "control")[(index + index // 2) % 2]  # a b b a
         turns[kind].append(uvloop.run(turn(kind)))
     count = min(max(round(options.span_s / turn_s), 1), num_turns)
     return {kind: {"cold": each[:count], "warm": each[-count:]} for kind, each in turns.items()}

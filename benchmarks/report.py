@@ -23,6 +23,8 @@ from weft.errors import ConfigError, WeftError
 
 DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
 """Where benchmarks keep what they generate."""
+FILE_WIDTH = 240
+"""Columns of a table that is not printed on a terminal."""
 SHOWN = ("median", "min", "max")
 """The figures of a spread that tables show."""
 _PACKAGES = ("weft", "torch", "transformers", "peft", "numpy")
@@ -121,11 +123,11 @@ def goal(name: str, figure: float, limit: float, *, is_least: bool = False) -> d
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of rows that have the same columns."""
+    """Print a table of rows that have the same columns; in a file or a pipe nothing of it is cut."""
     table = Table(*(Column(name, justify="left" if not place else "right") for place, name in enumerate(rows[0])))
     for row in rows:
         table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.Namespace], Mapping[str, Any]]) -> int:

@@ -11,6 +11,7 @@ from weft import demo
 from weft.benchmarks.main import main
 
 
+@pytest.mark.slow
 def test_a_load_is_measured_alone_and_beside_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_REGISTRY__BLOB_URL", str(tmp_path / "of-a-real-server"))
     path = tmp_path / "r.json"

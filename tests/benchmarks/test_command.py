@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from weft.benchmarks.main import BENCHMARKS
+from weft.benchmarks.report import print_rows
 from weft.cli import make_app
 
 
@@ -21,6 +22,13 @@ def test_each_command_shows_its_own_options(name: str) -> None:
 
 def test_a_benchmarks_exit_status_is_the_commands() -> None:
     assert CliRunner().invoke(make_app(), ["bench", "serve", "--models", "a"]).exit_code == 2
+
+
+def test_no_column_of_a_table_in_a_file_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"a long name of column {number}" for number in range(6)]
+    print_rows([dict.fromkeys(names, 1.0)])
+    header = capsys.readouterr().out.splitlines()[1]
+    assert [name for name in names if name not in header] == []
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,11 @@ def test_adapter_count(cache: Path, tmp_path: Path) -> None:
         "adapters",
         cache,
         tmp_path,
-        "--counts 2 8 16 --requests 20 --lengths 4 24 --room 4 --max-running 4 --in-flight 8",
+        "--counts 2 16 --requests 12 --lengths 4 24 --room 4 --max-running 4 --in-flight 8",
     )
-    assert [row["adapters"] for row in result["table"]] == [2, 8, 16]
-    assert set(result["output_tokens_per_s"]) == {"2", "8", "16"}
-    assert set(result["ratios"]) == {"8 / 2", "16 / 2", "16 / 8"}
+    assert [row["adapters"] for row in result["table"]] == [2, 16]
+    assert set(result["output_tokens_per_s"]) == {"2", "16"}
+    assert set(result["ratios"]) == {"16 / 2"}
     facts = result["facts"]
     assert facts["2"]["adapters_per_step"] <= 2
     assert facts["16"]["evictions per request, adapter"] > 0

@@ -399,6 +399,7 @@ def test_splits_and_limits_are_shown_as_the_commands_take_them(recorder: Recorde
     assert all(line.endswith(f"  {text}") for line, (_, text) in zip(lines, details, strict=True)), lines
 
 
+@pytest.mark.slow  # PostgreSQL is started
 def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -> None:
     folder = ["db", "upgrade", "--data-dir", str(tmp_path / "data")]
     assert run(*folder).output == f"schema none -> {NEWEST}\n"

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft import demo
-from weft.cli.demo.round import BASE_NAME, Round, holds_everybody, play
+from weft.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
 from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, UsageCheck, check_usage, plan, replay
 from weft.client import Client
 from weft.errors import WeftError
@@ -116,9 +116,9 @@ def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, 
         console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)
     console.print(f"Admin key: {admin_key}", soft_wrap=True)
     console.print("\nWith curl:\n")
-    console.print(Text(curl_line(url, _key_for(shown, "pirate"), "pirate")), soft_wrap=True)
+    console.print(Text(curl_line(url, shown.keys[ADAPTERS["pirate"]], "pirate")), soft_wrap=True)
     console.print("\nWith openai-python:\n")
-    console.print(Text(openai_snippet(url, _key_for(shown, "french"), "french")), soft_wrap=True)
+    console.print(Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")), soft_wrap=True)
     console.print()
 
 
@@ -195,8 +195,3 @@ answer = client.chat.completions.create(
     temperature=0,
 )
 print(answer.choices[0].message.content)"""
-
-
-def _key_for(shown: Round, model: str) -> str:
-    tenant = next(answer.tenant for answer in shown.answers if answer.model == model)
-    return shown.keys[tenant]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 
-from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, not_, or_, select, tuple_
+from sqlalchemy import ColumnElement, Delete, Select, and_, delete, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
@@ -18,13 +18,12 @@ from weft.adapters.ref import LoraSpec
 from weft.registry import audit
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, FileRow, GrantRow, TenantRow, VersionRow, to_record
+from weft.registry.db.models import AdapterRow, FileRow, GrantRow, TenantRow, VersionRow
 from weft.registry.names import (
     DEFAULT_ALIAS,
     EVERY_VERSION,
     MAX_DESCRIPTION,
     Selector,
-    check_integer,
     check_name,
     check_not_split,
     check_text,
@@ -47,14 +46,13 @@ from weft.registry.records import (
     Resolution,
     Shares,
     VersionFacts,
+    to_record,
 )
 from weft.registry.uploads import Publication
 
-MAX_PAGE = 1000
 _CHUNK = 500
-
-Doomed = Callable[[type[VersionRow]], ColumnElement[bool]]
-"""Condition on VersionRow, or on an alias of it: the version is about to be deleted."""
+_BLOBS = (VersionRow.weights_sha256, FileRow.sha256)
+"""What refers to a blob."""
 
 
 class Adapters(Transactions):
@@ -86,8 +84,8 @@ class Adapters(Transactions):
             ConflictError: With `activate`, and `default` is split; code upload.ends_split.
         """
         check_name(name, "name")
-        now = self._clock()
-        async with self._change(self._resolved) as session:
+        now = self.clock()
+        async with self._change(self.resolved) as session:
             owner = await session.get(TenantRow, tenant_id)
             if owner is None:
                 raise no_such("tenant", tenant_id)
@@ -158,7 +156,7 @@ class Adapters(Transactions):
             .order_by(TenantRow.name, AdapterRow.name, GrantRow.version)
         )
         known: dict[str, Adapter] = {}
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             rows = (await session.execute(statement)).all()
             adapters = list({row.id: (row, owner) for row, owner, _ in rows}.values())
             # Others decide how much they grant: the number of queries must not grow with it.
@@ -177,13 +175,13 @@ class Adapters(Transactions):
         Raises:
             NotFoundError: The tenant has none of this name.
         """
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return (await _records(session, [await own_row(session, tenant_id, name)]))[0]
 
     async def pinned_adapters(self) -> tuple[Adapter, ...]:
         """All tenants' pinned adapters, oldest version first: each once for every version that `default` means."""
         pinned = []
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             found = [(row, owner) for row, owner in await session.execute(_with_owner(AdapterRow.pinned.is_(True)))]
             for adapter in await _records(session, found):
                 for version in set(adapter.aliases.get(DEFAULT_ALIAS, ())) - {adapter.current.version}:
@@ -203,7 +201,7 @@ class Adapters(Transactions):
                 .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
                 .where(VersionRow.digest.in_(wanted[start : start + _CHUNK]))
             )
-            for digest, owner, name, version in await self._database.rows(statement):
+            for digest, owner, name, version in await self.database.rows(statement):
                 found.setdefault(digest, []).append((owner, name, version))
         return {
             digest: tuple(f"{owner}/{name}@{version}" for owner, name, version in sorted(versions))
@@ -216,7 +214,7 @@ class Adapters(Transactions):
         Raises:
             NotFoundError: The tenant has none of this name.
         """
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             adapter, _ = await own_row(session, tenant_id, name)
             versions = select(VersionRow).where(VersionRow.adapter_id == adapter.id)
             newest_first = await session.scalars(versions.order_by(VersionRow.version.desc()))
@@ -238,7 +236,7 @@ class Adapters(Transactions):
             NotFoundError: The tenant has none of this name.
             InvalidRequestError: A text cannot be stored, an alias is no name, or a version does not exist.
         """
-        async with self._change(self._resolved) as session:
+        async with self._change(self.resolved) as session:
             row, owner = await own_row(session, tenant_id, name)
             if description is not None:
                 row.description = check_text(description, "description", MAX_DESCRIPTION)
@@ -246,8 +244,8 @@ class Adapters(Transactions):
                 row.pinned = pinned
             await point_aliases(session, row.id, aliases or {})
             await session.flush()
-            detail = {"pinned": pinned, "aliases": _readable(aliases) if aliases else None}
-            audit.add(session, self._clock(), actor, "adapter.update", tenant=owner, target=name, **detail)
+            detail = {"pinned": pinned, "aliases": dict(aliases) if aliases else None}
+            audit.add(session, self.clock(), actor, "adapter.update", tenant=owner, target=name, **detail)
             return (await _records(session, [(row, owner)]))[0]
 
     async def delete_adapter(
@@ -264,41 +262,33 @@ class Adapters(Transactions):
         Raises:
             NotFoundError: The tenant has none of this name, or no such version.
         """
-        async with self._change(self._resolved) as session:
+        async with self._change(self.resolved) as session:
             row, owner = await own_row(session, tenant_id, name)
             versions = set(await session.scalars(select(VersionRow.version).where(VersionRow.adapter_id == row.id)))
             if version is not None and version not in versions:
                 raise no_such("version", f"{name}@{version}")
-            is_whole = version is None or versions == {version}
-
-            def is_doomed(other: type[VersionRow]) -> ColumnElement[bool]:
-                own = other.adapter_id == row.id
-                return own if is_whole else and_(own, other.version == version)
-
-            removed = await only_referenced_by(session, is_doomed)
-            if is_whole:
-                await session.execute(delete(AdapterRow).where(AdapterRow.id == row.id))
-            else:
-                of_version = (GrantRow.adapter_id == row.id, GrantRow.version == version)
-                await session.execute(delete(GrantRow).where(*of_version))
-                await session.execute(delete(VersionRow).where(is_doomed(VersionRow)))
             target = name if version is None else f"{name}@{version}"
-            audit.add(session, self._clock(), actor, "adapter.delete", tenant=owner, target=target)
-        return removed
+            audit.add(session, self.clock(), actor, "adapter.delete", tenant=owner, target=target)
+            doomed = VersionRow.adapter_id == row.id
+            if version is None or versions == {version}:
+                return await remove(session, doomed, delete(AdapterRow).where(AdapterRow.id == row.id))
+            doomed = and_(doomed, VersionRow.version == version)
+            grants = delete(GrantRow).where(GrantRow.adapter_id == row.id, GrantRow.version == version)
+            return await remove(session, doomed, grants, delete(VersionRow).where(doomed))
 
     async def unreferenced(self, weights: Iterable[str]) -> frozenset[str]:
         """Those of the blobs (64 hex digits) that nothing refers to now."""
-        async with self._database.read() as session:
-            return await _unreferenced(session, weights)
+        async with self.database.read() as session:
+            return await _unreferenced(session, weights, *_BLOBS)
 
     @asynccontextmanager
-    async def holding_unreferenced(self, weights: Iterable[str]) -> AsyncIterator[frozenset[str]]:
+    async def locking_unreferenced(self, weights: Iterable[str]) -> AsyncIterator[frozenset[str]]:
         """Those of the blobs (64 hex digits) that nothing refers to, for as long as the block runs.
 
         Publishing waits meanwhile, on every server over this database: delete the blobs inside the block.
         """
-        async with self._database.write() as session:
-            yield await _unreferenced(session, weights)
+        async with self.database.write() as session:
+            yield await _unreferenced(session, weights, *_BLOBS)
 
     async def resolve(self, tenant_id: str, selector: str, sticky: str = "") -> tuple[AdapterIdentity, AdapterVersion]:
         """The adapter version that a caller of this tenant means.
@@ -312,14 +302,13 @@ class Adapters(Transactions):
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
         """
         parsed = parse_selector(selector)
-        meant = await self._resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
+        meant = await self.resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
         return meant.adapter, pick(meant.choices, sticky)
 
     async def _resolve(self, tenant_id: str, text: str, selector: Selector) -> Resolution:
-        by = next(kind for kind in ("version", "digest", "alias") if getattr(selector, kind) is not None)
-        statement = meant_by(by, is_own=selector.tenant is None)
-        values = {"name": selector.name, "caller": tenant_id, "owner": selector.tenant, "by": getattr(selector, by)}
-        found = await self._database.rows(statement, values)
+        statement = meant_by(selector.by, is_own=selector.tenant is None)
+        values = {"name": selector.name, "caller": tenant_id, "owner": selector.tenant, "by": selector.value}
+        found = await self.database.rows(statement, values)
         if not found:
             raise model_not_found(text)
         adapter, owner, _, _ = found[0]
@@ -332,9 +321,8 @@ class Adapters(Transactions):
         self, statement: Select[AdapterRow, str], limit: int, cursor: Callable[[Adapter], str]
     ) -> Page[Adapter]:
         """The first page of a listing."""
-        one_more = statement.limit(check_integer(limit, "limit", low=1, high=MAX_PAGE) + 1)
-        async with self._database.read() as session:
-            rows = [(row, owner) for row, owner in await session.execute(one_more)]
+        async with self.database.read() as session:
+            rows = [(row, owner) for row, owner in await session.execute(statement.limit(limit + 1))]
             return Page.of(await _records(session, rows), limit, cursor)
 
 
@@ -377,37 +365,28 @@ def _version(row: VersionRow) -> AdapterVersion:
     )
 
 
-def _readable(aliases: Mapping[str, Shares | int | None]) -> dict[str, object]:
-    """For the audit log: the keys of a JSON object are texts."""
-    return {
-        alias: {str(version): weight for version, weight in meaning.items()}
-        if isinstance(meaning, Mapping)
-        else meaning
-        for alias, meaning in aliases.items()
-    }
+async def remove(session: AsyncSession, doomed: ColumnElement[bool], *deletions: Delete) -> Removed:
+    """Run the deletions, with which the doomed versions go.
+
+    Returns:
+        What only these versions referred to; tenants may share content.
+    """
+    contents = (await session.execute(select(VersionRow.digest, VersionRow.weights_sha256).where(doomed))).all()
+    for deletion in deletions:
+        await session.execute(deletion)
+    digests = await _unreferenced(session, (digest for digest, _ in contents), VersionRow.digest)
+    weights = await _unreferenced(session, (weights for _, weights in contents), *_BLOBS)
+    return Removed(digests=tuple(sorted(digests)), weights=tuple(sorted(weights)))
 
 
-async def only_referenced_by(session: AsyncSession, doomed: Doomed) -> Removed:
-    """Digests and blobs that only the doomed versions refer to; tenants may share them. Call it before the delete."""
-    return Removed(
-        digests=await _only_there(session, doomed, VersionRow.digest),
-        weights=await _only_there(session, doomed, VersionRow.weights_sha256),
-    )
-
-
-async def _unreferenced(session: AsyncSession, weights: Iterable[str]) -> frozenset[str]:
-    """Those of the blobs that no version and no file refers to."""
-    rest = set(weights)
+async def _unreferenced(
+    session: AsyncSession, contents: Iterable[str], *columns: InstrumentedAttribute[str]
+) -> frozenset[str]:
+    """Those of the digests that stand in none of the columns."""
+    rest = set(contents)
     candidates = sorted(rest)
     for start in range(0, len(candidates), _CHUNK):
         chunk = candidates[start : start + _CHUNK]
-        for column in (VersionRow.weights_sha256, FileRow.sha256):
+        for column in columns:
             rest -= set(await session.scalars(select(column).where(column.in_(chunk))))
     return frozenset(rest)
-
-
-async def _only_there(session: AsyncSession, doomed: Doomed, column: InstrumentedAttribute[str]) -> tuple[str, ...]:
-    other = aliased(VersionRow)
-    elsewhere = exists().where(getattr(other, column.key) == column, not_(doomed(other)))
-    statement = select(column).where(doomed(VersionRow), not_(elsewhere)).distinct().order_by(column)
-    return tuple(await session.scalars(statement))

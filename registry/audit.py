@@ -8,13 +8,11 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry.db.database import Database
-from weft.registry.db.models import AuditRow, to_record
-from weft.registry.names import check_integer, check_text, storable
-from weft.registry.records import AuditEntry
+from weft.registry.db.models import AuditRow
+from weft.registry.names import storable
 
 ADMIN = "admin"
 """The actor where the admin key was used: it has no id."""
-MAX_PAGE = 1000
 
 
 def add(
@@ -37,16 +35,3 @@ async def last_entry(database: Database) -> int:
     """Id of the newest entry; 0 while there is none."""
     ((newest,),) = await database.rows(select(func.max(AuditRow.id)))
     return newest or 0
-
-
-async def list_entries(
-    session: AsyncSession, before: int | None, limit: int, tenant: str | None
-) -> tuple[AuditEntry, ...]:
-    """Entries, newest first; those older than the entry `before`, of all tenants or of one."""
-    check_integer(limit, "limit", low=1, high=MAX_PAGE)
-    statement = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit)
-    if before is not None:
-        statement = statement.where(AuditRow.id < check_integer(before, "before"))
-    if tenant is not None:
-        statement = statement.where(AuditRow.tenant == check_text(tenant, "tenant", 512))
-    return tuple(to_record(AuditEntry, row) for row in await session.scalars(statement))

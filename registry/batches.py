@@ -42,8 +42,8 @@ class Files(Transactions):
         Raises:
             ForbiddenError: None, or it has too many files; codes quota.files and quota.file_bytes.
         """
-        async with self._database.read() as session:
-            return await _bytes_left(session, tenant_id, limits, self._clock(), needed=1)
+        async with self.database.read() as session:
+            return await _bytes_left(session, tenant_id, limits, self.clock(), needed=1)
 
     async def add(self, file: FileRow, limits: BatchConfig, store: Callable[[], Awaitable[object]]) -> None:
         """Keep a file; `store` makes its blob durable, last, so that nothing sweeps it before there is a row.
@@ -51,8 +51,8 @@ class Files(Transactions):
         Raises:
             ForbiddenError: The tenant's files are too many or too large; codes quota.files and quota.file_bytes.
         """
-        async with self._database.write() as session:
-            await _bytes_left(session, file.tenant_id, limits, self._clock(), needed=file.size_bytes)
+        async with self.database.write() as session:
+            await _bytes_left(session, file.tenant_id, limits, self.clock(), needed=file.size_bytes)
             session.add(file)
             await session.flush()
             await store()
@@ -63,15 +63,15 @@ class Files(Transactions):
         Raises:
             NotFoundError: The tenant has none of this id, or it has expired.
         """
-        async with self._database.read() as session:
-            return await file_row(session, tenant_id, file_id, self._clock())
+        async with self.database.read() as session:
+            return await file_row(session, tenant_id, file_id, self.clock())
 
     async def list(self, tenant_id: str, purpose: str | None, after: str | None, limit: int) -> Page[FileRow]:
         """A tenant's files, newest first; those older than the one with the id `after`."""
-        wanted = [FileRow.expires_at > to_seconds(self._clock())]
+        wanted = [FileRow.expires_at > to_seconds(self.clock())]
         if purpose is not None:
             wanted.append(FileRow.purpose == check_text(purpose, "purpose", 64))
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await newest_first(session, FileRow, tenant_id, after, limit, *wanted)
 
     async def delete(self, tenant_id: str, file_id: str) -> FileRow:
@@ -81,8 +81,8 @@ class Files(Transactions):
             NotFoundError: The tenant has none of this id.
             ConflictError: A batch that has not ended needs it; code file.in_use.
         """
-        async with self._database.write() as session:
-            row = await file_row(session, tenant_id, file_id, self._clock())
+        async with self.database.write() as session:
+            row = await file_row(session, tenant_id, file_id, self.clock())
             needed = select(BatchRow.id).where(BatchRow.input_file_id == row.id, BatchRow.status.in_(OPEN))
             user = await session.scalar(needed.limit(1))
             if user is not None:
@@ -96,8 +96,8 @@ class Files(Transactions):
     async def forget_expired(self) -> int:
         """Remove files whose time is over and that no batch needs; returns how many."""
         needed = select(BatchRow.input_file_id).where(BatchRow.status.in_(OPEN))
-        old = (FileRow.expires_at <= to_seconds(self._clock()), FileRow.id.not_in(needed))
-        async with self._database.write() as session:
+        old = (FileRow.expires_at <= to_seconds(self.clock()), FileRow.id.not_in(needed))
+        async with self.database.write() as session:
             return len((await session.scalars(delete(FileRow).where(*old).returning(FileRow.id))).all())
 
 
@@ -197,10 +197,10 @@ class Batches(Transactions):
             InvalidRequestError: The file is no input, or `labels` cannot be stored.
             ConflictError: The tenant has too many batches open; code batch.too_many_open.
         """
-        now = self._clock()
+        now = self.clock()
         for text in (*labels, *labels.values()):
             check_text(text, "metadata", 512)
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             file = await file_row(session, tenant_id, input_file_id, now)
             if file.purpose != "batch":
                 raise InvalidRequestError("The file must have been made with the purpose batch.", param="input_file_id")
@@ -229,12 +229,12 @@ class Batches(Transactions):
 
     async def get(self, tenant_id: str, batch_id: str) -> BatchRow:
         """One of a tenant's batches; raises NotFoundError."""
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await _row(session, tenant_id, batch_id)
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[BatchRow]:
         """A tenant's batches, newest first; those older than the one with the id `after`."""
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await newest_first(session, BatchRow, tenant_id, after, limit)
 
     async def cancel(self, tenant_id: str, batch_id: str) -> BatchRow:
@@ -244,10 +244,10 @@ class Batches(Transactions):
             NotFoundError: The tenant has none of this id.
             ConflictError: It has ended, or is about to; code batch.ended.
         """
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             row = await _row(session, tenant_id, batch_id)
             if row.status in ("validating", "in_progress"):
-                _enter(row, "cancelling", self._clock())
+                _enter(row, "cancelling", self.clock())
             elif row.status not in ("cancelling", "cancelled"):
                 raise ConflictError(f"The batch is {row.status}: it cannot be cancelled.", code="batch.ended")
             return row
@@ -257,20 +257,20 @@ class Batches(Transactions):
 
         Where there are too many, each tenant's oldest come first, so that one tenant does not take all places.
         """
-        now = to_seconds(self._clock())
+        now = to_seconds(self.clock())
         free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
         turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
         due = select(BatchRow.id).where(*free).order_by(BatchRow.owner != owner, turn, BatchRow.id).limit(MAX_HELD)
-        ids = [row.id for row in await self._database.rows(due)]
+        ids = [row.id for row in await self.database.rows(due)]
         if not ids:
             return ()
         claimed = update(BatchRow).where(BatchRow.id.in_(ids), *free).values(owner=owner, lease_until=now + LEASE_S)
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             return (await session.scalars(claimed.returning(BatchRow))).all()
 
     async def release(self, owner: str) -> None:
         """Leave all batches of `owner` to whoever comes first."""
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             await session.execute(update(BatchRow).where(BatchRow.owner == owner).values(owner="", lease_until=0))
 
     async def enter(self, batch_id: str, owner: str, status: str, **changes: Any) -> BatchRow | None:  # noqa: ANN401 - columns
@@ -279,10 +279,10 @@ class Batches(Transactions):
         Returns:
             The batch; None where it is not the owner's any more, or was cancelled meanwhile.
         """
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             row = await _own(session, batch_id, owner, _BEFORE.get(status, OPEN))
             if row is not None:
-                _enter(row, status, self._clock(), **changes)
+                _enter(row, status, self.clock(), **changes)
             return row
 
     async def add_results(self, owner: str, results: Sequence[LineResult]) -> frozenset[tuple[str, int]]:
@@ -292,7 +292,7 @@ class Batches(Transactions):
             Batch and line of those that count: not those of batches that are the owner's no more, or are ending.
         """
         written: set[tuple[str, int]] = set()
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             new = insert_into(session, BatchResultRow).on_conflict_do_nothing().returning(BatchResultRow.line)
             for batch_id in dict.fromkeys(result.batch_id for result in results):
                 row = await _own(session, batch_id, owner, ("in_progress", "cancelling"))
@@ -313,12 +313,12 @@ class Batches(Transactions):
     async def done_lines(self, batch_id: str) -> frozenset[int]:
         """Lines that have a result."""
         done = select(BatchResultRow.line).where(BatchResultRow.batch_id == batch_id)
-        return frozenset(row.line for row in await self._database.rows(done))
+        return frozenset(row.line for row in await self.database.rows(done))
 
     async def results(self, batch_id: str, after: int, limit: int) -> Sequence[BatchResultRow]:
         """Results by line, those behind the line `after`."""
         found = select(BatchResultRow).where(BatchResultRow.batch_id == batch_id, BatchResultRow.line > after)
-        return [row for (row,) in await self._database.rows(found.order_by(BatchResultRow.line).limit(limit))]
+        return [row for (row,) in await self.database.rows(found.order_by(BatchResultRow.line).limit(limit))]
 
     async def end(
         self, batch_id: str, owner: str, status: str, files: Mapping[str, FileRow], store: Callable[[], Awaitable[None]]
@@ -332,20 +332,20 @@ class Batches(Transactions):
             files: By the column that is to name them: output_file_id, error_file_id.
             store: Makes their blobs durable, last.
         """
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             row = await _own(session, batch_id, owner, OPEN)
             if row is None:
                 return
             session.add_all(files.values())
-            _enter(row, status, self._clock(), **{name: file.id for name, file in files.items()})
+            _enter(row, status, self.clock(), **{name: file.id for name, file in files.items()})
             await session.execute(delete(BatchResultRow).where(BatchResultRow.batch_id == batch_id))
             await session.flush()
             await store()
 
     async def forget_old(self) -> int:
         """Remove batches that ended long ago; returns how many."""
-        old = (BatchRow.status.not_in(OPEN), BatchRow.created_at <= to_seconds(self._clock() - KEPT))
-        async with self._database.write() as session:
+        old = (BatchRow.status.not_in(OPEN), BatchRow.created_at <= to_seconds(self.clock() - KEPT))
+        async with self.database.write() as session:
             return len((await session.scalars(delete(BatchRow).where(*old).returning(BatchRow.id))).all())
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -174,25 +175,20 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
         self._entries.clear()
 
 
+@dataclass(eq=False)
 class Transactions:
     """Base of the parts of the registry: the database and the answers that they share.
 
     Each public method of a part is one transaction.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        clock: Clock,
-        key_ring: KeyRing,
-        resolved: ReadThroughCache[tuple[str, str], Resolution],
-        tenant_limits: ReadThroughCache[str, Limits],
-    ) -> None:
-        self._database = database
-        self._clock = clock
-        self._key_ring = key_ring
-        self._resolved = resolved
-        self._tenant_limits = tenant_limits
+    database: Database
+    clock: Clock
+    key_ring: KeyRing
+    resolved: ReadThroughCache[tuple[str, str], Resolution]
+    """By tenant and selector."""
+    known_limits: ReadThroughCache[str, Limits]
+    """By tenant."""
 
     @asynccontextmanager
     async def _change(self, *touched: KeyRing | ReadThroughCache[Any, Any]) -> AsyncIterator[AsyncSession]:
@@ -202,7 +198,7 @@ class Transactions:
         """
         has_begun = False
         try:
-            async with self._database.write() as session:
+            async with self.database.write() as session:
                 has_begun = True
                 yield session
         finally:

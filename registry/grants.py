@@ -10,9 +10,9 @@ from weft.registry import audit
 from weft.registry.adapters import own_row
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow, to_record
+from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
 from weft.registry.names import EVERY_VERSION, MAX_VERSION, check_integer, check_text, no_such
-from weft.registry.records import Grant
+from weft.registry.records import Grant, to_record
 
 MAX_GRANTS = 1000
 
@@ -26,7 +26,7 @@ class Grants(Transactions):
         Raises:
             NotFoundError: The tenant has no adapter of this name.
         """
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await _grants_of(session, (await own_row(session, tenant_id, name))[0])
 
     async def grant_adapter(
@@ -41,7 +41,7 @@ class Grants(Transactions):
             NotFoundError: There is no such adapter, version or grantee.
             InvalidRequestError: The grantee is the owner, or there are too many grants.
         """
-        async with self._change(self._resolved) as session:
+        async with self._change(self.resolved) as session:
             adapter, owner = await own_row(session, tenant_id, name)
             other = await _grantee(session, grantee)
             if other.id == adapter.tenant_id:
@@ -56,11 +56,11 @@ class Grants(Transactions):
             if row is None:
                 if len(await _grants_of(session, adapter)) >= MAX_GRANTS:
                     raise InvalidRequestError(f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant")
-                row = GrantRow(**key, created_at=self._clock())
+                row = GrantRow(**key, created_at=self.clock())
                 session.add(row)
                 await session.flush()
             detail = {"grantee": other.name, "version": version}
-            audit.add(session, self._clock(), actor, "adapter.grant", tenant=owner, target=name, **detail)
+            audit.add(session, self.clock(), actor, "adapter.grant", tenant=owner, target=name, **detail)
             return _grant(row, other), is_new
 
     async def withdraw_grant(
@@ -71,7 +71,7 @@ class Grants(Transactions):
         Raises:
             NotFoundError: There is no such adapter or grant.
         """
-        async with self._change(self._resolved) as session:
+        async with self._change(self.resolved) as session:
             adapter, owner = await own_row(session, tenant_id, name)
             other = await _grantee(session, grantee)
             row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
@@ -80,7 +80,7 @@ class Grants(Transactions):
                 raise NotFoundError(f"`{granted}` is not granted to `{other.name}`.")
             await session.delete(row)
             detail = {"grantee": grantee, "version": version}
-            audit.add(session, self._clock(), actor, "adapter.withdraw", tenant=owner, target=name, **detail)
+            audit.add(session, self.clock(), actor, "adapter.withdraw", tenant=owner, target=name, **detail)
 
 
 async def _grants_of(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant, ...]:

@@ -25,10 +25,10 @@ from weft.registry.audit import ADMIN
 from weft.registry.cache import Changes, ReadThroughCache, Transactions
 from weft.registry.db.clock import Clock, iso
 from weft.registry.db.database import Database
-from weft.registry.db.models import KeyRow, SessionRow, TenantRow, to_record
+from weft.registry.db.models import KeyRow, SessionRow, TenantRow
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
 from weft.registry.names import check_text, no_such
-from weft.registry.records import SCOPES, Credential, Identity, Key, Scope
+from weft.registry.records import SCOPES, Credential, Identity, Key, Scope, to_record
 from weft.registry.tenants import tenant_row
 
 MAX_SECRET = 512
@@ -52,7 +52,7 @@ class KeyRing:
         admin_key: str | None,
         clock: Clock,
         monotonic: Callable[[], float],
-        changes: Changes | None = None,
+        changes: Changes,
     ) -> None:
         self._database = database
         self._pepper = pepper
@@ -131,15 +131,7 @@ def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
 
 
 class Keys(Transactions):
-    """The part of the registry that keeps keys, and says who is calling."""
-
-    async def authenticate(self, secret: str) -> Identity:
-        """The owner of this secret.
-
-        Raises:
-            AuthenticationError: There is no such key, or it has expired or was revoked.
-        """
-        return await self._key_ring.authenticate(secret)
+    """The part of the registry that keeps keys."""
 
     async def identify_key(self, key_id: str) -> Identity:
         """The owner of the key with this id, whatever its secret is by now.
@@ -148,8 +140,8 @@ class Keys(Transactions):
             AuthenticationError: The key was revoked or has expired, or its tenant is gone.
         """
         of_key = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
-        found = next(iter(await self._database.rows(of_key)), None)
-        if found is None or (found[0].expires_at is not None and found[0].expires_at <= self._clock()):
+        found = next(iter(await self.database.rows(of_key)), None)
+        if found is None or (found[0].expires_at is not None and found[0].expires_at <= self.clock()):
             raise AuthenticationError("The API key was revoked or has expired; make the request with another one.")
         return _identity(found[0], found[1], None)
 
@@ -168,29 +160,17 @@ class Keys(Transactions):
 
         Raises:
             NotFoundError: There is no such tenant.
-            InvalidRequestError: A scope or a limit is unknown, there is no scope, or `expires_at` has passed.
+            InvalidRequestError: The name cannot be stored, a limit is unknown, or `expires_at` has passed.
         """
         async with self._change() as session:
             owner = await tenant_row(session, tenant)
-            _check(name, scopes, expires_at, self._clock())
-            row = KeyRow(
-                tenant_id=owner.id,
-                name=name,
-                scopes=[scope for scope in SCOPES if scope in scopes],
-                expires_at=expires_at and expires_at.astimezone(UTC),
-                id=f"key_{secrets.token_hex(12)}",
-                created_at=self._clock(),
-                limits=checked_limits(limits or {}, KEY_LIMITS),
-            )
-            secret = _new_secret(self._key_ring, row)
+            row = KeyRow(id=f"key_{secrets.token_hex(12)}", tenant_id=owner.id, created_at=self.clock(), limits={})
+            row.name = name and check_text(name, "name", 255)
+            detail = _set(row, self.clock(), scopes, expires_at, limits or None)
+            secret = _new_secret(self.key_ring, row)
             session.add(row)
             await session.flush()
-            detail = {
-                "scopes": row.scopes,
-                "limits": row.limits or None,
-                "expires_at": None if expires_at is None else iso(expires_at),
-            }
-            audit.add(session, self._clock(), ADMIN, "key.create", tenant=tenant, target=row.id, **detail)
+            audit.add(session, self.clock(), ADMIN, "key.create", tenant=tenant, target=row.id, **detail)
             return _key(row, tenant), secret
 
     async def update_key(
@@ -208,20 +188,11 @@ class Keys(Transactions):
             NotFoundError: There is no such key, or it was revoked.
             InvalidRequestError: As for `create_key`.
         """
-        async with self._change(self._key_ring) as session:
+        async with self._change(self.key_ring) as session:
             row, tenant = await _living(session, key_id)
-            _check(name, scopes, expires_at, self._clock())
-            row.name = row.name if name is None else name
-            row.limits = row.limits if limits is None else checked_limits(limits, KEY_LIMITS)
-            row.scopes = row.scopes if scopes is None else [scope for scope in SCOPES if scope in scopes]
-            row.expires_at = row.expires_at if expires_at is None else expires_at.astimezone(UTC)
-            detail = {
-                "name": name,
-                "limits": None if limits is None else row.limits,
-                "scopes": None if scopes is None else row.scopes,
-                "expires_at": None if expires_at is None else iso(expires_at),
-            }
-            audit.add(session, self._clock(), ADMIN, "key.update", tenant=tenant, target=key_id, **detail)
+            row.name = row.name if name is None else check_text(name, "name", 255)
+            detail = {"name": name, **_set(row, self.clock(), scopes, expires_at, limits)}
+            audit.add(session, self.clock(), ADMIN, "key.update", tenant=tenant, target=key_id, **detail)
             return _key(row, tenant)
 
     async def get_key(self, key_id: str) -> Key:
@@ -230,7 +201,7 @@ class Keys(Transactions):
         Raises:
             NotFoundError: There is no such key, or it was revoked.
         """
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return _key(*await _living(session, key_id))
 
     async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[Key, ...]:
@@ -242,7 +213,7 @@ class Keys(Transactions):
         wanted = select(KeyRow).order_by(KeyRow.created_at, KeyRow.id)
         if not with_revoked:
             wanted = wanted.where(KeyRow.revoked_at.is_(None))
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             owner = await tenant_row(session, tenant)
             rows = await session.scalars(wanted.where(KeyRow.tenant_id == owner.id))
             return tuple(_key(row, owner.name) for row in rows)
@@ -253,10 +224,10 @@ class Keys(Transactions):
         Raises:
             NotFoundError: There is no such key, or it was revoked.
         """
-        async with self._change(self._key_ring) as session:
+        async with self._change(self.key_ring) as session:
             row, tenant = await _living(session, key_id)
-            row.revoked_at = self._clock()
-            audit.add(session, self._clock(), ADMIN, "key.revoke", tenant=tenant, target=key_id)
+            row.revoked_at = self.clock()
+            audit.add(session, self.clock(), ADMIN, "key.revoke", tenant=tenant, target=key_id)
 
     async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[Key, str]:
         """Give a key a new secret. The last one works for `grace_s` seconds more, earlier ones stop at once.
@@ -267,15 +238,15 @@ class Keys(Transactions):
         Raises:
             NotFoundError: There is no such key, or it was revoked.
         """
-        async with self._change(self._key_ring) as session:
+        async with self._change(self.key_ring) as session:
             row, tenant = await _living(session, key_id)
             if grace_s > 0:
                 row.previous_prefix, row.previous_digest = row.prefix, row.digest
-                row.previous_until = self._clock() + timedelta(seconds=grace_s)
+                row.previous_until = self.clock() + timedelta(seconds=grace_s)
             else:
                 row.previous_prefix = row.previous_digest = row.previous_until = None
-            secret = _new_secret(self._key_ring, row)
-            audit.add(session, self._clock(), ADMIN, "key.rotate", tenant=tenant, target=key_id, grace_s=grace_s)
+            secret = _new_secret(self.key_ring, row)
+            audit.add(session, self.clock(), ADMIN, "key.rotate", tenant=tenant, target=key_id, grace_s=grace_s)
             return _key(row, tenant), secret
 
 
@@ -296,13 +267,25 @@ def _new_secret(ring: KeyRing, row: KeyRow) -> str:
     return secret
 
 
-def _check(name: str | None, scopes: Sequence[str] | None, expires_at: datetime | None, now: datetime) -> None:
-    if name is not None:
-        check_text(name, "name", 255)
-    if scopes is not None and (not scopes or not set(scopes) <= set(SCOPES)):
-        raise InvalidRequestError(f"scopes must be some of {', '.join(SCOPES)}.", param="scopes")
-    if expires_at is not None and (expires_at.tzinfo is None or expires_at <= now):
-        raise InvalidRequestError("expires_at must be in the future and have a timezone.", param="expires_at")
+def _set(
+    row: KeyRow,
+    now: datetime,
+    scopes: Sequence[str] | None,
+    expires_at: datetime | None,
+    limits: Mapping[str, object] | None,
+) -> dict[str, object]:
+    """Change what is not None; returns that for the audit log."""
+    detail: dict[str, object] = {}
+    if scopes is not None:
+        detail["scopes"] = row.scopes = [scope for scope in SCOPES if scope in scopes]
+    if limits is not None:
+        detail["limits"] = row.limits = checked_limits(limits, KEY_LIMITS)
+    if expires_at is not None:
+        if expires_at <= now:
+            raise InvalidRequestError("expires_at must be in the future.", param="expires_at")
+        row.expires_at = expires_at.astimezone(UTC)
+        detail["expires_at"] = iso(expires_at)
+    return detail
 
 
 async def _read_known(database: Database, credential: Credential) -> tuple[Identity, datetime | None]:

@@ -70,7 +70,7 @@ UPLOADING = "uploading"
 async def storage_left(session: AsyncSession, tenant_id: str, now: datetime) -> int | None:
     """Bytes that the tenant may still store, below 0 when there are too many; None without a limit."""
     limit = await _limit(session, tenant_id, "stored_bytes")
-    return None if limit is None else int(limit) - await stored_bytes(session, tenant_id, now)
+    return None if limit is None else limit - await stored_bytes(session, tenant_id, now)
 
 
 async def stored_bytes(session: AsyncSession, tenant_id: str, now: datetime) -> int:
@@ -109,7 +109,7 @@ async def check_adapters(session: AsyncSession, tenant_id: str, to_come: int = 0
     limit = await _limit(session, tenant_id, "adapters")
     if limit is not None and await count_adapters(session, tenant_id) + to_come > limit:
         raise ForbiddenError(
-            f"The tenant may have {int(limit)} adapters; delete one first.", code="quota.adapters", param="name"
+            f"The tenant may have {limit} adapters; delete one first.", code="quota.adapters", param="name"
         )
 
 
@@ -122,7 +122,7 @@ async def check_pages(session: AsyncSession, tenant_id: str, pages: int) -> None
     limit = await _limit(session, tenant_id, "adapter_pages")
     if limit is not None and pages > limit:
         raise ForbiddenError(
-            f"The adapter takes {pages} pages on the device, and the tenant's adapters may take {int(limit)} each. Use "
+            f"The adapter takes {pages} pages on the device, and the tenant's adapters may take {limit} each. Use "
             "a smaller rank or fewer target modules.",
             code="quota.adapter_memory",
         )
@@ -136,6 +136,6 @@ def no_storage() -> ForbiddenError:
     )
 
 
-async def _limit(session: AsyncSession, tenant_id: str, name: str) -> float | None:
+async def _limit(session: AsyncSession, tenant_id: str, name: str) -> int | None:
     limits = await session.scalar(select(TenantRow.limits).where(TenantRow.id == tenant_id))
     return (limits or {}).get(name)

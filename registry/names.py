@@ -12,23 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from sqlalchemy import (
-    BindParameter,
-    ColumnElement,
-    ScalarSelect,
-    Select,
-    SQLColumnExpression,
-    and_,
-    bindparam,
-    delete,
-    exists,
-    func,
-    literal,
-    or_,
-    select,
-)
+import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -126,14 +112,14 @@ def check_integer(value: object, param: str, low: int = 0, high: int = MAX_INTEG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selector:
-    """A parsed model name; one of version, alias and digest is set."""
+    """A parsed model name."""
 
     tenant: str | None
     """The owner's name; None: the caller's own adapter."""
     name: str
-    version: int | None = None
-    alias: str | None = None
-    digest: str | None = None
+    by: Literal["version", "alias", "digest"] = "alias"
+    """What chooses the version."""
+    value: str | int = DEFAULT_ALIAS
 
 
 def model_not_found(text: str) -> NotFoundError:
@@ -155,13 +141,13 @@ def parse_selector(text: str) -> Selector:
     if not is_name(name) or (tenant is not None and not is_name(tenant)):
         raise model_not_found(text)
     if not at:
-        return Selector(tenant=tenant, name=name, alias=DEFAULT_ALIAS)
+        return Selector(tenant=tenant, name=name)
     if _VERSION.fullmatch(pin):
-        return Selector(tenant=tenant, name=name, version=int(pin))
+        return Selector(tenant=tenant, name=name, by="version", value=int(pin))
     if _DIGEST.fullmatch(pin):
-        return Selector(tenant=tenant, name=name, digest=pin)
+        return Selector(tenant=tenant, name=name, by="digest", value=pin)
     if is_name(pin) and not pin.isdigit():
-        return Selector(tenant=tenant, name=name, alias=pin)
+        return Selector(tenant=tenant, name=name, value=pin)
     raise model_not_found(text)
 
 
@@ -181,11 +167,11 @@ async def point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping
             check_integer(weight, "aliases", low=1, high=MAX_WEIGHT)
             if await session.get(VersionRow, (adapter_id, version)) is None:
                 raise InvalidRequestError(f"There is no version {version} for the alias `{alias}`.", param="aliases")
-        await session.execute(delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias))
+        await session.execute(sa.delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.alias == alias))
         for version, weight in shares.items():
             session.add(AliasRow(adapter_id=adapter_id, alias=alias, version=version, weight=weight))
         await session.flush()
-    names = select(func.count(AliasRow.alias.distinct())).where(AliasRow.adapter_id == adapter_id)
+    names = sa.select(sa.func.count(AliasRow.alias.distinct())).where(AliasRow.adapter_id == adapter_id)
     if aliases and (await session.scalar(names) or 0) > MAX_ALIASES:
         raise InvalidRequestError(f"An adapter takes at most {MAX_ALIASES} aliases.", param="aliases")
 
@@ -209,16 +195,16 @@ async def check_not_split(session: AsyncSession, adapter_id: str) -> None:
 async def read_aliases(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, dict[str, dict[int, int]]]:
     """Aliases of these adapters: by adapter and alias, the weights of the versions."""
     found: dict[str, dict[str, dict[int, int]]] = {adapter_id: {} for adapter_id in adapter_ids}
-    statement = select(AliasRow).where(AliasRow.adapter_id.in_(found)).order_by(AliasRow.alias, AliasRow.version)
+    statement = sa.select(AliasRow).where(AliasRow.adapter_id.in_(found)).order_by(AliasRow.alias, AliasRow.version)
     for row in await session.scalars(statement):
         found[row.adapter_id].setdefault(row.alias, {})[row.version] = row.weight
     return found
 
 
-def main_version(alias: str) -> ScalarSelect[int]:
+def main_version(alias: str) -> sa.ScalarSelect[int]:
     """For statements over VersionRow: the alias's version of the largest weight, of equal ones the newest."""
     return (
-        select(AliasRow.version)
+        sa.select(AliasRow.version)
         .where(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.alias == alias)
         .order_by(AliasRow.weight.desc(), AliasRow.version.desc())
         .limit(1)
@@ -246,34 +232,34 @@ def pick(choices: Iterable[tuple[AdapterVersion, int]], sticky: str) -> AdapterV
 
 
 @cache
-def meant_by(by: str, *, is_own: bool) -> Select[AdapterRow, str, VersionRow, int]:
+def meant_by(by: str, *, is_own: bool) -> sa.Select[AdapterRow, str, VersionRow, int]:
     """The statement that finds what a selector means. Cached: building it takes as long as running it.
 
     Bind `name`, `caller`, `by` (the version, digest or alias) and, unless `is_own`, `owner`.
     """
-    caller: BindParameter[str] = bindparam("caller")
-    weight: SQLColumnExpression[int] = literal(1) if by != "alias" else AliasRow.weight
-    shares = and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
+    caller: sa.BindParameter[str] = sa.bindparam("caller")
+    weight: sa.SQLColumnExpression[int] = sa.literal(1) if by != "alias" else AliasRow.weight
+    shares = sa.and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
     chosen = {
-        "version": VersionRow.version == bindparam("by"),
-        "digest": VersionRow.digest == bindparam("by"),
-        "alias": and_(shares, AliasRow.alias == bindparam("by")),
+        "version": VersionRow.version == sa.bindparam("by"),
+        "digest": VersionRow.digest == sa.bindparam("by"),
+        "alias": sa.and_(shares, AliasRow.alias == sa.bindparam("by")),
     }[by]
-    owner = AdapterRow.tenant_id == caller if is_own else TenantRow.name == bindparam("owner")
+    owner = AdapterRow.tenant_id == caller if is_own else TenantRow.name == sa.bindparam("owner")
     return (
-        select(AdapterRow, TenantRow.name, VersionRow, weight)
+        sa.select(AdapterRow, TenantRow.name, VersionRow, weight)
         .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
         .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
-        .where(AdapterRow.name == bindparam("name"), owner, _may_call(caller), chosen)
+        .where(AdapterRow.name == sa.bindparam("name"), owner, _may_call(caller), chosen)
         .order_by(VersionRow.version)
     )
 
 
-def _may_call(tenant_id: BindParameter[str]) -> ColumnElement[bool]:
+def _may_call(tenant_id: sa.BindParameter[str]) -> sa.ColumnElement[bool]:
     """Condition on AdapterRow and VersionRow: the version is the tenant's own, or granted to it."""
-    granted = exists().where(
+    granted = sa.exists().where(
         GrantRow.adapter_id == AdapterRow.id,
         GrantRow.tenant_id == tenant_id,
-        or_(GrantRow.version == EVERY_VERSION, GrantRow.version == VersionRow.version),
+        sa.or_(GrantRow.version == EVERY_VERSION, GrantRow.version == VersionRow.version),
     )
-    return or_(AdapterRow.tenant_id == tenant_id, granted)
+    return sa.or_(AdapterRow.tenant_id == tenant_id, granted)

@@ -1,17 +1,18 @@
-"""What the registry returns: frozen records that need no database session.
-
-Times have a timezone and are in UTC; tokens are whole numbers. Nothing here knows tables or HTTP bodies.
-"""
+"""What the registry returns: frozen records without tables and HTTP bodies. Times are in UTC, with a timezone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from zoneinfo import ZoneInfo
 
 from weft.adapters.ref import AdapterRef, LoraSpec
 from weft.registry.limits import UNLIMITED, Limits
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Scope = Literal["infer", "adapters", "usage"]
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -29,6 +30,14 @@ Shares = Mapping[int, int]
 """Versions by number, each with its weight among them."""
 
 RecordT = TypeVar("RecordT")
+DataT = TypeVar("DataT", bound="DataclassInstance")
+UTC_ZONE = ZoneInfo("UTC")
+
+
+def to_record(kind: type[DataT], row: object, **given: object) -> DataT:
+    """The record of a row: the row's columns of the same names, and the fields that are given."""
+    names = (field.name for field in fields(kind) if field.name not in given)
+    return kind(**{name: getattr(row, name) for name in names}, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +53,6 @@ class Page(Generic[RecordT]):
         """The first `limit` of what was found with a LIMIT of one more; `cursor` names a place in the listing."""
         items = tuple(found[:limit])
         return cls(items=items, next=cursor(items[-1]) if len(found) > limit else None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """One customer, whose objects nobody else sees."""
-
-    id: str
-    name: str
-    limits: Mapping[str, int]
-    """By name, those that are set."""
-    created_at: datetime
-    weight: float = 1.0
-    """Its part of the engine, beside those of the other tenants with requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,9 +305,8 @@ class UsageQuery:
     end: datetime
     """The first moment that no longer counts."""
     bucket: Bucket | None = None
-    """Width of a row's time span (minutes, hours or days of `tz`); None makes one span of the whole range."""
-    tz: str = "UTC"
-    """IANA name of a time zone."""
+    """Width of a row's time span (minutes, hours or days of `zone`); None makes one span of the whole range."""
+    zone: ZoneInfo = UTC_ZONE
     group_by: tuple[GroupBy, ...] = ()
     top: int | None = None
     """So many groups of the whole range have rows, all others one row together in each bucket; then all rows come at
@@ -371,8 +366,8 @@ class LatencyFigures:
     """Requests by where their adapter was on arrival: device, host, stored; or base, or unknown."""
     hit_rate: float | None
     """Of the requests whose adapter was somewhere, the share that found it on the device; None for none."""
-    ttft_s: Mapping[int, float] | None
-    """Percentiles of the time to the first token, in seconds; None where no request had one."""
+    ttft_s: Mapping[str, float] | None
+    """Percentiles of the time to the first token (p50, p95, p99), in seconds; None where no request had one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,10 +385,9 @@ class LatencyRow(LatencyFigures):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyReport:
-    """Rows, and the figures of the whole range."""
+    """Rows, and the figures of the range that was asked for, widened to whole hours."""
 
     start: datetime
-    """The range that was answered: the one asked for, widened to whole hours."""
     end: datetime
     rows: tuple[LatencyRow, ...]
     totals: LatencyFigures
@@ -404,20 +398,3 @@ class AdapterUsage(UsageTotals):
     """All that was ever asked of one adapter, by whomever."""
 
     last_used_at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditEntry:
-    """One change of what exists."""
-
-    id: int
-    at: datetime
-    actor: str
-    """A key id, or `admin`."""
-    action: str
-    """`tenant.create`, `adapter.publish` and so on."""
-    tenant: str
-    """Name of the tenant whose object changed."""
-    target: str
-    """What changed: a name, `name@version` or a key id."""
-    detail: Mapping[str, object] = field(default_factory=dict)

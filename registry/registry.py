@@ -10,16 +10,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sqlalchemy import select
+
 from weft.registry import audit
 from weft.registry.adapters import Adapters
 from weft.registry.batches import Batches, Files
 from weft.registry.cache import Changes, ReadThroughCache
 from weft.registry.db.clock import Clock, utc_now
 from weft.registry.db.database import Database
+from weft.registry.db.models import AuditRow
 from weft.registry.grants import Grants
 from weft.registry.keys import KeyRing, Keys, read_pepper
 from weft.registry.limits import Limits
-from weft.registry.records import AuditEntry, Resolution
+from weft.registry.names import check_text
+from weft.registry.records import Resolution
 from weft.registry.sessions import Sessions
 from weft.registry.tenants import Tenants
 from weft.registry.uploads import Uploads
@@ -39,14 +43,16 @@ class Registry:
         self,
         database: Database,
         ledger: UsageLedger,
-        key_ring: KeyRing,
+        pepper: bytes,
+        admin_key: str | None,
         clock: Clock,
         monotonic: Callable[[], float],
-        changes: Changes,
     ) -> None:
+        changes = Changes(lambda: audit.last_entry(database), monotonic)
         resolved: ReadThroughCache[tuple[str, str], Resolution] = ReadThroughCache(monotonic, changes)
         tenant_limits: ReadThroughCache[str, Limits] = ReadThroughCache(monotonic, changes)
-        shared = (database, clock, key_ring, resolved, tenant_limits)
+        self.key_ring = KeyRing(database, pepper, admin_key, clock, monotonic, changes)
+        shared = (database, clock, self.key_ring, resolved, tenant_limits)
         self.tenants = Tenants(*shared)
         self.keys = Keys(*shared)
         self.sessions = Sessions(*shared)
@@ -56,7 +62,7 @@ class Registry:
         self.uploads = Uploads(*shared)
         self.files = Files(*shared)
         self.batches = Batches(*shared)
-        self._database = database
+        self.database = database
         self._answers: ReadThroughCache[str, bool] = ReadThroughCache(monotonic)
 
     @classmethod
@@ -93,29 +99,31 @@ class Registry:
         except BaseException:
             await database.close()
             raise
-        changes = Changes(lambda: audit.last_entry(database), monotonic)
-        key_ring = KeyRing(database, secret, admin_key, clock, monotonic, changes)
-        return cls(database, ledger, key_ring, clock, monotonic, changes)
+        return cls(database, ledger, secret, admin_key, clock, monotonic)
 
     async def close(self) -> None:
         """Move the journal to the database as far as it goes, and close everything."""
         try:
             await self.usage.close()
         finally:
-            await self._database.close()
+            await self.database.close()
 
     async def check(self) -> None:
         """Return if the database answers, or did in the last minute: known keys are served for as long without it."""
 
         async def ask() -> bool:
-            await self._database.check()
+            await self.database.check()
             return True
 
         await self._answers.ask("answers", ask)
 
     async def list_audit(
         self, before: int | None = None, limit: int = 100, tenant: str | None = None
-    ) -> tuple[AuditEntry, ...]:
+    ) -> tuple[AuditRow, ...]:
         """Changes of all tenants or of one, newest first; `before` is the id of the last entry seen."""
-        async with self._database.read() as session:
-            return await audit.list_entries(session, before, limit, tenant)
+        entries = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit)
+        if before is not None:
+            entries = entries.where(AuditRow.id < before)
+        if tenant is not None:
+            entries = entries.where(AuditRow.tenant == check_text(tenant, "tenant", 512))
+        return tuple(entry for (entry,) in await self.database.rows(entries))

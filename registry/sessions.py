@@ -29,21 +29,13 @@ _PREFIXES: dict[Kind, str] = {"session": "weft_session_", "link": LINK_PREFIX}
 class Sessions(Transactions):
     """The part of the registry that keeps browsers' sessions."""
 
-    async def authenticate_session(self, token: str) -> Identity:
-        """The owner of the key that began this session.
-
-        Raises:
-            AuthenticationError: There is no such session, or it is over; code session.ended.
-        """
-        return await self._key_ring.identify_session(token)
-
     async def begin_session(self, credential: Credential, kind: Kind = "session") -> tuple[str, datetime]:
         """Begin a session, or make a link that begins one. Deletes expired ones, and the oldest of too many.
 
         Returns:
             The token (256 random bits), which is stored nowhere, and when it ends.
         """
-        token, now = _PREFIXES[kind] + secrets.token_urlsafe(32), self._clock()
+        token, now = _PREFIXES[kind] + secrets.token_urlsafe(32), self.clock()
         ends = now + timedelta(seconds=_LIFE_S[kind])
         alike = (SessionRow.key_digest == credential.digest, SessionRow.kind == kind)
         kept = select(SessionRow.digest).where(*alike).order_by(SessionRow.expires_at.desc()).limit(MAX_PER_SECRET - 1)
@@ -52,7 +44,7 @@ class Sessions(Transactions):
             await session.execute(delete(SessionRow).where(*alike, SessionRow.digest.not_in(kept)))
             session.add(
                 SessionRow(
-                    digest=self._key_ring.digest(token),
+                    digest=self.key_ring.digest(token),
                     kind=kind,
                     key_prefix=credential.prefix,
                     key_digest=credential.digest,
@@ -67,20 +59,20 @@ class Sessions(Transactions):
         Raises:
             AuthenticationError: There is no such link, or it has been used or expired; code session.link_used.
         """
-        link = (SessionRow.digest == self._key_ring.digest(token), SessionRow.kind == "link")
-        async with self._database.read() as session:
+        link = (SessionRow.digest == self.key_ring.digest(token), SessionRow.kind == "link")
+        async with self.database.read() as session:
             row = await session.scalar(select(SessionRow).where(*link))
         if row is not None:  # a guessed token makes no writer wait
             async with self._change() as session:
                 row = await session.scalar(delete(SessionRow).where(*link).returning(SessionRow))
-        if row is None or row.expires_at <= self._clock():
+        if row is None or row.expires_at <= self.clock():
             raise AuthenticationError(
                 "This link has been used, or is too old: ask for another with `weft dashboard`, or sign in with a key.",
                 code="session.link_used",
             )
-        return await self._key_ring.identify(Credential(row.key_prefix, row.key_digest))
+        return await self.key_ring.identify(Credential(row.key_prefix, row.key_digest))
 
     async def end_session(self, token: str) -> None:
         """End a session at once; does nothing where it is over."""
-        async with self._change(self._key_ring.sessions) as session:
-            await session.execute(delete(SessionRow).where(SessionRow.digest == self._key_ring.digest(token)))
+        async with self._change(self.key_ring.sessions) as session:
+            await session.execute(delete(SessionRow).where(SessionRow.digest == self.key_ring.digest(token)))

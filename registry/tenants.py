@@ -8,28 +8,30 @@ from collections.abc import Iterable, Mapping
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, InvalidRequestError
+from weft.errors import ConflictError
 from weft.registry import audit
-from weft.registry.adapters import only_referenced_by
+from weft.registry.adapters import remove
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, TenantRow, to_record
-from weft.registry.limits import TENANT_LIMITS, WEIGHTS, Limits, checked_limits, count_adapters, stored_bytes
-from weft.registry.names import check_integer, check_name, check_text, is_name, no_such
-from weft.registry.records import Page, Removed, Tenant
+from weft.registry.db.models import AdapterRow, TenantRow, VersionRow
+from weft.registry.limits import TENANT_LIMITS, Limits, checked_limits, count_adapters, stored_bytes
+from weft.registry.names import check_name, check_text, is_name, no_such
+from weft.registry.records import Page, Removed
 
-MAX_PAGE = 1000
+_CHUNK = 1000
 
 
 class Tenants(Transactions):
     """The part of the registry that keeps tenants."""
 
-    async def create_tenant(self, name: str, limits: Mapping[str, object] | None = None, weight: float = 1.0) -> Tenant:
+    async def create_tenant(
+        self, name: str, limits: Mapping[str, object] | None = None, weight: float = 1.0
+    ) -> TenantRow:
         """Make a tenant.
 
         Raises:
             ConflictError: The name is taken.
-            InvalidRequestError: The name cannot be stored, there is no such limit, or the weight is out of range.
+            InvalidRequestError: The name cannot be stored, or there is no such limit.
         """
         check_name(name, "name")
         async with self._change() as session:
@@ -39,75 +41,73 @@ class Tenants(Transactions):
                 id=f"ten_{secrets.token_hex(12)}",
                 name=name,
                 limits=checked_limits(limits or {}, TENANT_LIMITS),
-                weight=_checked_weight(weight),
-                created_at=self._clock(),
+                weight=weight,
+                created_at=self.clock(),
             )
             session.add(row)
             await session.flush()
             given = {"limits": row.limits or None, "weight": None if weight == 1 else weight}
-            audit.add(session, self._clock(), ADMIN, "tenant.create", tenant=name, target=name, **given)
-            return to_record(Tenant, row)
+            audit.add(session, self.clock(), ADMIN, "tenant.create", tenant=name, target=name, **given)
+            return row
 
-    async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[Tenant]:
+    async def list_tenants(self, after: str | None = None, limit: int = 100) -> Page[TenantRow]:
         """Tenants by name; those after the name `after`."""
-        check_integer(limit, "limit", low=1, high=MAX_PAGE)
         statement = select(TenantRow).order_by(TenantRow.name).limit(limit + 1)
         if after is not None:
             statement = statement.where(TenantRow.name > check_text(after, "after", 63))
-        found = [to_record(Tenant, row) for (row,) in await self._database.rows(statement)]
-        return Page.of(found, limit, lambda tenant: tenant.name)
+        return Page.of([row for (row,) in await self.database.rows(statement)], limit, lambda tenant: tenant.name)
 
-    async def get_tenant(self, name: str) -> Tenant:
+    async def get_tenant(self, name: str) -> TenantRow:
         """One tenant.
 
         Raises:
             NotFoundError: No tenant has this name.
         """
-        async with self._database.read() as session:
-            return to_record(Tenant, await tenant_row(session, name))
+        async with self.database.read() as session:
+            return await tenant_row(session, name)
 
     async def tenant_names(self, ids: Iterable[str]) -> dict[str, str]:
         """Names of the tenants with these ids, by id; ids that no tenant has are absent."""
         wanted = sorted(set(ids))
         names: dict[str, str] = {}
-        for start in range(0, len(wanted), MAX_PAGE):
-            some = TenantRow.id.in_(wanted[start : start + MAX_PAGE])
-            names.update(await self._database.rows(select(TenantRow.id, TenantRow.name).where(some)))
+        for start in range(0, len(wanted), _CHUNK):
+            some = TenantRow.id.in_(wanted[start : start + _CHUNK])
+            names.update(await self.database.rows(select(TenantRow.id, TenantRow.name).where(some)))
         return names
 
     async def tenant_limits(self, tenant_id: str) -> Limits:
         """The tenant's limits, from the cache; none for a tenant that was deleted."""
 
         async def read() -> Limits:
-            found = await self._database.rows(select(TenantRow.limits).where(TenantRow.id == tenant_id))
+            found = await self.database.rows(select(TenantRow.limits).where(TenantRow.id == tenant_id))
             return Limits(**found[0].limits if found else {})
 
-        return await self._tenant_limits.ask(tenant_id, read)
+        return await self.known_limits.ask(tenant_id, read)
 
     async def stored(self, tenant_id: str) -> dict[str, int]:
         """What counts against the tenant's limits `adapters` and `stored_bytes`."""
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return {
                 "adapters": await count_adapters(session, tenant_id),
-                "stored_bytes": await stored_bytes(session, tenant_id, self._clock()),
+                "stored_bytes": await stored_bytes(session, tenant_id, self.clock()),
             }
 
     async def update_tenant(
         self, name: str, limits: Mapping[str, object] | None = None, weight: float | None = None
-    ) -> Tenant:
+    ) -> TenantRow:
         """Replace a tenant's limits, its weight, or both; None leaves the old value.
 
         Raises:
             NotFoundError: No tenant has this name.
-            InvalidRequestError: There is no such limit, or a value is out of range.
+            InvalidRequestError: There is no such limit, or its value is out of range.
         """
-        async with self._change(self._key_ring, self._tenant_limits) as session:
+        async with self._change(self.key_ring, self.known_limits) as session:
             row = await tenant_row(session, name)
             row.limits = row.limits if limits is None else checked_limits(limits, TENANT_LIMITS)
-            row.weight = row.weight if weight is None else _checked_weight(weight)
+            row.weight = row.weight if weight is None else weight
             given = {"limits": None if limits is None else row.limits, "weight": weight}
-            audit.add(session, self._clock(), ADMIN, "tenant.update", tenant=name, target=name, **given)
-            return to_record(Tenant, row)
+            audit.add(session, self.clock(), ADMIN, "tenant.update", tenant=name, target=name, **given)
+            return row
 
     async def delete_tenant(self, name: str) -> Removed:
         """Delete a tenant with its keys, adapters and grants. Its keys stop working at once; its usage stays.
@@ -118,13 +118,11 @@ class Tenants(Transactions):
         Raises:
             NotFoundError: No tenant has this name.
         """
-        async with self._change(self._key_ring, self._tenant_limits, self._resolved) as session:
+        async with self._change(self.key_ring, self.known_limits, self.resolved) as session:
             row = await tenant_row(session, name)
-            own = select(AdapterRow.id).where(AdapterRow.tenant_id == row.id)
-            removed = await only_referenced_by(session, lambda version: version.adapter_id.in_(own))
-            await session.execute(delete(TenantRow).where(TenantRow.id == row.id))
-            audit.add(session, self._clock(), ADMIN, "tenant.delete", tenant=name, target=name)
-        return removed
+            own = VersionRow.adapter_id.in_(select(AdapterRow.id).where(AdapterRow.tenant_id == row.id))
+            audit.add(session, self.clock(), ADMIN, "tenant.delete", tenant=name, target=name)
+            return await remove(session, own, delete(TenantRow).where(TenantRow.id == row.id))
 
 
 async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
@@ -137,10 +135,3 @@ async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
     if row is None:
         raise no_such("tenant", name)
     return row
-
-
-def _checked_weight(weight: float) -> float:
-    low, high = WEIGHTS
-    if not low <= weight <= high:  # NaN too
-        raise InvalidRequestError(f"weight must be from {low} to {high}, got {weight}.", param="weight")
-    return weight

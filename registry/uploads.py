@@ -19,10 +19,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
 from weft.registry.cache import Transactions
 from weft.registry.db.clock import to_micros
-from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow, to_record
+from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
 from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
-from weft.registry.names import MAX_DESCRIPTION, check_integer, check_name, check_not_split, check_text, no_such
-from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft
+from weft.registry.names import MAX_DESCRIPTION, check_name, check_not_split, check_text, no_such
+from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, to_record
 
 KEPT = timedelta(hours=24)
 """How long the answer to a change is kept for a repeated request."""
@@ -95,27 +95,21 @@ async def keep_answer(session: AsyncSession, tenant_id: str, retry: Retry, answe
     before = await find_answer(session, tenant_id, retry, now)
     if before is not None:
         raise AnsweredBeforeError(before)
-    expired = await session.get(IdempotencyRow, (tenant_id, retry.key))
-    if expired is not None:
-        await session.delete(expired)
-        await session.flush()
-    session.add(
-        IdempotencyRow(
-            tenant_id=tenant_id,
-            key=retry.key,
-            body_digest=retry.body_digest,
-            status=answer.status,
-            response=dict(answer.body),
-            created_at=now,
-        )
+    row = IdempotencyRow(
+        tenant_id=tenant_id,
+        key=retry.key,
+        body_digest=retry.body_digest,
+        status=answer.status,
+        response=dict(answer.body),
+        created_at=now,
     )
+    await session.merge(row)  # an expired answer is replaced
     await session.flush()
 
 
 LIFETIME = timedelta(hours=24)
 MAX_OPEN = 100
 """Most open uploads of a tenant."""
-MAX_PAGE = 100
 
 
 class Publication:
@@ -180,8 +174,8 @@ class Uploads(Transactions):
         Raises:
             InvalidRequestError: The key was used for another change; code idempotency.key_reused.
         """
-        async with self._database.read() as session:
-            return await find_answer(session, tenant_id, retry, self._clock())
+        async with self.database.read() as session:
+            return await find_answer(session, tenant_id, retry, self.clock())
 
     async def storage_left(self, tenant_id: str, key: str | None = None) -> int | None:
         """Bytes that the tenant may still store, below 0 when there are too many; None without a limit.
@@ -189,8 +183,8 @@ class Uploads(Transactions):
         If the Idempotency-Key `key` has an answer, at least the size of the largest version: a repeated upload stores
         nothing, but must be read to be recognised.
         """
-        async with self._database.read() as session:
-            left = await storage_left(session, tenant_id, self._clock())
+        async with self.database.read() as session:
+            left = await storage_left(session, tenant_id, self.clock())
             if left is None or key is None or await session.get(IdempotencyRow, (tenant_id, key)) is None:
                 return left
             own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id)
@@ -217,8 +211,8 @@ class Uploads(Transactions):
         """
         check_name(draft.name, "name")
         check_text(draft.description or "", "description", MAX_DESCRIPTION)
-        now = self._clock()
-        async with self._database.write() as session:
+        now = self.clock()
+        async with self.database.write() as session:
             if await session.get(TenantRow, tenant_id) is None:
                 raise no_such("tenant", tenant_id)
             await _check_open(session, tenant_id, now)
@@ -257,22 +251,21 @@ class Uploads(Transactions):
         Raises:
             NotFoundError: The tenant has none of this id, or it has expired.
         """
-        async with self._database.read() as session:
-            return (await _records(session, [await _row(session, tenant_id, upload_id, self._clock())]))[0]
+        async with self.database.read() as session:
+            return (await _records(session, [await _row(session, tenant_id, upload_id, self.clock())]))[0]
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
         """A tenant's uploads, oldest first; those after the one with the id `after`."""
-        check_integer(limit, "limit", low=1, high=MAX_PAGE)
-        own = select(UploadRow).where(UploadRow.tenant_id == tenant_id, UploadRow.expires_at > self._clock())
+        own = select(UploadRow).where(UploadRow.tenant_id == tenant_id, UploadRow.expires_at > self.clock())
         if after is not None:
             own = own.where(UploadRow.id > check_text(after, "after", 64))
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             rows = (await session.scalars(own.order_by(UploadRow.id).limit(limit + 1))).all()
             return Page.of(await _records(session, rows), limit, lambda upload: upload.id)
 
     async def reject(self, tenant_id: str, upload_id: str, error: Mapping[str, Any]) -> None:
         """End an upload whose adapter was refused; `error` says why. Does nothing where it has ended already."""
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             row = await session.get(UploadRow, upload_id)
             if row is not None and row.tenant_id == tenant_id and row.state == UPLOADING:
                 row.state, row.result = "rejected", dict(error)
@@ -283,21 +276,21 @@ class Uploads(Transactions):
         Raises:
             NotFoundError: The tenant has none of this id.
         """
-        async with self._database.write() as session:
-            await session.delete(await _row(session, tenant_id, upload_id, self._clock()))
+        async with self.database.write() as session:
+            await session.delete(await _row(session, tenant_id, upload_id, self.clock()))
 
     async def forget_old(self) -> tuple[int, int]:
         """Delete expired uploads and answers; returns how many of each."""
-        now = self._clock()
+        now = self.clock()
         uploads = delete(UploadRow).where(UploadRow.expires_at <= now).returning(UploadRow.id)
         answers = delete(IdempotencyRow).where(IdempotencyRow.created_at <= now - KEPT).returning(IdempotencyRow.key)
-        async with self._database.write() as session:
+        async with self.database.write() as session:
             return len((await session.scalars(uploads)).all()), len((await session.scalars(answers)).all())
 
     async def open_ids(self) -> frozenset[str]:
         """Ids of all tenants' uploads that still take bytes."""
-        is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > self._clock())
-        return frozenset(row.id for row in await self._database.rows(select(UploadRow.id).where(*is_open)))
+        is_open = (UploadRow.state == UPLOADING, UploadRow.expires_at > self.clock())
+        return frozenset(row.id for row in await self.database.rows(select(UploadRow.id).where(*is_open)))
 
 
 async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> None:

@@ -64,7 +64,7 @@ async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str
         Blobs in use, and blobs for which there was no time.
     """
     used = []
-    async with services.registry.adapters.holding_unreferenced(weights) as unreferenced:
+    async with services.registry.adapters.locking_unreferenced(weights) as unreferenced:
         doomed, until_s = sorted(unreferenced), services.monotonic() + HOLD_S
         while doomed and services.monotonic() < until_s:
             if services.engine.uses(doomed[-1]):

@@ -24,7 +24,7 @@ from weft.engine.start_checks import check_start
 from weft.engine.status import EngineReady
 from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import CapacityError, ConfigError, NotFoundError
-from weft.registry.records import Tenant
+from weft.registry.db.models import TenantRow
 from weft.registry.registry import Registry
 from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.validation import AdapterValidator
@@ -39,7 +39,7 @@ from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
-from weft.server.usage.prices import read_prices
+from weft.server.usage.price_file import read_prices
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
@@ -268,7 +268,7 @@ async def _start(engine: EngineClient, model: str) -> tuple[EngineReady, tuple[T
         loading.cancel()
 
 
-async def _default_tenant(registry: Registry) -> Tenant:
+async def _default_tenant(registry: Registry) -> TenantRow:
     try:
         return await registry.tenants.get_tenant(DEFAULT_TENANT)
     except NotFoundError:
@@ -299,7 +299,7 @@ async def _sign_in(services: Services, key: AdminKey) -> str:
     if services.config.server.auth == "off":
         return ""
     try:
-        admin = await services.registry.keys.authenticate(key.secret)
+        admin = await services.registry.key_ring.authenticate(key.secret)
         link, _ = (
             await services.registry.sessions.begin_session(admin.credential, "link") if admin.credential else ("", None)
         )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weft.engine.request import GenerationRequest, RequestOutput
     from weft.engine.status import EngineLoad, EngineReady, EngineStatus
     from weft.engine.text.tokenizer import Tokenizer
-    from weft.registry.records import Tenant
+    from weft.registry.db.models import TenantRow
     from weft.registry.registry import Registry
     from weft.registry.usage.prices import PriceTable
     from weft.server.adapters.resumable_upload import StagedFiles
@@ -92,7 +92,7 @@ class Services:
     """Uploads that are being received right now."""
     prices: PriceTable | None = None
     """What tokens cost; None shows no cost."""
-    default_tenant: Tenant | None = None
+    default_tenant: TenantRow | None = None
     """The tenant an admin acts for by default; set where authentication is off."""
     removals: set[asyncio.Task[None]] = field(default_factory=set)
     """Deletions that wait for the last request of an adapter to end."""

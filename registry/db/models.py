@@ -1,4 +1,4 @@
-"""The tables, and how a row becomes a record.
+"""The tables.
 
 A `Moment` is stored as whole microseconds since 1970 (UTC). The usage tables have no NULL for "none" but the empty text
 or 0: a NULL equals nothing and would split a sum. Usage and audit log refer to no other table: they stay when tenants,
@@ -7,46 +7,26 @@ keys and adapters are deleted.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Dialect,
-    Float,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
-    MetaData,
-    String,
-    Text,
-    TypeDecorator,
-    UniqueConstraint,
-)
+import sqlalchemy as sa
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from weft.registry.db.clock import from_micros, to_micros
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-RecordT = TypeVar("RecordT", bound="DataclassInstance")
-
-
-class Moment(TypeDecorator[datetime]):
+class Moment(sa.TypeDecorator[datetime]):
     """A moment with a timezone; in the database microseconds since 1970."""
 
-    impl = BigInteger
+    impl = sa.BigInteger
     cache_ok = True
 
-    def process_bind_param(self, value: datetime | None, _dialect: Dialect) -> int | None:
+    def process_bind_param(self, value: datetime | None, _dialect: sa.Dialect) -> int | None:
         """To the database."""
         return None if value is None else to_micros(value)
 
-    def process_result_value(self, value: int | None, _dialect: Dialect) -> datetime | None:
+    def process_result_value(self, value: int | None, _dialect: sa.Dialect) -> datetime | None:
         """From the database, in UTC."""
         return None if value is None else from_micros(value)
 
@@ -55,14 +35,14 @@ class Base(DeclarativeBase):
     """Names every constraint: a migration needs the name to change one."""
 
     type_annotation_map: ClassVar[dict[Any, Any]] = {
-        int: BigInteger,
-        float: Float,
+        int: sa.BigInteger,
+        float: sa.Float,
         datetime: Moment,
-        dict[str, Any]: JSON,
-        dict[str, str]: JSON,
-        list[str]: JSON,
+        dict[str, Any]: sa.JSON,
+        dict[str, str]: sa.JSON,
+        list[str]: sa.JSON,
     }
-    metadata = MetaData(
+    metadata = sa.MetaData(
         naming_convention={
             "ix": "ix_%(column_0_label)s",
             "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -76,27 +56,23 @@ BY_KEY = {"sqlite_with_rowid": False}
 """SQLite keeps the rows in the order of their primary key: a range of hours is one piece of the file."""
 
 
-def to_record(kind: type[RecordT], row: Base, **given: object) -> RecordT:
-    """The record of a row: the row's columns of the same names, and the fields that are given."""
-    names = (field.name for field in fields(kind) if field.name not in given)
-    return kind(**{name: getattr(row, name) for name in names}, **given)
-
-
-def _ordered(length: int) -> String:
+def _ordered(length: int) -> sa.String:
     """Text that listings are ordered by: compared byte by byte, whatever the locale of the database."""
-    return String(length).with_variant(String(length, collation="C"), "postgresql")
+    return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 
 
 class TenantRow(Base):
-    """A tenant."""
+    """One customer, whose objects nobody else sees."""
 
     __tablename__ = "tenants"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     name: Mapped[str] = mapped_column(_ordered(63), unique=True)
     limits: Mapped[dict[str, Any]]
+    """By name, those that are set."""
     created_at: Mapped[datetime]
     weight: Mapped[float] = mapped_column(server_default="1")
+    """Its part of the engine, beside those of the other tenants with requests."""
 
 
 class KeyRow(Base):
@@ -104,20 +80,20 @@ class KeyRow(Base):
 
     __tablename__ = "api_keys"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
-    name: Mapped[str | None] = mapped_column(String(255))
-    prefix: Mapped[str] = mapped_column(String(32), unique=True)
-    digest: Mapped[str] = mapped_column(String(64))
+    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    name: Mapped[str | None] = mapped_column(sa.String(255))
+    prefix: Mapped[str] = mapped_column(sa.String(32), unique=True)
+    digest: Mapped[str] = mapped_column(sa.String(64))
     """HMAC-SHA256 of the whole secret, 64 hex digits."""
     scopes: Mapped[list[str]]
     expires_at: Mapped[datetime | None]
     created_at: Mapped[datetime]
     revoked_at: Mapped[datetime | None]
     limits: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
-    previous_prefix: Mapped[str | None] = mapped_column(String(32), index=True)
+    previous_prefix: Mapped[str | None] = mapped_column(sa.String(32), index=True)
     """Of the secret before the last rotation, which works until `previous_until`."""
-    previous_digest: Mapped[str | None] = mapped_column(String(64))
+    previous_digest: Mapped[str | None] = mapped_column(sa.String(64))
     previous_until: Mapped[datetime | None]
 
 
@@ -126,13 +102,13 @@ class SessionRow(Base):
 
     __tablename__ = "sessions"
 
-    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    digest: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     """HMAC-SHA256 of the token, 64 hex digits."""
-    kind: Mapped[str] = mapped_column(String(16))
+    kind: Mapped[str] = mapped_column(sa.String(16))
     """session or link."""
-    key_prefix: Mapped[str] = mapped_column(String(32))
+    key_prefix: Mapped[str] = mapped_column(sa.String(32))
     """Of the secret it stands for; empty for the admin key."""
-    key_digest: Mapped[str] = mapped_column(String(64))
+    key_digest: Mapped[str] = mapped_column(sa.String(64))
     expires_at: Mapped[datetime] = mapped_column(index=True)
 
 
@@ -140,14 +116,14 @@ class AdapterRow(Base):
     """An adapter; its weights are those of its versions."""
 
     __tablename__ = "adapters"
-    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+    __table_args__ = (sa.UniqueConstraint("tenant_id", "name"),)
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"))
+    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"))
     name: Mapped[str] = mapped_column(_ordered(63), index=True)
-    description: Mapped[str | None] = mapped_column(Text)
+    description: Mapped[str | None] = mapped_column(sa.Text)
     pinned: Mapped[bool]
-    next_version: Mapped[int] = mapped_column(Integer)
+    next_version: Mapped[int] = mapped_column(sa.Integer)
     """Only ever grows: a version number is never given twice."""
     created_at: Mapped[datetime]
 
@@ -156,20 +132,20 @@ class VersionRow(Base):
     """One immutable upload."""
 
     __tablename__ = "adapter_versions"
-    __table_args__ = (UniqueConstraint("adapter_id", "digest"),)
+    __table_args__ = (sa.UniqueConstraint("adapter_id", "digest"),)
 
-    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
-    version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    digest: Mapped[str] = mapped_column(String(71), index=True)
-    weights_sha256: Mapped[str] = mapped_column(String(64), index=True)
+    adapter_id: Mapped[str] = mapped_column(sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
+    version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
+    digest: Mapped[str] = mapped_column(sa.String(71), index=True)
+    weights_sha256: Mapped[str] = mapped_column(sa.String(64), index=True)
     spec: Mapped[dict[str, Any]]
-    rank: Mapped[int] = mapped_column(Integer)
+    rank: Mapped[int] = mapped_column(sa.Integer)
     target_modules: Mapped[list[str]]
-    applied: Mapped[int] = mapped_column(Integer)
-    total: Mapped[int] = mapped_column(Integer)
+    applied: Mapped[int] = mapped_column(sa.Integer)
+    total: Mapped[int] = mapped_column(sa.Integer)
     parameters: Mapped[int]
     size_bytes: Mapped[int]
-    peft_version: Mapped[str | None] = mapped_column(String(64))
+    peft_version: Mapped[str | None] = mapped_column(sa.String(64))
     created_at: Mapped[datetime]
     report: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     """What the check noticed, in the form in which clients see it."""
@@ -180,15 +156,15 @@ class AliasRow(Base):
 
     __tablename__ = "adapter_aliases"
     __table_args__ = (
-        ForeignKeyConstraint(
+        sa.ForeignKeyConstraint(
             ["adapter_id", "version"], ["adapter_versions.adapter_id", "adapter_versions.version"], ondelete="CASCADE"
         ),
     )
 
-    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     alias: Mapped[str] = mapped_column(_ordered(63), primary_key=True)
-    version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
-    weight: Mapped[int] = mapped_column(Integer, server_default="1")
+    version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
+    weight: Mapped[int] = mapped_column(sa.Integer, server_default="1")
     """The version's share of the requests is its part of the alias's sum."""
 
 
@@ -197,9 +173,11 @@ class GrantRow(Base):
 
     __tablename__ = "adapter_grants"
 
-    adapter_id: Mapped[str] = mapped_column(ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True)
-    version: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False, server_default="0")
+    adapter_id: Mapped[str] = mapped_column(sa.ForeignKey("adapters.id", ondelete="CASCADE"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(
+        sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True
+    )
+    version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False, server_default="0")
     """0 means every version."""
     created_at: Mapped[datetime]
 
@@ -209,17 +187,17 @@ class UploadRow(Base):
 
     __tablename__ = "uploads"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
-    key_id: Mapped[str] = mapped_column(String(64))
-    name: Mapped[str] = mapped_column(String(63))
-    description: Mapped[str | None] = mapped_column(Text)
+    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    key_id: Mapped[str] = mapped_column(sa.String(64))
+    name: Mapped[str] = mapped_column(sa.String(63))
+    description: Mapped[str | None] = mapped_column(sa.Text)
     activate: Mapped[bool]
     manifest: Mapped[dict[str, Any]]
     """File name to its size in bytes and its SHA-256."""
     size_bytes: Mapped[int]
     """What it reserves of its tenant's storage."""
-    state: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(sa.String(16))
     """uploading, ready or rejected."""
     result: Mapped[dict[str, Any] | None]
     """How it ended: the error, or which version it became."""
@@ -231,19 +209,19 @@ class UsageEventRow(Base):
     """One billable fact, under its ledger id."""
 
     __tablename__ = "usage_events"
-    __table_args__ = (Index("ix_usage_events_tenant_id_at", "tenant_id", "at"),)
+    __table_args__ = (sa.Index("ix_usage_events_tenant_id_at", "tenant_id", "at"),)
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     at: Mapped[int] = mapped_column(index=True)
     tenant_id: Mapped[str] = mapped_column(_ordered(64))
-    tenant: Mapped[str] = mapped_column(String(63))
+    tenant: Mapped[str] = mapped_column(sa.String(63))
     key_id: Mapped[str] = mapped_column(_ordered(64))
     adapter_id: Mapped[str] = mapped_column(_ordered(64))
-    adapter: Mapped[str] = mapped_column(String(127))
-    adapter_version: Mapped[int] = mapped_column(Integer)
-    adapter_digest: Mapped[str] = mapped_column(String(71))
-    request_id: Mapped[str] = mapped_column(String(256))
-    endpoint: Mapped[str] = mapped_column(String(64))
+    adapter: Mapped[str] = mapped_column(sa.String(127))
+    adapter_version: Mapped[int] = mapped_column(sa.Integer)
+    adapter_digest: Mapped[str] = mapped_column(sa.String(71))
+    request_id: Mapped[str] = mapped_column(sa.String(256))
+    endpoint: Mapped[str] = mapped_column(sa.String(64))
     status: Mapped[str] = mapped_column(_ordered(64))
     prompt_tokens: Mapped[int]
     cached_tokens: Mapped[int]
@@ -251,7 +229,7 @@ class UsageEventRow(Base):
     queue_s: Mapped[float | None]
     ttft_s: Mapped[float | None]
     duration_s: Mapped[float | None]
-    adapter_state: Mapped[str] = mapped_column(String(16))
+    adapter_state: Mapped[str] = mapped_column(sa.String(16))
     service_class: Mapped[str] = mapped_column(_ordered(16), server_default="interactive")
 
 
@@ -264,10 +242,10 @@ class _OfHour:
     """The hour's first microsecond."""
     tenant_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
     adapter_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
-    adapter_version: Mapped[int] = mapped_column(Integer, primary_key=True, sort_order=-1, autoincrement=False)
+    adapter_version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, sort_order=-1, autoincrement=False)
     key_id: Mapped[str] = mapped_column(_ordered(64), primary_key=True, sort_order=-1)
-    tenant: Mapped[str] = mapped_column(String(63))
-    adapter: Mapped[str] = mapped_column(String(127))
+    tenant: Mapped[str] = mapped_column(sa.String(63))
+    adapter: Mapped[str] = mapped_column(sa.String(127))
 
 
 class _Sums:
@@ -298,8 +276,8 @@ class UsageLatencyRow(_OfHour, Base):
 
     __tablename__ = "usage_latency"
 
-    adapter_state: Mapped[str] = mapped_column(String(16), primary_key=True)
-    bin: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    adapter_state: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
+    bin: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
     """A bin of `latency.BOUNDS_S`."""
     requests: Mapped[int]
 
@@ -310,8 +288,8 @@ class UsageAdapterRow(_Sums, Base):
     __tablename__ = "usage_adapters"
     __table_args__ = BY_KEY
 
-    adapter_id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    key_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    adapter_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
 
 
 class IdempotencyRow(Base):
@@ -319,10 +297,10 @@ class IdempotencyRow(Base):
 
     __tablename__ = "idempotency_keys"
 
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True)
-    key: Mapped[str] = mapped_column(String(255), primary_key=True)
-    body_digest: Mapped[str] = mapped_column(String(64))
-    status: Mapped[int] = mapped_column(Integer)
+    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True)
+    key: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
+    body_digest: Mapped[str] = mapped_column(sa.String(64))
+    status: Mapped[int] = mapped_column(sa.Integer)
     response: Mapped[dict[str, Any]]
     created_at: Mapped[datetime] = mapped_column(index=True)
 
@@ -332,12 +310,16 @@ class AuditRow(Base):
 
     __tablename__ = "audit_log"
 
-    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    id: Mapped[int] = mapped_column(sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True)
     at: Mapped[datetime]
-    actor: Mapped[str] = mapped_column(String(64))
-    action: Mapped[str] = mapped_column(String(64))
-    tenant: Mapped[str] = mapped_column(String(63))
-    target: Mapped[str] = mapped_column(String(255))
+    actor: Mapped[str] = mapped_column(sa.String(64))
+    """A key id, or `admin`."""
+    action: Mapped[str] = mapped_column(sa.String(64))
+    """`tenant.create`, `adapter.publish` and so on."""
+    tenant: Mapped[str] = mapped_column(sa.String(63))
+    """Name of the tenant whose object changed."""
+    target: Mapped[str] = mapped_column(sa.String(255))
+    """What changed: a name, `name@version` or a key id."""
     detail: Mapped[dict[str, Any]]
 
 
@@ -347,12 +329,12 @@ class FileRow(Base):
     __tablename__ = "files"
 
     id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
-    filename: Mapped[str] = mapped_column(String(255))
-    purpose: Mapped[str] = mapped_column(String(16))
+    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    filename: Mapped[str] = mapped_column(sa.String(255))
+    purpose: Mapped[str] = mapped_column(sa.String(16))
     """batch or batch_output."""
     size_bytes: Mapped[int]
-    sha256: Mapped[str] = mapped_column(String(64), index=True)
+    sha256: Mapped[str] = mapped_column(sa.String(64), index=True)
     created_at: Mapped[int]
     expires_at: Mapped[int] = mapped_column(index=True)
 
@@ -363,22 +345,22 @@ class BatchRow(Base):
     __tablename__ = "batches"
 
     id: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
-    key_id: Mapped[str] = mapped_column(String(64))
+    tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    key_id: Mapped[str] = mapped_column(sa.String(64))
     """The key that made it, for which its lines run; empty for the admin key."""
-    endpoint: Mapped[str] = mapped_column(String(64))
-    input_file_id: Mapped[str] = mapped_column(String(64))
-    input_sha256: Mapped[str] = mapped_column(String(64))
-    output_file_id: Mapped[str | None] = mapped_column(String(64))
-    error_file_id: Mapped[str | None] = mapped_column(String(64))
+    endpoint: Mapped[str] = mapped_column(sa.String(64))
+    input_file_id: Mapped[str] = mapped_column(sa.String(64))
+    input_sha256: Mapped[str] = mapped_column(sa.String(64))
+    output_file_id: Mapped[str | None] = mapped_column(sa.String(64))
+    error_file_id: Mapped[str | None] = mapped_column(sa.String(64))
     labels: Mapped[dict[str, str] | None]
     """The client's `metadata`."""
     errors: Mapped[dict[str, Any] | None]
     """What is wrong with its input, as a list in OpenAI's shape."""
-    total: Mapped[int] = mapped_column(Integer, default=0)
-    completed: Mapped[int] = mapped_column(Integer, default=0)
-    failed: Mapped[int] = mapped_column(Integer, default=0)
-    status: Mapped[str] = mapped_column(String(16), index=True)
+    total: Mapped[int] = mapped_column(sa.Integer, default=0)
+    completed: Mapped[int] = mapped_column(sa.Integer, default=0)
+    failed: Mapped[int] = mapped_column(sa.Integer, default=0)
+    status: Mapped[str] = mapped_column(sa.String(16), index=True)
     created_at: Mapped[int]
     expires_at: Mapped[int]
     in_progress_at: Mapped[int | None]
@@ -388,7 +370,7 @@ class BatchRow(Base):
     expired_at: Mapped[int | None]
     cancelling_at: Mapped[int | None]
     cancelled_at: Mapped[int | None]
-    owner: Mapped[str] = mapped_column(String(64), default="")
+    owner: Mapped[str] = mapped_column(sa.String(64), default="")
     """The server that runs it; empty for none."""
     lease_until: Mapped[int] = mapped_column(default=0)
     """When another server may take it over, unless its owner says before that it goes on."""
@@ -404,8 +386,10 @@ class BatchResultRow(Base):
 
     __tablename__ = "batch_results"
 
-    batch_id: Mapped[str] = mapped_column(_ordered(64), ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True)
-    line: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    batch_id: Mapped[str] = mapped_column(
+        _ordered(64), sa.ForeignKey("batches.id", ondelete="CASCADE"), primary_key=True
+    )
+    line: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False)
     is_error: Mapped[bool]
-    result: Mapped[str] = mapped_column(Text)
+    result: Mapped[str] = mapped_column(sa.Text)
     """A line of the output file or the error file."""

@@ -19,16 +19,6 @@ STATEMENT_MS = 30_000
 _LOCK = 0x77656674
 """Key of the advisory lock: `weft`."""
 _FULL = ("53100", "53200")
-_SESSION = " ".join(
-    f"-c {name}={value}"
-    for name, value in {
-        "lock_timeout": LOCK_MS,
-        "statement_timeout": STATEMENT_MS,
-        "idle_in_transaction_session_timeout": 2 * STATEMENT_MS,
-        "timezone": "UTC",
-        "client_encoding": "UTF8",
-    }.items()
-)
 
 
 def open_postgres(url: URL) -> AsyncEngine:
@@ -43,6 +33,13 @@ def open_postgres(url: URL) -> AsyncEngine:
         raise ConfigError(
             "PostgreSQL needs its driver: pip install 'weft[postgres]'", param="registry.database_url"
         ) from error
+    settings = {
+        "lock_timeout": LOCK_MS,
+        "statement_timeout": STATEMENT_MS,
+        "idle_in_transaction_session_timeout": 2 * STATEMENT_MS,
+        "timezone": "UTC",
+        "client_encoding": "UTF8",
+    }
     engine = create_async_engine(
         url.set(drivername="postgresql+psycopg"),
         pool_size=4,
@@ -53,7 +50,7 @@ def open_postgres(url: URL) -> AsyncEngine:
         connect_args={
             "async_creator_fn": BoundedConnection.connect,
             "connect_timeout": CONNECT_S,
-            "options": _SESSION,
+            "options": " ".join(f"-c {name}={value}" for name, value in settings.items()),
             # Else the kernel waits a quarter of an hour for a server that vanished.
             "keepalives_idle": 10,
             "keepalives_interval": 5,

@@ -23,7 +23,7 @@ WIDTHS: dict[Bucket | None, int] = {None: 0, "1m": MINUTE_US, "1h": HOUR_US, "1d
 """Microseconds; days on which clocks change are longer or shorter."""
 
 
-def zone(name: str) -> ZoneInfo:
+def zone_of(name: str) -> ZoneInfo:
     """The time zone of this IANA name.
 
     Raises:
@@ -60,13 +60,13 @@ class Buckets:
         return cls(bucket, zone, tuple(pieces))
 
     @property
-    def hold_hours(self) -> bool:
-        """Whether there are hours of UTC that lie in one bucket."""
+    def have_whole_hours(self) -> bool:
+        """Whether any hour of UTC lies in one bucket only."""
         return self.bucket != "1m" and not (self.bucket == "1h" and all(offset for _, offset in self.pieces))
 
     @property
     def cut_hours(self) -> bool:
-        """Whether there are hours of UTC that lie in more than one bucket."""
+        """Whether any hour of UTC lies in more than one bucket."""
         moments = (*(begin for begin, _ in self.pieces[1:]), *(offset for _, offset in self.pieces))
         return any(moment % HOUR_US for moment in moments)
 

@@ -109,14 +109,9 @@ class JournalFiles:
             self.closed.append(self._path)
             os.close(fd)
 
-    def remove(self, path: Path) -> None:
-        """Delete a closed file, after its events are in the database."""
-        path.unlink()
-        self.closed.remove(path)
-
-    def set_aside(self, path: Path) -> None:
-        """Rename a closed file with damaged lines to `.damaged`: it is kept for the operator."""
-        path.rename(path.with_suffix(".damaged"))
+    def discard(self, path: Path, *, is_damaged: bool) -> None:
+        """Delete a closed file, after its events are in the database; a damaged one is renamed to `.damaged`."""
+        path.rename(path.with_suffix(".damaged")) if is_damaged else path.unlink()
         self.closed.remove(path)
 
     def close(self) -> None:
@@ -198,13 +193,9 @@ class Journal:
             await self._run(self._files.close_current)
         return self.closed
 
-    async def remove(self, path: Path) -> None:
-        """Delete a closed file, after its events are in the database."""
-        await self._run(lambda: self._files.remove(path))
-
-    async def set_aside(self, path: Path) -> None:
-        """Rename a closed file with damaged lines to `.damaged`."""
-        await self._run(lambda: self._files.set_aside(path))
+    async def discard(self, path: Path, *, is_damaged: bool) -> None:
+        """Delete a closed file, after its events are in the database; a damaged one is kept for the operator."""
+        await self._run(lambda: self._files.discard(path, is_damaged=is_damaged))
 
     async def close(self) -> None:
         """Write what was appended, and unlock the folder."""

@@ -13,15 +13,16 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Integer, RowMapping, case, cast, func, select
+from sqlalchemy import BigInteger, ColumnElement, RowMapping, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.adapters.ref import AdapterTier
 from weft.errors import InvalidRequestError
-from weft.registry.db.clock import DAY_US, HOUR_US, from_micros, to_micros
+from weft.registry.db.clock import HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageLatencyRow
 from weft.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
-from weft.registry.usage.query import GROUP_COLUMNS, adapter_label, check_query, matching
+from weft.registry.usage.buckets import WIDTHS
+from weft.registry.usage.query import adapter_label, check_query, group_columns, matching
 
 LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
 PER_DECADE = 20
@@ -38,8 +39,6 @@ PLACES: tuple[AdapterTier, ...] = ("device", "host", "stored")
 STATES = (*PLACES, "base", "unknown")
 """Also `base` for requests without an adapter, and `unknown` for those that ended before the adapter was looked up."""
 
-_WIDTHS = {None: 0, "1h": HOUR_US, "1d": DAY_US}
-_IDS = {group: GROUP_COLUMNS[group] for group in LATENCY_GROUPS}
 _LAST_HOUR = to_micros(datetime.max.replace(tzinfo=UTC)) // HOUR_US * HOUR_US
 _counts = UsageLatencyRow.__table__.c
 
@@ -47,20 +46,16 @@ _counts = UsageLatencyRow.__table__.c
 async def query(session: AsyncSession, query: UsageQuery) -> LatencyReport:
     """Latency of a range; rows are ordered by bucket, then by the ids of their groups.
 
-    Takes the bucket, grouping and filters of usage, without minutes, statuses and service classes. Ignores `limit` and
+    Takes the bucket, grouping and filters of usage, but no minutes, statuses or service classes. Ignores `limit` and
     `after`.
 
     Raises:
         InvalidRequestError: The query is wrong, or the answer would be too long.
     """
     check_query(query)
-    if query.bucket not in _WIDTHS:
-        raise InvalidRequestError("bucket must be 1h or 1d.", param="bucket")
-    if not set(query.group_by) <= _IDS.keys() or query.statuses or query.service_classes:
-        raise InvalidRequestError(f"group_by takes {', '.join(LATENCY_GROUPS)}.", param="group_by")
     start = to_micros(query.start) // HOUR_US * HOUR_US
     end = min(-(-to_micros(query.end) // HOUR_US) * HOUR_US, _LAST_HOUR)
-    ids = tuple(dict.fromkeys(name for group in query.group_by for name in _IDS[group]))
+    ids = group_columns(query)
     rows: dict[tuple[Any, ...], list[RowMapping]] = {}
     found = await _read(session, query, ids, start, end)
     for counted in found:
@@ -76,7 +71,7 @@ async def query(session: AsyncSession, query: UsageQuery) -> LatencyReport:
 def _row(query: UsageQuery, counted: Sequence[RowMapping], start: int, end: int) -> LatencyRow:
     ids: Mapping[Any, Any] = counted[0]
     start = ids.get("bucket", start)
-    end = start + _WIDTHS[query.bucket] if query.bucket else end
+    end = start + WIDTHS[query.bucket] if query.bucket else end
     by_adapter = "adapter" in query.group_by or "version" in query.group_by
     return LatencyRow(
         start=from_micros(start),
@@ -100,7 +95,7 @@ def _figures(counted: Sequence[RowMapping]) -> dict[str, Any]:
         "requests": states.total(),
         "states": {state: states[state] for state in STATES},
         "hit_rate": states["device"] / placed if placed else None,
-        "ttft_s": {percent: seconds for percent, seconds in times.items() if seconds is not None} or None,
+        "ttft_s": {f"p{percent}": seconds for percent, seconds in times.items() if seconds is not None} or None,
     }
 
 
@@ -108,7 +103,7 @@ async def _read(
     session: AsyncSession, query: UsageQuery, ids: Sequence[str], start: int, end: int
 ) -> Sequence[RowMapping]:
     order: list[ColumnElement[Any]] = [_counts[name] for name in ids]
-    if width := _WIDTHS[query.bucket]:
+    if width := WIDTHS[query.bucket]:
         order.insert(0, (_counts.at // width * width).label("bucket"))
     keys = [*order, _counts.adapter_state, _counts.bin]
     shown = {"tenant": _counts.tenant, "adapter": adapter_label(query, UsageLatencyRow.__table__)}
@@ -127,12 +122,6 @@ async def _read(
 def bin_of(seconds: float | None) -> int:
     """The bin of a time to the first token; `NO_TOKEN` for None."""
     return NO_TOKEN if seconds is None else bisect_right(BOUNDS_S, seconds)
-
-
-def bin_in_sql(seconds: ColumnElement[float | None]) -> ColumnElement[int]:
-    """`bin_of` of a column."""
-    bounds = ((seconds < bound, number) for number, bound in enumerate(BOUNDS_S))
-    return cast(case((seconds.is_(None), NO_TOKEN), *bounds, else_=len(BOUNDS_S)), Integer)
 
 
 def percentile(counts: Mapping[int, int], percent: int) -> float | None:

@@ -30,8 +30,8 @@ from weft.registry.usage import write as usage
 from weft.registry.usage.journal import Journal, read_lines
 from weft.registry.usage.prices import PriceTable
 
-MOVE_INTERVAL_S = 1.0
-RETRY_INTERVAL_S = 1.0
+INTERVAL_S = 1.0
+"""From an event to the move of the journal, and again after a move that failed."""
 BATCH_EVENTS = 500
 INTERRUPTED = "interrupted"
 
@@ -48,15 +48,6 @@ class _Entry:
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Entry)
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A closed journal file, decoded."""
-
-    path: Path
-    entries: tuple[_Entry, ...]
-    damaged: int
 
 
 class UsageLedger:
@@ -76,15 +67,13 @@ class UsageLedger:
         *,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
-        move_interval_s: float = MOVE_INTERVAL_S,
-        retry_interval_s: float = RETRY_INTERVAL_S,
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self._database = database
         self._journal = journal
         self._clock = clock
         self._monotonic = monotonic
-        self._move_interval_s = move_interval_s
-        self._retry_interval_s = retry_interval_s
+        self._interval_s = interval_s
         self._open_marks: dict[str, UsageEvent] = {}
         self._unwritten: set[str] = set()
         self._has_unmoved = asyncio.Event()
@@ -173,12 +162,12 @@ class UsageLedger:
             try:
                 # One file at a time: after a long outage all files may not fit into memory.
                 for path in await self._journal.seal():
-                    file = await asyncio.to_thread(_read_file, path)
-                    await self._insert(entry.event for entry in file.entries if entry.kind == "final")
+                    entries, num_damaged = await asyncio.to_thread(_read_file, path)
+                    await self._insert(entry.event for entry in entries if entry.kind == "final")
                     # On a full disk a file with marks stays; files without marks are removed and make room.
                     with contextlib.suppress(CapacityError):
-                        await self._carry_marks(file)
-                        await self._discard(file)
+                        await self._carry_marks(entries)
+                        await self._discard(path, num_damaged)
                 await self._bill_unwritten()
             except OSError as error:
                 raise CapacityError("The usage journal cannot be read now.", code="storage.unavailable") from error
@@ -256,11 +245,6 @@ class UsageLedger:
             async with self._database.write() as session:
                 return await usage.erase_keys(session, key_ids, self._clock())
 
-    async def check(self) -> int:
-        """Number of rows of sums that differ from the sum of their events: 0, or there is a bug."""
-        async with self._database.read() as session:
-            return await usage.count_differences(session)
-
     def lag_s(self) -> float:
         """Age in seconds of the oldest event that is not in the database; 0 if there is none."""
         moments = [moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None]
@@ -289,7 +273,7 @@ class UsageLedger:
         paths = self._journal.closed
         num_ends = 0
         for path in paths:
-            entries = (await asyncio.to_thread(_read_file, path)).entries
+            entries, _ = await asyncio.to_thread(_read_file, path)
             ends = [entry.event for entry in entries if entry.kind == "final"]
             await self._insert(ends)
             num_ends += len(ends)
@@ -301,13 +285,14 @@ class UsageLedger:
         # A mark may come after its end in the journal. The end is in the database by now, and the first event counts.
         await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
         for path in paths:
-            await self._discard(await asyncio.to_thread(_read_file, path))
+            _, num_damaged = await asyncio.to_thread(_read_file, path)
+            await self._discard(path, num_damaged)
         if paths:
             _logger.info("usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks))
 
-    async def _carry_marks(self, file: _File) -> None:
+    async def _carry_marks(self, entries: Iterable[_Entry]) -> None:
         """Write the marks of running requests again, before the file with them is removed."""
-        marked = {entry.event.id for entry in file.entries if entry.kind == "mark"}
+        marked = {entry.event.id for entry in entries if entry.kind == "mark"}
         marks = [_encoder.encode(_Entry("mark", self._open_marks[each])) for each in marked & self._open_marks.keys()]
         if marks:
             await self._journal.append(*marks)
@@ -319,20 +304,18 @@ class UsageLedger:
             async with self._database.write() as session:
                 await usage.insert_events(session, batch)
 
-    async def _discard(self, file: _File) -> None:
-        if file.damaged:
-            _logger.error("usage journal: %d damaged lines in %s, kept as .damaged", file.damaged, file.path.name)
-            await self._journal.set_aside(file.path)
-        else:
-            await self._journal.remove(file.path)
+    async def _discard(self, path: Path, num_damaged: int) -> None:
+        if num_damaged:
+            _logger.error("usage journal: %d damaged lines in %s, kept as .damaged", num_damaged, path.name)
+        await self._journal.discard(path, is_damaged=num_damaged > 0)
 
     async def _move_forever(self) -> None:
         while True:
             await self._has_unmoved.wait()
-            await asyncio.sleep(self._move_interval_s)
+            await asyncio.sleep(self._interval_s)
             if not await self._flush_or_log():
                 self._has_unmoved.set()
-                await asyncio.sleep(self._retry_interval_s)
+                await asyncio.sleep(self._interval_s)
 
     async def _flush_or_log(self) -> bool:
         try:
@@ -343,7 +326,8 @@ class UsageLedger:
         return True
 
 
-def _read_file(path: Path) -> _File:
+def _read_file(path: Path) -> tuple[list[_Entry], int]:
+    """The entries of a closed file, and how many of its lines are damaged."""
     lines = read_lines(path)
     entries = []
     damaged = lines.damaged
@@ -352,4 +336,4 @@ def _read_file(path: Path) -> _File:
             entries.append(_decoder.decode(payload))
         except msgspec.DecodeError:
             damaged += 1
-    return _File(path, tuple(entries), damaged)
+    return entries, damaged

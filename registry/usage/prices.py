@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, FromClause, and_, case, cast, func, literal
+from sqlalchemy import BigInteger, ColumnElement, FromClause, and_, case, cast, literal
 
 UNITS = 10**10
 """Units of cost in one of the currency."""
@@ -42,8 +43,8 @@ class PriceTable:
     tenants: Mapping[str, Price] = field(default_factory=dict)
     adapters: Mapping[tuple[str, str], Price] = field(default_factory=dict)
     """By the caller's tenant and the adapter's name."""
-    batch: PriceTable | None = None
-    """Prices of lines of batches; None: as of other requests."""
+    batch: Decimal = Decimal(1)
+    """A line of a batch costs so many times the price. No product may have a fraction of a unit."""
 
     def costs(self, facts: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
         """The cost of each row of `facts` in two parts: the first in `PART` units, the second in units."""
@@ -51,19 +52,19 @@ class PriceTable:
         computed = columns.prompt_tokens - columns.cached_tokens
         kinds = (("prompt", computed), ("cached", columns.cached_tokens), ("completion", columns.completion_tokens))
 
-        def cost(part: int) -> ColumnElement[int]:
-            terms = [cast(tokens, BigInteger) * self._of(kind, part, columns) for kind, tokens in kinds]
+        def cost(part: int, factor: Decimal) -> ColumnElement[int]:
+            terms = [cast(tokens, BigInteger) * self._of(kind, part, columns, factor) for kind, tokens in kinds]
             return terms[0] + terms[1] + terms[2]
 
-        if self.batch is None:
-            return cost(0), cost(1)
+        if self.batch == 1:
+            return cost(0, self.batch), cost(1, self.batch)
         is_batch = columns.service_class == "batch"
-        parts, units = (case((is_batch, of_line), else_=cost(n)) for n, of_line in enumerate(self.batch.costs(facts)))
+        parts, units = (case((is_batch, cost(part, self.batch)), else_=cost(part, Decimal(1))) for part in (0, 1))
         return parts, units
 
-    def _of(self, kind: str, part: int, columns: Any) -> ColumnElement[int]:  # noqa: ANN401 - a collection of columns
+    def _of(self, kind: str, part: int, columns: Any, factor: Decimal) -> ColumnElement[int]:  # noqa: ANN401 - a collection of columns
         def units(price: Price) -> ColumnElement[int]:
-            return literal(divmod(getattr(price, kind), PART)[part], BigInteger)
+            return literal(divmod(int(getattr(price, kind) * factor), PART)[part], BigInteger)
 
         whens: list[tuple[ColumnElement[bool], ColumnElement[int]]] = [
             (and_(columns.tenant == tenant, columns.adapter == adapter), units(price))
@@ -73,13 +74,6 @@ class PriceTable:
         if self.base is not None:
             whens.append((columns.adapter == "", units(self.base)))
         return case(*whens, else_=units(self.default)) if whens else units(self.default)
-
-
-def cost_sums(prices: PriceTable | None, facts: FromClause) -> tuple[ColumnElement[int], ...]:
-    """The sum of the costs of all rows, in the parts of `PriceTable.costs`; 0 without prices."""
-    if prices is None:
-        return literal(0, BigInteger), literal(0, BigInteger)
-    return tuple(cast(func.coalesce(func.sum(cost), 0), BigInteger) for cost in prices.costs(facts))
 
 
 def in_currency(units: int) -> str:

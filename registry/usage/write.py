@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, FromClause, String, Table, case, delete, func, literal, or_, select, union_all
+from sqlalchemy import ColumnElement, FromClause, String, Table, case, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
@@ -23,7 +23,7 @@ from weft.registry.db.database import insert_into
 from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
 from weft.registry.names import MAX_VERSION, check_integer, check_text, storable
 from weft.registry.records import AdapterUsage, UsageEvent
-from weft.registry.usage.latency import bin_in_sql, bin_of
+from weft.registry.usage.latency import bin_of
 from weft.registry.usage.query import SUMS, sum_of
 
 MAX_TOKENS = 1 << 40
@@ -70,21 +70,16 @@ def checked_event(event: UsageEvent) -> UsageEvent:
     return replace(event, at=event.at.astimezone(UTC), request_id=storable(event.request_id, 256))
 
 
-async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> int:
-    """Insert the events that are new, and add them to the sums.
-
-    Returns:
-        How many were inserted.
-    """
+async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> None:
+    """Insert the events that are new, and add them to the sums."""
     rows: dict[str, dict[str, Any]] = {}
     for event in events:
         rows.setdefault(event.id, _row(event))
     if not rows:
-        return 0
+        return
     statement = insert_into(session, UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
     inserted = list(await session.scalars(statement, list(rows.values())))
     await add_to_sums(session, (rows[event_id] for event_id in inserted))
-    return len(inserted)
 
 
 async def count_tokens(
@@ -122,13 +117,7 @@ def _row(event: UsageEvent) -> dict[str, Any]:
 async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]]) -> None:
     """Add events (rows of their table) that were inserted in this transaction to the sums."""
     facts = [
-        {
-            **row,
-            "at": row["at"] // HOUR_US * HOUR_US,
-            "last_at": row["at"],
-            "requests": 1,
-            "bin": bin_of(row["ttft_s"]),
-        }
+        {**row, "at": row["at"] // HOUR_US * HOUR_US, "last_at": row["at"], "requests": 1, "bin": bin_of(row["ttft_s"])}
         for row in rows
     ]
     for table, (column, left_out) in _KEPT:
@@ -144,31 +133,9 @@ async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]]) -> 
             await session.execute(upsert, added)
 
 
-async def count_differences(session: AsyncSession) -> int:
-    """Number of rows of sums that differ from the sum of their events: 0, or there is a bug."""
-    facts: dict[str, ColumnElement[Any]] = {
-        **_events,
-        "at": _events.at // HOUR_US * HOUR_US,
-        "requests": literal(1),
-        "bin": bin_in_sql(_events.ttft_s),
-    }
-    num_wrong = 0
-    for table, (column, left_out) in _KEPT:
-        keys = [column.name for column in table.primary_key]
-        sums = [name for name in SUMS if name in table.c]
-        counted = select(*(facts[name].label(name) for name in (*keys, *sums))).where(_events[column] != left_out)
-        negated = select(*(table.c[name] for name in keys), *((-table.c[name]).label(name) for name in sums))
-        both = union_all(counted, negated).subquery()
-        differs = or_(*(func.sum(both.c[name]) != 0 for name in sums))
-        rows = select(literal(1)).select_from(both).group_by(*(both.c[name] for name in keys))
-        wrong = rows.having(differs).subquery()
-        num_wrong += await session.scalar(select(func.count()).select_from(wrong)) or 0
-    return num_wrong
-
-
 async def summary(session: AsyncSession, adapter_ids: Iterable[str]) -> dict[str, AdapterUsage]:
     """All usage of these adapters by all tenants; ids without usage are absent."""
-    sums = [sum_of(_adapters[name]) for name in SUMS]
+    sums = [sum_of(_adapters[name], name) for name in SUMS]
     statement = select(_adapters.adapter_id, func.max(_adapters.last_at).label("last_at"), *sums)
     statement = statement.where(_adapters.adapter_id.in_(set(adapter_ids))).group_by(_adapters.adapter_id)
     found = (await session.execute(statement)).mappings()

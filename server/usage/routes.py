@@ -6,16 +6,18 @@ import csv
 import io
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
+from zoneinfo import ZoneInfo
 
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
 from weft.registry.records import (
+    UTC_ZONE,
+    Bucket,
     GroupBy,
-    LatencyFigures,
     LatencyRow,
     RankBy,
     ServiceClass,
@@ -23,7 +25,7 @@ from weft.registry.records import (
     UsageRow,
     UsageTotals,
 )
-from weft.registry.usage.buckets import zone
+from weft.registry.usage.buckets import zone_of
 from weft.registry.usage.latency import LATENCY_GROUPS
 from weft.registry.usage.prices import in_currency
 from weft.registry.usage.query import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
@@ -44,7 +46,6 @@ from weft.server.usage.schemas import (
 from weft.server.usage.span import SpanParams, group_fields, groups_of, usage_scope
 
 router = APIRouter(tags=["usage"])
-BucketWidth = Literal["1m", "1h", "1d"]
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
 """Default and largest number of buckets per page, as OpenAI has them."""
@@ -68,7 +69,7 @@ class RangeParams(SpanParams):
     limit: int = Field(1000, ge=1, le=MAX_ROWS)
     format: Literal["json", "csv"] = "json"
 
-    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+    def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger, without bucket and grouping."""
         asked = super().query(caller, now, zone)
         return replace(
@@ -83,7 +84,7 @@ class RangeParams(SpanParams):
 class UsageParams(RangeParams):
     """What GET /v1/usage takes."""
 
-    bucket: BucketWidth | None = None
+    bucket: Bucket | None = None
     """Width of a row's time span: minutes, or hours and days as clocks in `tz` show them."""
     tz: str = Field("UTC", max_length=64)
     """IANA name of a time zone; `start` and `end` without an offset are of this zone, those of rows are in UTC."""
@@ -96,12 +97,11 @@ class UsageParams(RangeParams):
     rank_by: RankBy = "total_tokens"
     """With `top`: groups are ranked by this. Total tokens are prompt plus completion tokens; cost needs prices."""
 
-    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+    def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger."""
         return replace(
             super().query(caller, now, zone),
             bucket=self.bucket,
-            tz=self.tz,
             group_by=groups_of(self.group_by),
             top=self.top,
             rank_by=self.rank_by,
@@ -116,7 +116,7 @@ class OrganizationUsageParams(BaseModel):
     tenant: str | None = None
     start_time: int = Field(ge=0, lt=1 << 36)
     end_time: int | None = Field(None, ge=0, lt=1 << 36)
-    bucket_width: BucketWidth = "1d"
+    bucket_width: Bucket = "1d"
     limit: int | None = Field(None, ge=1)
     page: str | None = Field(None, pattern=r"^page_[0-9]{1,11}$")
     group_by: list[str] = Field(default_factory=list)
@@ -130,16 +130,13 @@ class OrganizationUsageParams(BaseModel):
 
 
 @router.get(
-    "/v1/usage",
-    response_model=UsageList,
-    response_model_exclude_unset=True,
-    responses={200: {"content": _CSV}},
+    "/v1/usage", response_model=UsageList, response_model_exclude_unset=True, responses={200: {"content": _CSV}}
 )
 async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
 ) -> UsageList | Response:
     """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
-    query = params.query(caller, services.now(), zone(params.tz))
+    query = params.query(caller, services.now(), zone_of(params.tz))
     await services.registry.usage.flush()
     report = await services.registry.usage.query(query, services.prices)
     currency = services.prices.currency if services.prices else None
@@ -159,11 +156,7 @@ async def get_usage(
     )
 
 
-@router.get(
-    "/v1/usage/events",
-    response_model=UsageEventList,
-    responses={200: {"content": _CSV}},
-)
+@router.get("/v1/usage/events", response_model=UsageEventList, responses={200: {"content": _CSV}})
 async def list_usage_events(
     services: Wired, caller: UsageCaller, params: Annotated[RangeParams, Query()]
 ) -> UsageEventList | Response:
@@ -220,13 +213,7 @@ def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
 
 def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[str, object]:
     other = {} if query.top is None else {"other": row.other}
-    return {
-        "start": iso(row.start),
-        "end": iso(row.end),
-        **group_fields(query, row),
-        **other,
-        **_sums(row, currency),
-    }
+    return {"start": iso(row.start), "end": iso(row.end), **group_fields(query, row), **other, **_sums(row, currency)}
 
 
 def _sums(sums: UsageTotals, currency: str | None) -> dict[str, object]:
@@ -281,7 +268,7 @@ class LatencyParams(SpanParams):
     group_by: str = ""
     """Comma-separated: tenant, adapter, version, key."""
 
-    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+    def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger."""
         groups = groups_of(self.group_by, LATENCY_GROUPS)
         return replace(super().query(caller, now, zone), bucket=self.bucket, group_by=groups)
@@ -303,20 +290,11 @@ async def get_latency(services: Wired, caller: UsageCaller, params: Annotated[La
         end=iso(report.end),
         data=[_row_view(query, row) for row in report.rows],
         next=None,
-        totals=LatencyFiguresView.model_validate(_figures(report.totals)),
+        totals=LatencyFiguresView.model_validate(report.totals),
     )
 
 
 def _row_view(query: UsageQuery, row: LatencyRow) -> LatencyRowView:
+    figures = {name: getattr(row, name) for name in LatencyFiguresView.model_fields}
     groups = group_fields(query, row)
-    return LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **_figures(row)})
-
-
-def _figures(figures: LatencyFigures) -> dict[str, object]:
-    ttft_s = figures.ttft_s
-    return {
-        "requests": figures.requests,
-        "states": figures.states,
-        "hit_rate": figures.hit_rate,
-        "ttft_s": {f"p{percent}": seconds for percent, seconds in ttft_s.items()} if ttft_s else None,
-    }
+    return LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **figures})

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta, tzinfo
-from typing import Annotated
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, get_args
+from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
-from weft.registry.records import GroupBy, LatencyRow, UsageQuery, UsageRow
+from weft.registry.records import UTC_ZONE, GroupBy, LatencyRow, UsageQuery, UsageRow
 from weft.registry.usage.query import MAX_WANTED
 from weft.server.auth.callers import Caller
 
 DEFAULT_DAYS = 30
-GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key", "status", "service_class")
+GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 _SPACED_OFFSET = re.compile(r" (?=\d\d:?\d\d$)")
 
 
@@ -36,12 +37,13 @@ class SpanParams(BaseModel):
     key: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
     """Ids of keys."""
 
-    def query(self, caller: Caller, now: datetime, zone: tzinfo = UTC) -> UsageQuery:
+    def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger; times that name no offset are of the zone."""
         end = _moment(self.end, "end", zone) if self.end else now + timedelta(seconds=1)
         return UsageQuery(
             start=_moment(self.start, "start", zone) if self.start else _days_before(end),
             end=end,
+            zone=zone,
             tenant_id=usage_scope(caller, self.tenant),
             adapters=tuple(self.adapter),
             versions=tuple(self.version),
@@ -72,7 +74,7 @@ def group_fields(query: UsageQuery, row: UsageRow | LatencyRow) -> dict[str, obj
     return {group: getattr(row, "key_id" if group == "key" else group) for group in GROUPS if group in shown}
 
 
-def _moment(text: str, param: str, zone: tzinfo) -> datetime:
+def _moment(text: str, param: str, zone: ZoneInfo) -> datetime:
     """A time in ISO-8601 (of the zone where it names no offset) or Unix seconds."""
     try:
         if text.isascii() and text.isdigit():

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from long_model import LONG_ANSWER, long_model
+from usage_sums import wrong_sums
 from weft.cli.demo import traffic as demo_traffic
 from weft.cli.demo.round import ADAPTERS, BASE_NAME, TENANTS, play
 from weft.cli.demo.run import describe_check
@@ -168,7 +169,7 @@ def test_reset_removes_this_and_nothing_else(played: Played) -> None:
     ]
     assert after.pop("audit_log")[: len(before["audit_log"])] == before["audit_log"]
     assert after == {table: before[table] for table in after}
-    assert asyncio.run(count_differences(played.server.data_dir)) == 0
+    assert asyncio.run(count_wrong_sums(played.server.data_dir)) == 0
 
     again = reset(played.server.data_dir)
     assert (again.returncode, again.stdout) == (
@@ -184,7 +185,7 @@ def test_reset_where_no_demo_was_says_so_and_makes_nothing(tmp_path: Path) -> No
         assert "There is no demo in" in done.stderr
         assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-    asyncio.run(count_differences(tmp_path))  # a registry, where the demo never was
+    asyncio.run(count_wrong_sums(tmp_path))  # a registry, where the demo never was
     assert "There is no demo in" in reset(tmp_path).stderr
 
 
@@ -219,9 +220,9 @@ def tables(data_dir: Path) -> Rows:
     return found
 
 
-async def count_differences(data_dir: Path) -> int:
+async def count_wrong_sums(data_dir: Path) -> int:
     registry = await Registry.open(None, data_dir)
     try:
-        return await registry.usage.check()
+        return await wrong_sums(registry.database)
     finally:
         await registry.close()

@@ -4,23 +4,23 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, event
 
-from registry_samples import NOON, StandingClock, facts, publish_version
+from registry_samples import NOON, StandingClock, facts, kept_statements, publish_version
 from weft.adapters.ref import AdapterRef
 from weft.errors import CapacityError, InvalidRequestError, NotFoundError
-from weft.registry.records import Removed, Tenant
+from weft.registry.db.models import TenantRow
+from weft.registry.records import Removed
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def acme(registry: Registry) -> Tenant:
+async def acme(registry: Registry) -> TenantRow:
     return await registry.tenants.create_tenant("acme")
 
 
-async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Registry, acme: Tenant) -> None:
+async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Registry, acme: TenantRow) -> None:
     adapter, version, created = await publish_version(registry, acme.id, "support", facts("a"), "answers questions")
     assert created
     assert version == adapter.current
@@ -35,7 +35,7 @@ async def test_the_first_upload_makes_the_adapter_and_version_one(registry: Regi
     assert await registry.adapters.get_adapter(acme.id, "support") == adapter
 
 
-async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Registry, acme: Tenant) -> None:
+async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Registry, acme: TenantRow) -> None:
     uploaded = facts("a")
     _, version, _ = await publish_version(registry, acme.id, "support", uploaded)
     adapter, resolved = await registry.adapters.resolve(acme.id, "support")
@@ -52,22 +52,15 @@ async def test_what_an_upload_was_found_to_be_comes_back_unchanged(registry: Reg
     )
 
 
-async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: Tenant) -> None:
+async def test_a_selector_is_found_with_one_statement(registry: Registry, acme: TenantRow) -> None:
     for content in "ab":
         await publish_version(registry, acme.id, "support", facts(content))
-    statements: list[str] = []
-
-    def keep(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        if "audit_log" not in statement:  # whether anything has changed is looked up beside it
-            statements.append(statement)
-
-    event.listen(Engine, "before_cursor_execute", keep)
-    try:
+    with kept_statements() as statements:
         for selector in ("support", "support@1", "acme/support@default"):
             await registry.adapters.resolve(acme.id, selector)
-    finally:
-        event.remove(Engine, "before_cursor_execute", keep)
-    assert len([statement for statement in statements if statement.startswith("SELECT")]) == 3, statements
+    # whether anything has changed is looked up beside it
+    selects = [each for each in statements if each.startswith("SELECT") and "audit_log" not in each]
+    assert len(selects) == 3, statements
 
 
 async def test_two_processes_publishing_at_once_make_one_version(
@@ -90,35 +83,21 @@ async def test_two_processes_publishing_at_once_make_one_version(
 @pytest.mark.parametrize(
     "selector", ["other", "support@9", "support@prod", f"support@{facts('z').digest}", "nobody/support", "", "a@b@c"]
 )
-async def test_what_does_not_exist_is_an_unknown_model(registry: Registry, acme: Tenant, selector: str) -> None:
+async def test_what_does_not_exist_is_an_unknown_model(registry: Registry, acme: TenantRow, selector: str) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
     with pytest.raises(NotFoundError) as caught:
         await registry.adapters.resolve(acme.id, selector)
     assert caught.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize(
-    "aliases", [{"prod": 2}, {"prod": 0}, {"prod": True}, {"3": 1}, {"Prod": 1}, {"a\x00": 1}, {"prod": 1 << 63}]
-)
-async def test_an_alias_that_means_nothing_changes_nothing(
-    registry: Registry, acme: Tenant, aliases: dict[str, int]
-) -> None:
-    await publish_version(registry, acme.id, "support", facts("a"))
-    with pytest.raises(InvalidRequestError):
-        await registry.adapters.update_adapter(acme.id, "support", pinned=True, aliases={"first": 1, **aliases})
-    adapter = await registry.adapters.get_adapter(acme.id, "support")
-    assert adapter.aliases == {"default": {1: 1}}
-    assert not adapter.pinned
-
-
-async def test_an_adapter_takes_a_hundred_aliases(registry: Registry, acme: Tenant) -> None:
+async def test_an_adapter_takes_a_hundred_aliases(registry: Registry, acme: TenantRow) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
     await registry.adapters.update_adapter(acme.id, "support", aliases={f"a{i}": 1 for i in range(99)})
     with pytest.raises(InvalidRequestError):
         await registry.adapters.update_adapter(acme.id, "support", aliases={"one-more": 1})
 
 
-async def test_description_and_pin_change_by_themselves(registry: Registry, acme: Tenant) -> None:
+async def test_description_and_pin_change_by_themselves(registry: Registry, acme: TenantRow) -> None:
     await publish_version(registry, acme.id, "support", facts("a"), "old")
     assert (await registry.adapters.update_adapter(acme.id, "support", pinned=True)).description == "old"
     adapter = await registry.adapters.update_adapter(acme.id, "support", description="new")
@@ -127,9 +106,14 @@ async def test_description_and_pin_change_by_themselves(registry: Registry, acme
     assert (adapter.description, adapter.pinned) == ("new", True)
     with pytest.raises(InvalidRequestError):
         await registry.adapters.update_adapter(acme.id, "support", description="\x00")
+    for name in ("", "Support", "\x00", "a/b"):
+        with pytest.raises(InvalidRequestError):
+            await publish_version(registry, acme.id, name, facts("a"))
+        with pytest.raises(NotFoundError):
+            await registry.adapters.get_adapter(acme.id, name)
 
 
-async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Tenant) -> None:
+async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: TenantRow) -> None:
     for name in ("c", "a", "b"):
         await publish_version(registry, acme.id, name, facts(name))
     first = await registry.adapters.list_adapters(acme.id, limit=2)
@@ -139,7 +123,7 @@ async def test_adapters_are_listed_by_name_in_pages(registry: Registry, acme: Te
     assert second.next is None
 
 
-async def test_content_that_someone_else_refers_to_is_not_removed(registry: Registry, acme: Tenant) -> None:
+async def test_content_that_someone_else_refers_to_is_not_removed(registry: Registry, acme: TenantRow) -> None:
     other = await registry.tenants.create_tenant("other")
     same_weights = facts("a", rank=16)
     await publish_version(registry, acme.id, "support", facts("a"))
@@ -154,7 +138,7 @@ async def test_content_that_someone_else_refers_to_is_not_removed(registry: Regi
     assert await registry.adapters.unreferenced([]) == frozenset()
 
 
-async def test_digests_are_named_by_all_their_versions(registry: Registry, acme: Tenant) -> None:
+async def test_digests_are_named_by_all_their_versions(registry: Registry, acme: TenantRow) -> None:
     other = await registry.tenants.create_tenant("other")
     for content in ("a", "b"):
         await publish_version(registry, acme.id, "support", facts(content))
@@ -169,7 +153,7 @@ async def test_digests_are_named_by_all_their_versions(registry: Registry, acme:
 
 
 async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
-    registry: Registry, acme: Tenant, clock: StandingClock
+    registry: Registry, acme: TenantRow, clock: StandingClock
 ) -> None:
     other = await registry.tenants.create_tenant("other")
     assert await registry.adapters.pinned_adapters() == ()
@@ -189,36 +173,7 @@ async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
     assert [adapter.current.digest for adapter in pinned] == [facts(c).digest for c in ("a", "b", "newer")]
 
 
-@pytest.mark.parametrize("version", [2, 0, -1])
-async def test_a_version_that_is_not_there_cannot_be_deleted(registry: Registry, acme: Tenant, version: int) -> None:
-    await publish_version(registry, acme.id, "support", facts("a"))
-    with pytest.raises(NotFoundError, match=f"There is no version `support@{version}`"):
-        await registry.adapters.delete_adapter(acme.id, "support", version)
-
-
-@pytest.mark.parametrize("name", ["", "Support", "a..b", "\x00", "a/b"])
-async def test_a_bad_name_is_refused_on_upload_and_unknown_elsewhere(
-    registry: Registry, acme: Tenant, name: str
-) -> None:
-    with pytest.raises(InvalidRequestError):
-        await publish_version(registry, acme.id, name, facts("a"))
-    with pytest.raises(NotFoundError):
-        await registry.adapters.get_adapter(acme.id, name)
-
-
-async def test_a_resolve_under_way_during_a_delete_is_not_remembered(registry: Registry, acme: Tenant) -> None:
-    for content in "ab":
-        await publish_version(registry, acme.id, "support", facts(content))
-    for _ in range(10):
-        await asyncio.gather(
-            *(registry.adapters.resolve(acme.id, "support") for _ in range(3)),
-            registry.adapters.update_adapter(acme.id, "support", aliases={"default": 1}),
-        )
-        assert (await registry.adapters.resolve(acme.id, "support"))[1].version == 1
-        await registry.adapters.update_adapter(acme.id, "support", aliases={"default": 2})
-
-
-async def test_changes_are_in_the_audit_log(registry: Registry, acme: Tenant, clock: StandingClock) -> None:
+async def test_changes_are_in_the_audit_log(registry: Registry, acme: TenantRow, clock: StandingClock) -> None:
     await publish_version(registry, acme.id, "support", facts("a"), actor="key_7")
     clock.advance(5)
     await registry.adapters.update_adapter(acme.id, "support", aliases={"prod": 1})
@@ -234,11 +189,12 @@ async def test_changes_are_in_the_audit_log(registry: Registry, acme: Tenant, cl
     ]
     assert newest_first[1].detail == {"aliases": {"prod": 1}}
     assert newest_first[2].at == NOON
-    assert await registry.list_audit(before=newest_first[2].id, limit=1) == newest_first[3:]
+    older = await registry.list_audit(before=newest_first[2].id, limit=1)
+    assert [entry.id for entry in older] == [newest_first[3].id]
 
 
 async def test_no_version_refers_to_a_blob_while_it_is_deleted(
-    registry: Registry, acme: Tenant, tmp_path: Path, database_url: str | None
+    registry: Registry, acme: TenantRow, tmp_path: Path, database_url: str | None
 ) -> None:
     other = await Registry.open(database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other")
     order: list[str] = []
@@ -249,21 +205,21 @@ async def test_no_version_refers_to_a_blob_while_it_is_deleted(
 
     sha256 = facts("a").weights_sha256
     for process in (registry, other):
-        async with registry.adapters.holding_unreferenced([sha256, "0" * 64]) as unreferenced:
+        async with registry.adapters.locking_unreferenced([sha256, "0" * 64]) as unreferenced:
             publishing = asyncio.create_task(publish(process))
             await asyncio.sleep(0.2)
             assert not publishing.done()
             assert unreferenced == {sha256, "0" * 64}
             order.append("deleted")
         await publishing
-        async with other.adapters.holding_unreferenced([sha256]) as unreferenced:
+        async with other.adapters.locking_unreferenced([sha256]) as unreferenced:
             assert unreferenced == frozenset()
         await registry.adapters.delete_adapter(acme.id, "support")
     assert order == ["deleted", "stored"] * 2
     await other.close()
 
 
-async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: Tenant) -> None:
+async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: TenantRow) -> None:
     with pytest.raises(CapacityError):
         async with registry.adapters.publishing(acme.id, "support", facts("a")):
             raise CapacityError("full", code="storage.full")
@@ -272,7 +228,9 @@ async def test_what_cannot_be_stored_is_not_published(registry: Registry, acme: 
     assert [entry.action for entry in await registry.list_audit()] == ["tenant.create"]
 
 
-async def test_adapters_of_all_tenants_are_listed_by_tenant_and_name_in_pages(registry: Registry, acme: Tenant) -> None:
+async def test_adapters_of_all_tenants_are_listed_by_tenant_and_name_in_pages(
+    registry: Registry, acme: TenantRow
+) -> None:
     other = await registry.tenants.create_tenant("a-b")
     for tenant, names in ((acme, ("b", "z")), (other, ("a", "b", "c"))):
         for name in names:

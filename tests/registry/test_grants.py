@@ -1,28 +1,27 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import event
 
-from registry_samples import facts, publish_version
+from registry_samples import facts, kept_statements, publish_version
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry import grants
-from weft.registry.records import Tenant
+from weft.registry.db.models import TenantRow
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def acme(registry: Registry) -> Tenant:
+async def acme(registry: Registry) -> TenantRow:
     return await registry.tenants.create_tenant("acme")
 
 
 @pytest.fixture
-async def other(registry: Registry) -> Tenant:
+async def other(registry: Registry) -> TenantRow:
     return await registry.tenants.create_tenant("other")
 
 
-async def may_call(registry: Registry, tenant: Tenant, *selectors: str) -> list[bool]:
+async def may_call(registry: Registry, tenant: TenantRow, *selectors: str) -> list[bool]:
     found = []
     for selector in selectors:
         try:
@@ -33,7 +32,9 @@ async def may_call(registry: Registry, tenant: Tenant, *selectors: str) -> list[
     return found
 
 
-async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry, acme: Tenant, other: Tenant) -> None:
+async def test_a_granted_adapter_is_called_by_its_owners_name(
+    registry: Registry, acme: TenantRow, other: TenantRow
+) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
     made = [await registry.grants.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
     assert [is_new for _, is_new in made] == [True, False]
@@ -54,7 +55,7 @@ async def test_a_granted_adapter_is_called_by_its_owners_name(registry: Registry
     assert await registry.adapters.list_granted(other.id) == ()
 
 
-async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: Tenant, other: Tenant) -> None:
+async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: TenantRow, other: TenantRow) -> None:
     for content in "abc":
         await publish_version(registry, acme.id, "support", facts(content))
     await registry.grants.grant_adapter(acme.id, "support", other.id, 2)
@@ -73,7 +74,7 @@ async def test_a_grant_of_one_version_opens_no_other(registry: Registry, acme: T
 
 
 async def test_a_deleted_version_takes_its_grant_along_and_a_new_one_is_not_granted(
-    registry: Registry, acme: Tenant, other: Tenant
+    registry: Registry, acme: TenantRow, other: TenantRow
 ) -> None:
     for content in "ab":
         await publish_version(registry, acme.id, "support", facts(content))
@@ -86,7 +87,7 @@ async def test_a_deleted_version_takes_its_grant_along_and_a_new_one_is_not_gran
 
 
 async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
-    registry: Registry, acme: Tenant, other: Tenant, monkeypatch: pytest.MonkeyPatch
+    registry: Registry, acme: TenantRow, other: TenantRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
     for name, grantee, version in (
@@ -107,25 +108,24 @@ async def test_a_grant_needs_an_adapter_a_version_and_another_tenant(
         await registry.grants.grant_adapter(acme.id, "support", other.id, 1)
 
 
-async def test_grants_go_with_the_grantee(registry: Registry, acme: Tenant, other: Tenant) -> None:
+async def test_grants_go_with_the_grantee(registry: Registry, acme: TenantRow, other: TenantRow) -> None:
     await publish_version(registry, acme.id, "support", facts("a"))
     await registry.grants.grant_adapter(acme.id, "support", other.id)
     await registry.tenants.delete_tenant("other")
     assert await registry.grants.list_grants(acme.id, "support") == ()
 
 
-async def test_what_strangers_grant_costs_no_more_questions(registry: Registry, acme: Tenant, other: Tenant) -> None:
-    statements: list[str] = []
-    engine = registry._database._engine.sync_engine
-    event.listen(engine, "before_cursor_execute", lambda *details: statements.append(details[2]))
+async def test_what_strangers_grant_costs_no_more_questions(
+    registry: Registry, acme: TenantRow, other: TenantRow
+) -> None:
     asked = []
     for number in range(4):
         await publish_version(registry, acme.id, f"support-{number}", facts(str(number)))
         await publish_version(registry, acme.id, f"support-{number}", facts(f"{number} again"))
         await registry.grants.grant_adapter(acme.id, f"support-{number}", other.id, 1)
         await registry.grants.grant_adapter(acme.id, f"support-{number}", other.id)
-        statements.clear()
-        listed = await registry.adapters.list_granted(other.id)
+        with kept_statements() as statements:
+            listed = await registry.adapters.list_granted(other.id)
         asked.append(len(statements))
         assert [(adapter.name, adapter.current.version, version) for adapter, version in listed] == [
             (f"support-{made}", current, version)

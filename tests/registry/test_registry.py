@@ -68,7 +68,7 @@ async def test_it_counts_as_there_for_as_long_as_known_keys_are_served(
     async def away() -> None:
         raise CapacityError("away", code="db.unavailable")
 
-    monkeypatch.setattr(registry._database, "check", away)
+    monkeypatch.setattr(registry.database, "check", away)
     clock.advance(MAX_OUTAGE_S - 1)
     await registry.check()
     clock.advance(2)
@@ -124,7 +124,7 @@ async def test_any_text_is_answered_or_refused_on_purpose(registry: Registry, te
         registry.adapters.list_adapters(tenant.id, after=text),
         registry.tenants.get_tenant(text),
         registry.keys.revoke_key(text),
-        registry.keys.authenticate(text),
+        registry.key_ring.authenticate(text),
         registry.keys.create_key("acme", text),
     ):
         with contextlib.suppress(WeftError):

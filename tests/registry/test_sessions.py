@@ -18,7 +18,7 @@ async def key_of(registry: Registry) -> tuple[str, Identity]:
     """A key's id, and who holds it."""
     await registry.tenants.create_tenant("acme")
     key, secret = await registry.keys.create_key("acme", "browser", ["usage"])
-    return key.id, await registry.keys.authenticate(secret)
+    return key.id, await registry.key_ring.authenticate(secret)
 
 
 def credential(identity: Identity) -> Credential:
@@ -28,7 +28,7 @@ def credential(identity: Identity) -> Credential:
 
 async def refusal(registry: Registry, token: str) -> str:
     with pytest.raises(AuthenticationError) as raised:
-        await registry.sessions.authenticate_session(token)
+        await registry.key_ring.identify_session(token)
     return raised.value.code
 
 
@@ -36,17 +36,17 @@ async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry) -
     _, holder = await key_of(registry)
     token, _ = await registry.sessions.begin_session(credential(holder))
     other, _ = await registry.sessions.begin_session(credential(holder))
-    assert await registry.sessions.authenticate_session(token) == holder
+    assert await registry.key_ring.identify_session(token) == holder
     await registry.sessions.end_session(token)
     await registry.sessions.end_session(token)
     assert await refusal(registry, token) == "session.ended"
-    assert await registry.sessions.authenticate_session(other) == holder
+    assert await registry.key_ring.identify_session(other) == holder
 
 
 async def test_a_guessed_link_waits_for_no_writer(registry: Registry) -> None:
     _, holder = await key_of(registry)
     session, _ = await registry.sessions.begin_session(credential(holder))
-    async with registry._database.write():
+    async with registry.database.write():
         for token in ("weft_link_guessed", session):
             with pytest.raises(AuthenticationError) as raised:
                 await asyncio.wait_for(registry.sessions.follow_link(token), 60)
@@ -57,7 +57,7 @@ async def test_endless_sign_ins_do_not_fill_the_database(registry: Registry, clo
     _, holder = await key_of(registry)
     await registry.tenants.create_tenant("other")
     _, secret = await registry.keys.create_key("other")
-    bystander, _ = await registry.sessions.begin_session(credential(await registry.keys.authenticate(secret)))
+    bystander, _ = await registry.sessions.begin_session(credential(await registry.key_ring.authenticate(secret)))
     link, _ = await registry.sessions.begin_session(credential(holder), "link")
     tokens = []
     for _ in range(MAX_PER_SECRET + 2):
@@ -66,8 +66,8 @@ async def test_endless_sign_ins_do_not_fill_the_database(registry: Registry, clo
     for token in tokens[:2]:
         assert await refusal(registry, token) == "session.ended"
     for token in (tokens[2], tokens[-1]):
-        assert await registry.sessions.authenticate_session(token) == holder
-    assert (await registry.sessions.authenticate_session(bystander)).tenant == "other"
+        assert await registry.key_ring.identify_session(token) == holder
+    assert (await registry.key_ring.identify_session(bystander)).tenant == "other"
     assert await registry.sessions.follow_link(link) == holder
 
 
@@ -76,7 +76,7 @@ async def test_a_session_ends_after_its_time(registry: Registry, clock: Standing
     token, ends = await registry.sessions.begin_session(credential(holder))
     assert ends == clock() + timedelta(seconds=SESSION_S)
     clock.now = ends - timedelta(seconds=1)
-    assert await registry.sessions.authenticate_session(token) == holder
+    assert await registry.key_ring.identify_session(token) == holder
     clock.now = ends
     assert await refusal(registry, token) == "session.ended"
 
@@ -84,7 +84,7 @@ async def test_a_session_ends_after_its_time(registry: Registry, clock: Standing
 async def test_a_session_ends_with_its_key(registry: Registry) -> None:
     key_id, holder = await key_of(registry)
     token, _ = await registry.sessions.begin_session(credential(holder))
-    assert await registry.sessions.authenticate_session(token) == holder
+    assert await registry.key_ring.identify_session(token) == holder
     await registry.keys.revoke_key(key_id)
     assert await refusal(registry, token) == "session.ended"
 
@@ -93,7 +93,7 @@ async def test_a_rotation_ends_the_sessions_of_the_secret_before_it(registry: Re
     key_id, holder = await key_of(registry)
     token, _ = await registry.sessions.begin_session(credential(holder))
     await registry.keys.rotate_key(key_id, grace_s=60)
-    assert (await registry.sessions.authenticate_session(token)).key_id == key_id
+    assert (await registry.key_ring.identify_session(token)).key_id == key_id
     clock.now += timedelta(seconds=61)
     assert await refusal(registry, token) == "session.ended"
 
@@ -102,7 +102,7 @@ async def test_a_session_has_the_scopes_that_its_key_has_now(registry: Registry)
     key_id, holder = await key_of(registry)
     token, _ = await registry.sessions.begin_session(credential(holder))
     await registry.keys.update_key(key_id, scopes=["infer"])
-    assert (await registry.sessions.authenticate_session(token)).scopes == ("infer",)
+    assert (await registry.key_ring.identify_session(token)).scopes == ("infer",)
 
 
 async def test_a_link_is_no_session_and_works_once(registry: Registry) -> None:
@@ -110,7 +110,7 @@ async def test_a_link_is_no_session_and_works_once(registry: Registry) -> None:
     link, _ = await registry.sessions.begin_session(credential(holder), "link")
     assert await refusal(registry, link) == "session.ended"
     with pytest.raises(AuthenticationError):
-        await registry.keys.authenticate(link)
+        await registry.key_ring.authenticate(link)
     answers = await asyncio.gather(*(registry.sessions.follow_link(link) for _ in range(4)), return_exceptions=True)
     assert sorted(type(answer).__name__ for answer in answers) == ["AuthenticationError"] * 3 + ["Identity"]
     assert [answer for answer in answers if isinstance(answer, Identity)] == [holder]
@@ -125,4 +125,4 @@ async def test_a_link_is_soon_too_old_and_a_session_is_no_link(registry: Registr
         with pytest.raises(AuthenticationError) as raised:
             await registry.sessions.follow_link(wrong)
         assert raised.value.code == "session.link_used"
-    assert await registry.sessions.authenticate_session(token) == holder
+    assert await registry.key_ring.identify_session(token) == holder

@@ -30,7 +30,7 @@ async def test_a_long_sweep_lets_changes_pass(api: Api, monkeypatch: pytest.Monk
     """The database's lock is given back each time that it was held for `HOLD_S`."""
     lonely_blobs(api, 40)
     now_s, deleted_in_hold = 0.0, list[int]()
-    delete, holding = api.services.blobs.delete, api.services.registry.adapters.holding_unreferenced
+    delete, holding = api.services.blobs.delete, api.services.registry.adapters.locking_unreferenced
 
     def slowly(sha256: str) -> bool:
         nonlocal now_s
@@ -43,7 +43,7 @@ async def test_a_long_sweep_lets_changes_pass(api: Api, monkeypatch: pytest.Monk
         return holding(weights)
 
     monkeypatch.setattr(api.services.blobs, "delete", slowly)
-    monkeypatch.setattr(api.services.registry.adapters, "holding_unreferenced", hold)
+    monkeypatch.setattr(api.services.registry.adapters, "locking_unreferenced", hold)
     sweeper = Sweeper(replace(api.services, monotonic=lambda: now_s))
     swept, _ = await asyncio.gather(sweeper.sweep(is_start=True), api.services.registry.tenants.create_tenant("acme"))
     assert swept["blobs"] == 40
@@ -79,7 +79,7 @@ async def test_a_database_that_is_away_ends_no_removal(api: Api, monkeypatch: py
 
     digests = lonely_blobs(api, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(api.services.registry.adapters, "holding_unreferenced", away)
+        patch.setattr(api.services.registry.adapters, "locking_unreferenced", away)
         await delete_blobs(api.services, digests)
         assert len(api.files()) == 1
     await eventually(lambda: not api.files())

@@ -20,7 +20,7 @@ WRITERS = 16
 
 async def main(data_dir: Path, run: str) -> None:
     database = await Database.open(None, data_dir)
-    ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), move_interval_s=0.02)
+    ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), interval_s=0.02)
     await ledger.start()
     os.write(1, b"ready\n")
 

@@ -1,4 +1,4 @@
-"""A quarter of a platform's usage: 100,000 events over 90 days, of 500 adapters and 20 tenants."""
+"""A quarter of a platform's usage: 20,000 events over 90 days, of 200 adapters and 20 tenants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.registry.usage.write import insert_events
 START = datetime(2026, 1, 20, 3, 17, tzinfo=UTC)
 """The 90 days hold 8 March, when New York's clocks go forward; neither end is a whole hour."""
 END = START + timedelta(days=90)
-EVENTS, ADAPTERS, TENANTS = 100_000, 500, 20
+EVENTS, ADAPTERS, TENANTS = 20_000, 200, 20
 _CHUNK = 10_000
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+from sqlalchemy import Engine, event
 
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.registry.db import migrations
@@ -62,6 +66,21 @@ async def publish_version(
     async with registry.adapters.publishing(tenant_id, name, facts, description, **options) as made:
         pass
     return made.adapter, made.adapter.current, made.is_new
+
+
+@contextmanager
+def kept_statements() -> Iterator[list[str]]:
+    """All statements that any database gets within the block."""
+    statements: list[str] = []
+
+    def keep(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", keep)
+    try:
+        yield statements
+    finally:
+        event.remove(Engine, "before_cursor_execute", keep)
 
 
 def usage_event(event_id: str, **changes: Any) -> UsageEvent:

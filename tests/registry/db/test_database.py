@@ -208,11 +208,8 @@ async def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
     await database.close()
 
 
-def test_without_a_url_the_database_lies_in_the_folder(tmp_path: Path) -> None:
-    assert parse_url(None, tmp_path).database == f"{tmp_path}/registry.sqlite"
-
-
 def test_both_spellings_of_postgresql_are_taken(tmp_path: Path) -> None:
+    assert parse_url(None, tmp_path).database == f"{tmp_path}/registry.sqlite"
     for scheme in ("postgres", "postgresql", "postgresql+psycopg"):
         parsed = parse_url(f"{scheme}://u:p@h:5433/db", tmp_path)
         assert (parsed.get_backend_name(), parsed.host, parsed.port, parsed.database) == ("postgresql", "h", 5433, "db")
@@ -243,9 +240,9 @@ async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeyp
 async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "_SESSION", "-c lock_timeout=50")
-    database = await Database.open(fresh_database(), tmp_path)
-    other = await Database.open(str(database._engine.url.render_as_string(hide_password=False)), tmp_path)
+    monkeypatch.setattr(postgres, "LOCK_MS", 50)
+    url = fresh_database()
+    database, other = await Database.open(url, tmp_path), await Database.open(url, tmp_path)
     with pytest.raises(CapacityError):
         async with database.read() as session:
             await session.execute(text("CREATE TABLE no (n INTEGER)"))

@@ -88,10 +88,11 @@ def test_files_are_numbered_on_and_never_reopened(tmp_path: Path) -> None:
         files.close()
     assert [path.name for path in files.closed] == ["0000000000000001.journal", "0000000000000002.journal"]
     files = JournalFiles(tmp_path)
-    files.set_aside(files.closed[1])
-    files.remove(files.closed[0])
+    files.discard(files.closed[1], is_damaged=True)
+    files.discard(files.closed[0], is_damaged=False)
+    files.write(encode_line(b"c"), durable=True)
     files.close()
-    assert JournalFiles(tmp_path)._next_number == 3
+    assert files.closed[-1].name == "0000000000000003.journal"
 
 
 def test_a_full_file_is_followed_by_another(tmp_path: Path) -> None:

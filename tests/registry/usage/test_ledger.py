@@ -14,6 +14,7 @@ from sqlalchemy.exc import ProgrammingError
 
 from postgres_server import fresh_database
 from registry_samples import NOON, StandingClock, usage_event
+from usage_sums import wrong_sums
 from weft.errors import CapacityError, InvalidRequestError
 from weft.registry.db import database as database_module
 from weft.registry.db.database import Database
@@ -29,10 +30,11 @@ pytestmark = pytest.mark.anyio
 ALL = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 
 
-async def _open(database: Database, tmp_path: Path, clock: StandingClock, **options: Any) -> UsageLedger:
-    quick = {"move_interval_s": 3600.0, "retry_interval_s": 3600.0, **options}
-    journal = await Journal.open(tmp_path / "usage")
-    ledger = UsageLedger(database, journal, clock=clock, monotonic=clock.monotonic, **quick)
+async def _open(
+    database: Database, tmp_path: Path, clock: StandingClock, interval_s: float = 3600.0, journal: Journal | None = None
+) -> UsageLedger:
+    journal = journal or await Journal.open(tmp_path / "usage")
+    ledger = UsageLedger(database, journal, clock=clock, monotonic=clock.monotonic, interval_s=interval_s)
     await ledger.start()
     return ledger
 
@@ -47,18 +49,26 @@ async def other_database(tmp_path: Path, database_url: str | None) -> AsyncItera
 
 
 @pytest.fixture
-async def ledger(database: Database, tmp_path: Path, clock: StandingClock) -> AsyncIterator[UsageLedger]:
-    opened = await _open(database, tmp_path, clock)
+async def journal(tmp_path: Path) -> Journal:
+    return await Journal.open(tmp_path / "usage")
+
+
+@pytest.fixture
+async def ledger(
+    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
+) -> AsyncIterator[UsageLedger]:
+    opened = await _open(database, tmp_path, clock, journal=journal)
     yield opened
     await opened.close()
 
 
-async def _die(ledger: UsageLedger) -> None:
+async def _die(journal: Journal) -> None:
     """Let go of the folder as a killed process does: nothing is moved."""
-    assert ledger._mover is not None
-    ledger._mover.cancel()
-    await asyncio.gather(ledger._mover, return_exceptions=True)
-    await ledger._journal.close()
+    movers = [task for task in asyncio.all_tasks() if task.get_name() == "weft-usage-mover"]
+    for mover in movers:
+        mover.cancel()
+    await asyncio.gather(*movers, return_exceptions=True)
+    await journal.close()
 
 
 async def _stored(database: Database) -> dict[str, tuple[str, int]]:
@@ -67,9 +77,9 @@ async def _stored(database: Database) -> dict[str, tuple[str, int]]:
         return {row.id: (row.status, row.completion_tokens) for row in rows}
 
 
-async def _until_moved(ledger: UsageLedger) -> None:
+async def _until_moved(database: Database, count: int) -> None:
     async with asyncio.timeout(60):
-        while ledger._sealed_since is not None or ledger._unsealed_since is not None:  # noqa: ASYNC110 - the ledger tells nobody when it is done
+        while len(await _stored(database)) < count:  # noqa: ASYNC110 - the ledger tells nobody when it is done
             await asyncio.sleep(0.005)
 
 
@@ -112,11 +122,10 @@ async def test_what_cannot_be_stored_is_refused(ledger: UsageLedger) -> None:
 
 
 async def test_the_mover_works_by_itself(database: Database, tmp_path: Path, clock: StandingClock) -> None:
-    ledger = await _open(database, tmp_path, clock, move_interval_s=0.0)
+    ledger = await _open(database, tmp_path, clock, interval_s=0.0)
     for number in range(3):
         await ledger.record(usage_event(f"use_{number}"))
-        await _until_moved(ledger)
-        assert len(await _stored(database)) == number + 1
+        await _until_moved(database, number + 1)
     await ledger.close()
 
 
@@ -131,17 +140,17 @@ async def test_closing_moves_the_rest(database: Database, tmp_path: Path, clock:
 
 
 async def test_a_request_that_was_cut_off_is_billed_from_its_last_mark(
-    database: Database, tmp_path: Path, clock: StandingClock
+    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
 ) -> None:
-    ledger = await _open(database, tmp_path, clock)
+    ledger = await _open(database, tmp_path, clock, journal=journal)
     for tokens in (32, 96, 64):
         ledger.progress(usage_event("use_cut", status="running", completion_tokens=tokens))
     ledger.progress(usage_event("use_done", status="running", completion_tokens=32))
     await ledger.record(usage_event("use_done", completion_tokens=40))
-    await _die(ledger)
+    await _die(journal)
     ledger = await _open(database, tmp_path, clock)
     assert await _stored(database) == {"use_cut": ("interrupted", 96), "use_done": ("stop", 40)}
-    assert await ledger.check() == 0
+    assert await wrong_sums(database) == 0
     await ledger.close()
 
 
@@ -152,9 +161,9 @@ async def test_a_running_request_is_not_billed(ledger: UsageLedger, database: Da
 
 
 async def test_marks_of_running_requests_outlive_the_files_that_held_them(
-    database: Database, tmp_path: Path, clock: StandingClock
+    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
 ) -> None:
-    ledger = await _open(database, tmp_path, clock)
+    ledger = await _open(database, tmp_path, clock, journal=journal)
     ledger.progress(usage_event("use_long", completion_tokens=32))
     ledger.progress(usage_event("use_ends", completion_tokens=32))
     for number in range(3):
@@ -163,7 +172,7 @@ async def test_marks_of_running_requests_outlive_the_files_that_held_them(
     await ledger.record(usage_event("use_ends", completion_tokens=33))
     await ledger.flush()
     assert len(_files(tmp_path)) == 1
-    await _die(ledger)
+    await _die(journal)
     await (await _open(database, tmp_path, clock)).close()
     stored = await _stored(database)
     assert stored["use_long"] == ("interrupted", 32)
@@ -187,12 +196,12 @@ async def test_a_file_that_comes_back_changes_nothing(database: Database, tmp_pa
 
 @pytest.mark.parametrize("damage", [b"00000000 3 abc\n", encode_line(b"{}"), encode_line(b"not json")])
 async def test_a_damaged_file_gives_what_it_can_and_is_kept(
-    database: Database, tmp_path: Path, clock: StandingClock, damage: bytes
+    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal, damage: bytes
 ) -> None:
-    ledger = await _open(database, tmp_path, clock)
+    ledger = await _open(database, tmp_path, clock, journal=journal)
     await ledger.record(usage_event("use_1"))
     await ledger.record(usage_event("use_2"))
-    await _die(ledger)
+    await _die(journal)
     (path,) = _files(tmp_path)
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + damage + second)
@@ -201,10 +210,12 @@ async def test_a_damaged_file_gives_what_it_can_and_is_kept(
     assert (_files(tmp_path), len(_files(tmp_path, "damaged"))) == ([], 1)
 
 
-async def test_a_line_of_a_newer_weft_is_understood(database: Database, tmp_path: Path, clock: StandingClock) -> None:
-    ledger = await _open(database, tmp_path, clock)
+async def test_a_line_of_a_newer_weft_is_understood(
+    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
+) -> None:
+    ledger = await _open(database, tmp_path, clock, journal=journal)
     await ledger.record(usage_event("use_1"))
-    await _die(ledger)
+    await _die(journal)
     (path,) = _files(tmp_path)
     (payload,) = read_lines(path).payloads
     path.write_bytes(encode_line(payload.replace(b'"event":{', b'"event":{"later_field":1,')))
@@ -214,9 +225,9 @@ async def test_a_line_of_a_newer_weft_is_understood(database: Database, tmp_path
 
 
 async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
-    database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = await _open(database, tmp_path, clock)
+    ledger = await _open(database, tmp_path, clock, journal=journal)
     ledger.progress(usage_event("use_1", completion_tokens=32))
     await ledger.record(usage_event("use_0"))
 
@@ -234,7 +245,7 @@ async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
     await ledger.record(usage_event("use_2"))
     await ledger.flush()
     assert _files(tmp_path) == []
-    await _die(ledger)
+    await _die(journal)
     await (await _open(database, tmp_path, clock)).close()
     assert await _stored(database) == {
         "use_0": ("stop", 20),
@@ -243,7 +254,9 @@ async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
     }
 
 
-async def test_a_caller_that_gives_up_waiting_has_recorded(ledger: UsageLedger, database: Database) -> None:
+async def test_a_caller_that_gives_up_waiting_has_recorded(
+    ledger: UsageLedger, database: Database, tmp_path: Path
+) -> None:
     ledger.progress(usage_event("use_1", completion_tokens=1))
     recording = asyncio.create_task(ledger.record(usage_event("use_1")))
     await asyncio.sleep(0)
@@ -252,13 +265,13 @@ async def test_a_caller_that_gives_up_waiting_has_recorded(ledger: UsageLedger, 
         await recording
     await ledger.flush()
     assert await _stored(database) == {"use_1": ("stop", 20)}
-    assert ledger._open_marks == {}
+    assert _files(tmp_path) == [], "no mark is written again"
 
 
 async def test_a_database_that_fails_delays_events_and_loses_none(
     database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = await _open(database, tmp_path, clock, move_interval_s=0.0, retry_interval_s=0.0)
+    ledger = await _open(database, tmp_path, clock, interval_s=0.0)
     has_failed = asyncio.Event()
 
     async def unavailable(*_: object) -> int:
@@ -274,8 +287,7 @@ async def test_a_database_that_fails_delays_events_and_loses_none(
     assert ledger.lag_s() == 90
     assert await _stored(database) == {}
     monkeypatch.setattr(usage, "insert_events", insert_events)
-    await _until_moved(ledger)
-    assert sorted(await _stored(database)) == ["use_1", "use_2"]
+    await _until_moved(database, 2)
     await ledger.close()
 
 
@@ -316,21 +328,21 @@ async def test_many_flushes_at_once_move_each_event_once(ledger: UsageLedger, da
 
     await asyncio.gather(*(record_and_flush(number) for number in range(30)))
     assert (await ledger.query(ALL)).totals.requests == 30
-    assert await ledger.check() == 0
+    assert await wrong_sums(database) == 0
 
 
 async def test_flushes_asked_for_during_one_share_the_next(
-    ledger: UsageLedger, database: Database, monkeypatch: pytest.MonkeyPatch
+    ledger: UsageLedger, journal: Journal, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seals = 0
-    seal = ledger._journal.seal
+    seal = journal.seal
 
     async def counted() -> tuple[Path, ...]:
         nonlocal seals
         seals += 1
         return await seal()
 
-    monkeypatch.setattr(ledger._journal, "seal", counted)
+    monkeypatch.setattr(journal, "seal", counted)
     await ledger.record(usage_event("use_1"))
     first = asyncio.create_task(ledger.flush())
     await asyncio.sleep(0)
@@ -345,15 +357,15 @@ async def test_a_flush_that_failed_serves_nobody_else(
     ledger: UsageLedger, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await ledger.record(usage_event("use_1"))
-    insert = ledger._insert
+    insert = usage.insert_events
     fails = [True, True]
 
-    async def failing(events: Any) -> None:
+    async def failing(session: Any, events: Any) -> None:
         if fails and fails.pop(0):
             raise CapacityError("The database cannot answer now; try again.")
-        await insert(events)
+        await insert(session, events)
 
-    monkeypatch.setattr(ledger, "_insert", failing)
+    monkeypatch.setattr(usage, "insert_events", failing)
     ended = await asyncio.gather(*(ledger.flush() for _ in range(3)), return_exceptions=True)
     assert [type(end) for end in ended] == [CapacityError, CapacityError, type(None)]
     assert set(await _stored(database)) == {"use_1"}
@@ -380,11 +392,11 @@ async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLe
 
 
 async def test_a_replay_that_fails_lets_go_of_the_folder(
-    database: Database, tmp_path: Path, clock: StandingClock
+    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
 ) -> None:
-    ledger = await _open(database, tmp_path, clock)
+    ledger = await _open(database, tmp_path, clock, journal=journal)
     await ledger.record(usage_event("use_1"))
-    await _die(ledger)
+    await _die(journal)
     async with database.write() as session:
         await session.execute(text("ALTER TABLE usage_rollups RENAME TO away"))
     with pytest.raises((CapacityError, ProgrammingError)):
@@ -421,37 +433,44 @@ async def test_an_older_backup_gets_what_it_lacks_and_nothing_twice(
         ledger = await _open(restored, tmp_path, clock)
         assert sorted(await _stored(restored)) == ["use_0", "use_1", "use_2"]
         assert (await ledger.latency(ALL)).totals.requests == 3
-        assert await ledger.check() == 0
+        assert await wrong_sums(restored) == 0
         await ledger.close()
         path.write_bytes(content)
 
 
 async def test_after_a_long_outage_one_file_at_a_time_is_in_memory(
-    database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+    ledger: UsageLedger, journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk: list[int] = []
-    read_file = ledger_module._read_file
 
     def read(path: Path) -> object:
         on_disk.append(len(_files(tmp_path)))
-        return read_file(path)
+        return read_lines(path)
 
-    ledger = await _open(database, tmp_path, clock)
     for number in range(3):
         await ledger.record(usage_event(f"use_{number}"))
-        await ledger._journal.seal()
-    monkeypatch.setattr(ledger_module, "_read_file", read)
+        await journal.seal()
+    monkeypatch.setattr(ledger_module, "read_lines", read)
     await ledger.flush()
     assert on_disk == [3, 2, 1]
-    await ledger.close()
 
 
 async def test_who_asks_for_a_flush_does_not_wait_for_a_database_that_hangs(
     ledger: UsageLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database_module, "TURN_S", 0.05)
-    async with ledger._moving:
-        with pytest.raises(CapacityError) as caught:
-            await ledger.flush()
+    hangs, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hang(*_: object) -> None:
+        hangs.set()
+        await go_on.wait()
+
+    await ledger.record(usage_event("use_1"))
+    monkeypatch.setattr(usage, "insert_events", hang)
+    first = asyncio.create_task(ledger.flush())
+    await hangs.wait()
+    with pytest.raises(CapacityError) as caught:
+        await ledger.flush()
     assert caught.value.code == "db.unavailable"
-    await ledger.flush()
+    go_on.set()
+    await first

@@ -17,6 +17,7 @@ from sqlalchemy import func, select
 
 from postgres_server import OwnPostgres
 from registry_samples import NOON, usage_event
+from usage_sums import wrong_sums
 from weft.config import environment
 from weft.errors import CapacityError
 from weft.registry.db.database import Database
@@ -24,7 +25,7 @@ from weft.registry.db.models import UsageEventRow, UsageLatencyRow, UsageRollupR
 from weft.registry.usage.journal import Journal
 from weft.registry.usage.ledger import UsageLedger
 
-KILLS = 20
+KILLS = 8
 PATIENCE_S = 60.0
 PROGRAM = Path(__file__).parents[2] / "support" / "ledger_under_load.py"
 
@@ -50,7 +51,7 @@ def test_killed_at_any_moment_every_acknowledged_event_counts_exactly_once(tmp_p
     acknowledged: set[str] = set()
     for run in range(KILLS):
         acknowledged |= _acknowledged_until_killed(tmp_path, run, moments.randrange(100), moments.uniform(0.0, 0.05))
-    assert len(acknowledged) > 500
+    assert len(acknowledged) > 200
     asyncio.run(_check(None, tmp_path, acknowledged))
 
 
@@ -58,7 +59,7 @@ def test_killed_at_any_moment_every_acknowledged_event_counts_exactly_once(tmp_p
 def test_whenever_the_database_dies_every_event_counts_exactly_once(tmp_path: Path) -> None:
     with OwnPostgres() as postgres:
         acknowledged = asyncio.run(_record_while_it_dies(postgres, tmp_path))
-        assert len(acknowledged) > 500
+        assert len(acknowledged) > 200
         asyncio.run(_check(postgres.url, tmp_path, acknowledged))
 
 
@@ -67,7 +68,7 @@ async def _record_while_it_dies(postgres: OwnPostgres, data_dir: Path) -> set[st
     moments = random.Random(8)
     database = await Database.open(postgres.url, data_dir)
     journal = await Journal.open(data_dir / "usage")
-    ledger = UsageLedger(database, journal, move_interval_s=0.02, retry_interval_s=0.02)
+    ledger = UsageLedger(database, journal, interval_s=0.02)
     await ledger.start()
     acknowledged: set[str] = set()
     is_over = asyncio.Event()
@@ -131,7 +132,7 @@ async def _check(url: str | None, data_dir: Path, acknowledged: set[str]) -> Non
     assert cut_off <= {("stop", 70), ("interrupted", 32), ("interrupted", 64)}
     assert (requests, tokens) == (len(stored), sum(tokens for _, tokens in stored.values()))
     assert counted == requests
-    assert await ledger.check() == 0
+    assert await wrong_sums(database) == 0
     assert list((data_dir / "usage").glob("*.damaged")) == []
     await ledger.close()
     await database.close()

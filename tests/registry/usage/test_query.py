@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import replace
 from datetime import UTC, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any, get_args
 from zoneinfo import ZoneInfo
 
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from registry_samples import NOON, usage_event
+from usage_sums import wrong_sums
 from weft.errors import InvalidRequestError
 from weft.registry.db.database import Database
 from weft.registry.records import GroupBy, RankBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 from weft.registry.usage import query as usage_query
 from weft.registry.usage import write as usage
+from weft.registry.usage.buckets import zone_of
 from weft.registry.usage.prices import UNITS, Price, PriceTable, in_currency
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +33,7 @@ PRICES = PriceTable(
     base=Price(prompt=1, cached=0, completion=1),
     tenants={"b": Price(prompt=5, cached=5, completion=10**9)},
     adapters={("b", "y"): Price(prompt=100, cached=100, completion=100)},
-    batch=PriceTable(currency="EUR", default=Price(prompt=2, cached=1, completion=3)),
+    batch=Decimal(3),
 )
 NOTHING = (0,) * 5
 FIGURES = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
@@ -49,16 +52,16 @@ async def _query(database: Database, prices: PriceTable | None = PRICES, **wante
 
 
 def _cost(event: UsageEvent, prices: PriceTable) -> int:
-    table = prices.batch if prices.batch is not None and event.service_class == "batch" else prices
     closest = (
-        table.adapters.get((event.tenant or "", event.adapter or "")),
-        table.tenants.get(event.tenant or ""),
-        table.base if event.adapter is None else None,
-        table.default,
+        prices.adapters.get((event.tenant or "", event.adapter or "")),
+        prices.tenants.get(event.tenant or ""),
+        prices.base if event.adapter is None else None,
+        prices.default,
     )
     price = next(each for each in closest if each is not None)
     computed = event.prompt_tokens - event.cached_tokens
-    return computed * price.prompt + event.cached_tokens * price.cached + event.completion_tokens * price.completion
+    cost = computed * price.prompt + event.cached_tokens * price.cached + event.completion_tokens * price.completion
+    return int(cost * (prices.batch if event.service_class == "batch" else 1))
 
 
 def _figures(row: UsageTotals) -> Figures:
@@ -89,7 +92,7 @@ def _label(query: UsageQuery, event: UsageEvent) -> str | None:
 
 
 def _begin(query: UsageQuery, at: datetime) -> datetime:
-    local = at.astimezone(ZoneInfo(query.tz))
+    local = at.astimezone(query.zone)
     if query.bucket == "1d":
         return datetime.combine(local.date(), time(), local.tzinfo).astimezone(UTC)
     whole = timedelta(minutes=local.minute if query.bucket == "1h" else 0, seconds=local.second)
@@ -166,7 +169,7 @@ _QUERIES = st.builds(
     st.integers(-36 * 3600, 36 * 3600),
     st.integers(1, 72 * 3600),
     bucket=st.sampled_from([None, "1m", "1h", "1d"]),
-    tz=st.sampled_from(["UTC", "America/New_York", "Asia/Kolkata"]),
+    zone=st.sampled_from([ZoneInfo(name) for name in ("UTC", "America/New_York", "Asia/Kolkata")]),
     group_by=st.sets(st.sampled_from(get_args(GroupBy))).map(
         lambda groups: tuple(group for group in get_args(GroupBy) if group in groups)
     ),
@@ -207,7 +210,7 @@ async def test_any_query_equals_a_plain_count(
             after = report.next
             if after is None:
                 break
-        assert await usage.count_differences(session) == 0
+    assert await wrong_sums(database) == 0
     found = {(row.start, tuple(getattr(row, name) for name in IDS), row.other): _figures(row) for row in rows}
     assert found == expected
     assert len(found) == len(rows)
@@ -235,46 +238,41 @@ async def test_usage_of_a_deleted_adapter_stays_apart_from_its_successor(databas
     assert [(row.adapter, row.requests) for row in report.rows] == [("acme/support", 1)] * 2
 
 
-async def test_more_rows_than_an_answer_holds_are_refused(database: Database) -> None:
-    day = [usage_event(f"use_{n}", at=NOON + timedelta(minutes=n // 9), key_id=f"key_{n % 9}") for n in range(10_008)]
+async def test_more_rows_than_an_answer_holds_are_refused(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage_query, "MAX_ROWS", 100)
+    day = [usage_event(f"use_{n}", at=NOON + timedelta(minutes=n // 9), key_id=f"key_{n % 9}") for n in range(108)]
     await _insert(database, *day)
     with pytest.raises(InvalidRequestError, match="wider bucket, a shorter range or a smaller top"):
         await _query(database, bucket="1m", group_by=("key",), top=9)
-    assert len((await _query(database, bucket="1m", group_by=("key",), top=7, limit=1)).rows) == 8 * 1112
+    assert len((await _query(database, bucket="1m", group_by=("key",), top=7, limit=1)).rows) == 8 * 12
 
 
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
         ({"start": NOON, "end": NOON}, "end must be after"),
-        ({"start": datetime(2026, 1, 1)}, "start must have a timezone"),  # noqa: DTZ001
-        ({"end": datetime(2027, 1, 1)}, "end must have a timezone"),  # noqa: DTZ001
-        ({"bucket": "1w"}, "bucket must be"),
-        ({"group_by": ("tenant", "colour")}, "group_by takes"),
-        ({"limit": 0}, "limit"),
-        ({"limit": 10_001}, "limit"),
         ({"adapters": ("a\x00",)}, "adapter"),
-        ({"versions": (-1,)}, "version"),
-        ({"statuses": ("x",) * 101}, "at most 100"),
-        ({"tenant_id": "\ud800"}, "tenant"),
+        ({"key_ids": ("\ud800",)}, "key"),
+        ({"statuses": ("x" * 128,)}, "status"),
         *(({"after": cursor}, "cursor|after") for cursor in ("garbage", "", "W10=", "WyJ4Il0=", "WzFlOTk5OV0=", "é")),
         ({"after": "WzEwMDAwMDAwMDAwMDAwMDAwMDAwXQ=="}, "after"),
         ({"after": "WzAsICJhXHUwMDAwIl0=", "group_by": ("key",)}, "NUL"),
         ({"top": 2}, "group_by"),
-        ({"top": 0, "group_by": ("key",)}, "top"),
-        ({"top": 51, "group_by": ("key",)}, "top"),
         ({"top": 2, "group_by": ("key",), "after": "W10="}, "leave out after"),
-        ({"top": 2, "group_by": ("key",), "rank_by": "colour"}, "rank_by takes"),
         ({"top": 2, "group_by": ("key",), "rank_by": "cost", "prices": None}, "no prices"),
-        *(
-            ({"tz": name}, "^tz ")
-            for name in ("", "Mars/Olympus", "America", "../UTC", "/etc/passwd", "UTC\x00", "x" * 65, "tzdata.zi", ".")
-        ),
     ],
 )
 async def test_a_wrong_query_is_refused(database: Database, wanted: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         await _query(database, **wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Mars/Olympus", "America", "../UTC", "/etc/passwd", "UTC\x00", "x" * 65, "tzdata.zi", "."]
+)
+def test_a_name_of_no_time_zone_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="tz must "):
+        zone_of(name)
 
 
 async def test_a_large_bill_in_a_small_currency_is_exact(database: Database) -> None:
@@ -311,7 +309,7 @@ async def test_events_come_one_by_one_in_pages_with_the_same_filters(database: D
                 break
         assert found == [made[1], made[0], made[2], made[3]]
         assert (await usage_query.list_events(session, replace(DAY, statuses=("error",)))).items == (made[2],)
-        for cursor in ("x", "1", "99999999999999999999-a", "\x00"):
+        for cursor in ("x", "W10=", "WyJ4IiwieCJd", "\x00"):
             with pytest.raises(InvalidRequestError):
                 await usage_query.list_events(session, replace(DAY, after=cursor))
 
@@ -343,7 +341,7 @@ async def test_every_event_is_in_the_row_of_its_hour_and_day_where_clocks_change
     times = sorted(near | whole)
     await _insert(database, *(usage_event(f"use_{n}", at=at) for n, at in enumerate(times)))
     start, end = change - timedelta(hours=47, minutes=11), change + timedelta(hours=44, seconds=7)
-    rows = (await _query(database, tz=tz, bucket=bucket, start=start, end=end, limit=10_000)).rows
+    rows = (await _query(database, zone=home, bucket=bucket, start=start, end=end, limit=10_000)).rows
     counted = Counter(at for at in times if start <= at < end)
     assert sum(row.requests for row in rows) == counted.total()
     for row, following in zip(rows, [*rows[1:], None], strict=True):

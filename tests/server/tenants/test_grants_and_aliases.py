@@ -57,21 +57,6 @@ async def test_an_owner_learns_nothing_about_names_of_tenants(api: Api) -> None:
     assert answers[0].json() == answers[1].json()
 
 
-async def test_one_version_is_granted_and_listed_alone(api: Api) -> None:
-    acme, rival = await api.tenant("acme"), await api.key("rival")
-    await upload(acme, "support")
-    await upload(acme, "support", sound(alpha=8))
-    async with api.admin as admin:
-        grants = "/v1/adapters/support/grants?tenant=acme"
-        made = await admin.post(grants, json={"tenant": "rival", "version": 1})
-        assert (made.status_code, made.json()["version"]) == (201, 1)
-        assert (await admin.post(grants, json={"tenant": "rival", "version": 3})).status_code == 404
-    assert await completion(api, rival, "acme/support@1") == (200, "acme/support@1")
-    assert (await completion(api, rival, "acme/support"))[0] == 404
-    async with api.client(rival) as client:
-        assert "acme/support@1" in [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
-
-
 async def test_a_canary_is_sticky_by_user_then_by_session(api: Api) -> None:
     key = await api.key("acme")
     acme = await api.tenant("acme")

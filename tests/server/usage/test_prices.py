@@ -11,7 +11,7 @@ from api_adapters import upload
 from api_server import BASE, Api
 from weft.errors import ConfigError
 from weft.registry.usage.prices import Price
-from weft.server.usage.prices import read_prices
+from weft.server.usage.price_file import read_prices
 
 pytestmark = pytest.mark.anyio
 DEFAULT = "{prompt: 0.2, cached: 0.05, completion: 0.6}"

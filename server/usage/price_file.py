@@ -52,6 +52,9 @@ def read_prices(path: Path) -> PriceTable:
     if not isinstance(entries, dict) or "default" not in entries or len(entries) > MAX_ENTRIES:
         raise _wrong(f"per_million_tokens must have default, and at most {MAX_ENTRIES} entries")
     prices = {str(name): _price(str(name), entry) for name, entry in entries.items()}
+    batch = Decimal(_units("batch", content.get("batch", 1))) / PER_TOKEN
+    if any(units * batch % 1 for price in prices.values() for units in dataclasses.astuple(price)):
+        raise _wrong(f"batch {batch} times a price has more than ten decimal places for a token: round one of them")
     default, base = prices.pop("default"), prices.pop("base", None)
     tenants: dict[str, Price] = {}
     adapters: dict[tuple[str, str], Price] = {}
@@ -63,26 +66,7 @@ def read_prices(path: Path) -> PriceTable:
             tenants[tenant] = price
         else:
             adapters[tenant, adapter] = price
-    table = PriceTable(currency=currency, default=default, base=base, tenants=tenants, adapters=adapters)
-    return dataclasses.replace(table, batch=_of_batches(table, content["batch"])) if "batch" in content else table
-
-
-def _of_batches(table: PriceTable, factor: Any) -> PriceTable:  # noqa: ANN401 - what a file says
-    part = Decimal(_units("batch", factor)) / PER_TOKEN
-
-    def price(of: Price) -> Price:
-        units = [getattr(of, kind) * part for kind in _KINDS]
-        if any(unit != int(unit) for unit in units):
-            raise _wrong(f"batch {part} times a price has more than ten decimal places for a token: round one of them")
-        return Price(**{kind: int(unit) for kind, unit in zip(_KINDS, units, strict=True)})
-
-    return PriceTable(
-        currency=table.currency,
-        default=price(table.default),
-        base=price(table.base) if table.base else None,
-        tenants={name: price(of) for name, of in table.tenants.items()},
-        adapters={name: price(of) for name, of in table.adapters.items()},
-    )
+    return PriceTable(currency=currency, default=default, base=base, tenants=tenants, adapters=adapters, batch=batch)
 
 
 def _price(name: str, entry: object) -> Price:

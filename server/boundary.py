@@ -44,17 +44,17 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        lease, has_started = LimitReservation(), False
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "lease": lease}
+        reservation, has_started = LimitReservation(), False
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "reservation": reservation}
 
         async def send_with_headers(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
                 self._metrics.answered(message["status"])
-                self._add_headers(MutableHeaders(scope=message), request_id, lease)
+                self._add_headers(MutableHeaders(scope=message), request_id, reservation)
             elif not message.get("more_body", False):
-                lease.end()  # before the client sees the end and sends its next request
+                reservation.end()  # before the client sees the end and sends its next request
             await send(message)
 
         try:
@@ -71,15 +71,15 @@ class Boundary:
                 raise
             await internal_response()(scope, receive, send_with_headers)
         finally:
-            lease.end()
+            reservation.end()
 
-    def _add_headers(self, headers: MutableHeaders, request_id: str, lease: LimitReservation) -> None:
+    def _add_headers(self, headers: MutableHeaders, request_id: str, reservation: LimitReservation) -> None:
         headers["x-request-id"] = request_id
         for name, value in _DEFAULTS.items():
             headers.setdefault(name, value)
         if self._drain.is_draining:
             headers["connection"] = "close"
-        headers.update(lease.headers())
+        headers.update(reservation.headers())
 
 
 def request_id_of(headers: Headers) -> str:

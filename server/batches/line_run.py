@@ -33,7 +33,7 @@ from weft.server.generation.response import PlannedGeneration, WholeAnswer
 from weft.server.generation.routes import plan_generation
 from weft.server.generation.schemas import ChatBody, CompletionBody
 from weft.server.http.json_body import validate
-from weft.server.limits.admission import shares_of
+from weft.server.limits.rates import shares_of
 from weft.server.limits.reservation import LimitReservation
 from weft.server.services import Services
 
@@ -70,24 +70,24 @@ class LineRunner:
             return
         losses = 0
         while True:
-            lease = LimitReservation()
+            reservation = LimitReservation()
             try:
                 async with self.places:
-                    await self._try(number, line, lease, is_last=losses + 1 == MAX_LOSSES)
+                    await self._try(number, line, reservation, is_last=losses + 1 == MAX_LOSSES)
             except (RateLimitError, CapacityError) as error:
                 losses += isinstance(error, LOSSES)
                 wait_s = min(max(error.retry_after_s or 0, 0.05), LONGEST_WAIT_S)
             else:
                 return
             finally:
-                lease.end()
+                reservation.end()
             await asyncio.sleep(wait_s)
 
-    async def _try(self, number: int, line: Line, lease: LimitReservation, *, is_last: bool) -> None:
+    async def _try(self, number: int, line: Line, reservation: LimitReservation, *, is_last: bool) -> None:
         """Keep a result or an error. Raises RateLimitError and CapacityError if the line may run later."""
         planned, event = None, None
         try:
-            planned = await self._plan(number, line, lease)
+            planned = await self._plan(number, line, reservation)
             body, event = await self._generate(planned)
             status = 200
         except Exception as error:
@@ -118,17 +118,17 @@ class LineRunner:
         text = orjson.dumps(told).decode()
         return LineResult(batch_id=self.batch.id, line=number, is_error=is_error, text=text, event=event)
 
-    async def _plan(self, number: int, line: Line, lease: LimitReservation) -> PlannedGeneration:
+    async def _plan(self, number: int, line: Line, reservation: LimitReservation) -> PlannedGeneration:
         services, name = self.services, f"{self.batch.id}-{number}"
         if services.engine.ready is None:
             raise CapacityError("The engine is starting.")
         caller = await self._caller()
         await services.arrivals.turn(caller.tenant_id or "")
-        lease.admit(await shares_of(services, caller), services.monotonic, lambda _: None, 1)
+        reservation.admit(await shares_of(services, caller), services.monotonic, lambda _: None, 1)
         origin = Origin(
             services=services,
             caller=caller,
-            lease=lease,
+            reservation=reservation,
             endpoint=self.batch.endpoint,
             request_id=name,
             session=name,

@@ -58,7 +58,7 @@ class Origin:
 
     services: Services
     caller: Caller
-    lease: LimitReservation
+    reservation: LimitReservation
     """Admitted, nothing reserved."""
     endpoint: str
     request_id: str
@@ -87,7 +87,7 @@ class Meter:
         self._origin = origin
         self._services = origin.services
         self._model = model
-        self._started_s = origin.lease.admitted_s
+        self._started_s = origin.reservation.admitted_s
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens = 0
         self._tokens: dict[int, int] = {}
@@ -173,7 +173,7 @@ class Meter:
 
     def settle(self, event: UsageEvent) -> None:
         """Count a recorded event against the limits, and in the metrics."""
-        self._origin.lease.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
+        self._origin.reservation.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
         adapter = self._model.adapter
         self._services.metrics.request_ended(
             event.tenant,

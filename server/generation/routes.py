@@ -30,8 +30,9 @@ from weft.server.generation.schemas import (
 )
 from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.http.openapi import takes
-from weft.server.limits.admission import GeneratingCaller, admit_generation, lease_of
-from weft.server.limits.gate import Admission, Ask
+from weft.server.limits.gate import Admission
+from weft.server.limits.prediction import Ask
+from weft.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
 from weft.server.limits.reservation import LimitReservation
 from weft.server.model_name import ResolvedModel, resolve_model
 from weft.server.services import services_of
@@ -111,16 +112,16 @@ async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> Pl
         RequestError: The body asks for what cannot be; the model is missing; a limit is reached.
         CapacityError: It would wait too long.
     """
-    services, lease = origin.services, origin.lease
+    services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
         prompts = await _off_loop(lambda: prompts_and_params(body, services), body.num_characters)
-        num_prompt = _reserve(lease, body, prompts)
+        num_prompt = _reserve(reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
 
         def may_grow(num_output: int) -> bool:
-            return lease.grow(num_prompt + num_output)
+            return reservation.grow(num_prompt + num_output)
 
         tokenizer = services.tokenizer
         shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
@@ -146,7 +147,7 @@ async def _planned(request: Request, caller: Caller, kind: type[CompletionBody |
     origin = Origin(
         services=services,
         caller=caller,
-        lease=lease_of(request),
+        reservation=reservation_of(request),
         endpoint=request.url.path,
         request_id=str(request.state.request_id),
         session=request.headers.get(SESSION_HEADER),
@@ -200,7 +201,7 @@ def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatB
     try:
         admission = services.gate.admit(ask)
     except WeftError:
-        origin.lease.withdraw()
+        origin.reservation.withdraw()
         raise
     try:
         yield admission
@@ -210,14 +211,14 @@ def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatB
 
 
 def _reserve(
-    lease: LimitReservation, body: CompletionBody | ChatBody, plan: list[tuple[Prompt, SamplingParams]]
+    reservation: LimitReservation, body: CompletionBody | ChatBody, plan: list[tuple[Prompt, SamplingParams]]
 ) -> int:
     """Take the request's tokens before the engine sees it; returns those of the prompts. Raises RateLimitError."""
     is_open = body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
     outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
     count = body.num_candidates
-    lease.reserve(prompts + count * len(plan), prompts + count * outputs, is_open=is_open)
+    reservation.reserve(prompts + count * len(plan), prompts + count * outputs, is_open=is_open)
     return prompts
 
 

@@ -18,7 +18,7 @@ from weft.server.generation.schemas import MAX_MESSAGES, Message
 from weft.server.http.bodies import Body, Token, View
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
-from weft.server.limits.admission import TokenizingCaller
+from weft.server.limits.rates import TokenizingCaller
 from weft.server.model_name import resolve_model
 from weft.server.services import Services, Wired
 

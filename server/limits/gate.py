@@ -4,9 +4,8 @@ The engine shares its steps fairly among tenants: a tenant waits only behind its
 waiting work divided by its rate. A request that would wait too long is refused before it is tokenized, with the time to
 come back (`weft.server.limits.return_slots`). Each decision is O(1) in requests and tenants.
 
-Predicted waits from measured throughput: Patke et al., "Queue Management for SLO-Oriented Large Language Model Serving"
-(arXiv:2407.00047). Each tenant's part of the queue goes by what is free: Choudhury and Hahne, "Dynamic Queue Length
-Thresholds for Shared-Memory Packet Switches" (1998).
+Each tenant's part of the queue goes by what is free: Choudhury and Hahne, "Dynamic Queue Length Thresholds for
+Shared-Memory Packet Switches" (1998).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from weft.engine.fairness.lengths import Lengths
 from weft.engine.fairness.prices import Prices
 from weft.errors import CapacityError, RateLimitError, WeftError
+from weft.server.limits.prediction import FACTOR_BOUNDS, START_FACTOR, Ask, Predicted, Prediction, cost
 from weft.server.limits.return_slots import ReturnSlots
 
 if TYPE_CHECKING:
@@ -43,57 +42,16 @@ FREE_FACTOR = 2
 """A tenant may have so many times as many requests waiting as there are free places: two thirds of all places if it is
 alone. So there is always a place for another tenant."""
 OVER_FACTOR = 1.05
-START_FACTOR = 1.25
-"""Predictions use the median length of answers; the mean is longer."""
-FACTOR_UP, FACTOR_DOWN = 1.05, 0.995
-FACTOR_BOUNDS = (0.1, 10.0)
-LEARN_SHARE = 0.05
-"""Predictions below this share of the longest wait are not learned from: they are as short as a step."""
 MEAN_MEMORY = 64
-MIN_ANSWERS = 64
-"""Predictions are not learned from before so many answers were seen."""
 MAX_SLOTS = 65_536
 """Most open slots of all tenants, about 300 bytes each. Without a slot a refused request is told a time, too, but it is
 not recognised when it comes back."""
-MAX_ADAPTERS = 4096
-"""Most adapters that are remembered as loaded."""
-BYTES_PER_TOKEN = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """An HTTP request for a generation, before it is tokenized."""
-
-    tenant: str
-    """Id; empty for an admin without a tenant."""
-    name: str | None
-    """The tenant's name, for the metrics."""
-    weight: float
-    adapter: str | None
-    """Digest; None: the base model."""
-    num_bytes: int
-    """Length of the body."""
-    num_choices: int
-    """Number of engine requests."""
-    max_tokens: int
-    """Longest answer of a choice."""
-    deadline_s: float | None
-    """Seconds in which the client wants the first token."""
-    key: int
-    """Recognises a request that is sent again."""
-
-
-class TenantState(TypedDict):
-    """What the gate knows of a tenant."""
-
-    wait_s: float
-    """Predicted wait of a request that comes now."""
-    refused: dict[str, int]
-    """Refusals by error code."""
 
 
 @dataclass(slots=True)
-class _Tenant:
+class TenantQueue:
+    """The requests of one tenant that wait or run, and what its answers cost."""
+
     weight: float = 1.0
     is_active: bool = False
     last_s: float = 0.0
@@ -110,54 +68,79 @@ class _Tenant:
     """Actual over predicted units of an answer, on average."""
     refused: Counter[str] = field(default_factory=Counter)
 
+    def enter(self, ask: Ask, units: float) -> None:
+        """Count a request that was let in."""
+        self.live += 1
+        self.live_units += units
+        self.waiting += ask.num_choices
+        self.waiting_units += units
+        of_adapter = self.adapters.setdefault(ask.adapter, [0, 0.0])
+        of_adapter[0] += ask.num_choices
+        of_adapter[1] += units
 
+    def start(self, adapter: str | None, count: int, units: float) -> None:
+        """Count choices of a request as no longer waiting."""
+        of_adapter = self.adapters[adapter]
+        self.waiting -= count
+        self.waiting_units = max(0.0, self.waiting_units - units) if self.waiting else 0.0
+        of_adapter[0] -= count
+        of_adapter[1] = max(0.0, of_adapter[1] - units)
+        if not of_adapter[0]:
+            del self.adapters[adapter]
+
+
+@dataclass(slots=True, eq=False)
 class Admission:
     """A request that was let in. Its owner must call `end`, whatever happens."""
 
-    __slots__ = ("_ask", "_gate", "_has_row", "_is_loaded", "_num_running", "_num_waiting", "_raw_s", "_units")
-
-    def __init__(self, gate: Gate, ask: Ask, units: float, raw_s: float, *, has_row: bool, is_loaded: bool) -> None:
-        self._gate = gate
-        self._ask = ask
-        self._units = units
-        self._raw_s = raw_s
-        self._has_row = has_row
-        self._is_loaded = is_loaded
-        self._num_waiting = ask.num_choices
-        self._num_running = 0
+    _gate: Gate
+    _tenant: TenantQueue
+    _ask: Ask
+    _predicted: Predicted
+    _num_waiting: int
+    """Choices without a first output; -1 after the end."""
+    _num_running: int = 0
 
     def started(self, queue_s: float | None) -> None:
         """One of the choices has its first output, after `queue_s` seconds in the engine."""
         if self._num_waiting > 0:
             if self._num_waiting == self._ask.num_choices and queue_s is not None:
-                self._gate._learn(self._ask, self._raw_s, queue_s, has_row=self._has_row, is_loaded=self._is_loaded)
-            self._gate._leave_queue(self._ask, 1, self._units / self._ask.num_choices)
-            self._num_waiting -= 1
+                self._gate.prediction.learn_wait(self._ask.adapter, self._predicted, queue_s)
+            self._leave_queue(1)
             self._count_running(1)
 
     def finished(self, num_computed: int, num_prompt: int, num_output: int) -> None:
         """One of the choices is complete. Of `num_prompt` tokens `num_computed` were computed, the rest was cached."""
         self._count_running(-min(1, self._num_running))
-        self._gate._finished(self._ask, self._units / self._ask.num_choices, num_computed, num_prompt, num_output)
+        predicted = self._predicted.units / self._ask.num_choices
+        share = cost(self._gate.prices, num_computed, num_prompt, num_output) / predicted
+        low, high = FACTOR_BOUNDS
+        self._tenant.mean_cost += (min(high, max(low, share)) - self._tenant.mean_cost) / MEAN_MEMORY
+        self._gate.prediction.learn_length(self._ask, num_output, self._gate.num_waiting)
 
     def refused(self, error: WeftError) -> WeftError:
         """The engine's error; with the time to come back if its queue was full or the deadline passed."""
         if isinstance(error, CapacityError) and error.code in QUEUED_IN_VAIN:
-            error.retry_after_s = self._gate._refuse_late(self._ask, error.code)
+            error.retry_after_s = self._gate.refuse_late(self._ask, error.code)
         return error
 
     def end(self) -> None:
         """The request has ended; later calls do nothing."""
         if self._num_waiting >= 0:
-            share = self._units / self._ask.num_choices
-            self._gate._leave_queue(self._ask, self._num_waiting, share * self._num_waiting)
-            self._gate._leave(self._ask, self._units)
+            if self._num_waiting:
+                self._leave_queue(self._num_waiting)
+            self._gate.leave(self._tenant, self._predicted.units)
             self._count_running(-self._num_running)
             self._num_waiting = -1
 
+    def _leave_queue(self, count: int) -> None:
+        self._num_waiting -= count
+        self._gate.num_waiting -= count
+        self._tenant.start(self._ask.adapter, count, self._predicted.units / self._ask.num_choices * count)
+
     def _count_running(self, change: int) -> None:
         self._num_running += change
-        self._gate._running += change
+        self._gate.num_running += change
 
 
 class Gate:
@@ -179,9 +162,13 @@ class Gate:
         clock: Callable[[], float],
         on_refusal: Callable[[str, str | None], None] = lambda _code, _name: None,
     ) -> None:
-        self.lengths = Lengths()
-        self.factor = START_FACTOR
-        """Actual over predicted wait; few requests exceed it."""
+        self.prediction = Prediction(max_wait_s)
+        self.tenants: dict[str, TenantQueue] = {}
+        """Tenants with requests now or lately, by id."""
+        self.num_waiting = 0
+        """Engine requests without a first output."""
+        self.num_running = 0
+        """Those with one."""
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
         self._read_load = load
@@ -189,19 +176,15 @@ class Gate:
         self._on_refusal = on_refusal
         self._load: EngineLoad | None = None
         self._sum_rates = 0.0
-        self._tenants: dict[str, _Tenant] = {}
         self._active_weight = 0.0
-        self._waiting = 0
-        self._running = 0
         self._live_units = 0.0
         self._num_slots = 0
-        self._load_s = 0.0
-        self._loaded: dict[str, None] = {}
         self._next_sweep_s = -math.inf
-        self._num_answers = 0
-        self._num_untaught: int | None = None
-        """Number of starts still to come that waited behind requests of unknown length; None before any length is
-        known."""
+
+    @property
+    def prices(self) -> Prices:
+        """What the engine's work costs, as it last said."""
+        return self._load.prices if self._load else Prices()
 
     def admit(self, ask: Ask) -> Admission:
         """Let a request in.
@@ -211,11 +194,10 @@ class Gate:
             CapacityError: It would wait too long although its tenant does not; code server.overloaded.
         """
         now_s = self._clock()
-        self._refresh(now_s)
         tenant = self._enter(ask, now_s)
         raw_s = self._raw_wait_s(ask.tenant, tenant, ask.adapter)
-        is_loaded = ask.adapter is None or ask.adapter in self._loaded
-        wait_s = self.factor * raw_s + (0.0 if is_loaded else self._load_s)
+        is_loaded = self.prediction.is_loaded(ask.adapter)
+        wait_s = self.prediction.wait_s(raw_s, is_loaded=is_loaded)
         tenant.slots.expire(now_s)
         turn = tenant.slots.turn(ask.key, now_s)
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else max(WAIT_SHARES)] * self._max_wait_s
@@ -226,31 +208,42 @@ class Gate:
         if turn > 0 and not is_crowded:
             tenant.slots.claim(ask.key)  # it came at its time, even if its own deadline forbids to wait
         if is_crowded or (tenant.waiting and wait_s > _deadline_s(ask)):
-            after_s = _after_s(ask, wait_s, WAIT_SHARES[0] * self._max_wait_s)
+            after_s = self._after_s(ask, wait_s)
             if is_crowded:
                 after_s = self._slot_after_s(ask, tenant, now_s, after_s, turn)
             raise self._refusal(ask, tenant, after_s)
-        units = self._units(ask)
-        tenant.live += 1
-        tenant.live_units += units
-        tenant.waiting += ask.num_choices
-        tenant.waiting_units += units
-        of_adapter = tenant.adapters.setdefault(ask.adapter, [0, 0.0])
-        of_adapter[0] += ask.num_choices
-        of_adapter[1] += units
-        self._waiting += ask.num_choices
+        units = self.prediction.units(ask, self.prices)
+        tenant.enter(ask, units)
+        self.num_waiting += ask.num_choices
         self._live_units += units
-        return Admission(self, ask, units, raw_s, has_row=has_row, is_loaded=is_loaded)
+        predicted = Predicted(units=units, raw_s=raw_s, has_row=has_row, is_loaded=is_loaded)
+        return Admission(self, tenant, ask, predicted, ask.num_choices)
 
-    def snapshot(self) -> dict[str, TenantState]:
-        """The tenants with waiting requests or recent refusals, by id."""
+    def leave(self, tenant: TenantQueue, units: float) -> None:
+        """Count the end of a request that was let in."""
+        tenant.live -= 1
+        tenant.last_s = self._clock()
+        tenant.live_units = max(0.0, tenant.live_units - units) if tenant.live else 0.0
+        self._live_units = max(0.0, self._live_units - units)
+
+    def refuse_late(self, ask: Ask, code: str) -> float:
+        """Count a refusal by the engine; returns the seconds after which the request may come back."""
+        tenant = self._enter(ask, self._clock())
+        self._count(ask, tenant, code)
+        return self._after_s(ask, self.prediction.wait_s(self._raw_wait_s(ask.tenant, tenant, ask.adapter)))
+
+    def snapshot(self) -> dict[str, dict[str, Any]]:
+        """The tenants with waiting requests or recent refusals, by id.
+
+        Each has `wait_s`, the predicted wait in seconds of a request that comes now, and `refused`, refusals by code.
+        """
         self._refresh(self._clock())
         return {
             name: {
-                "wait_s": self.factor * self._raw_wait_s(name, tenant, None, whole=True),
+                "wait_s": self.prediction.wait_s(self._raw_wait_s(name, tenant, None, whole=True)),
                 "refused": dict(tenant.refused),
             }
-            for name, tenant in self._tenants.items()
+            for name, tenant in self.tenants.items()
             if tenant.waiting or tenant.refused
         }
 
@@ -263,47 +256,48 @@ class Gate:
         if now_s < self._next_sweep_s:
             return
         self._next_sweep_s = now_s + 1
-        for name, tenant in list(self._tenants.items()):
+        for name, tenant in list(self.tenants.items()):
             tenant.slots.expire(now_s)
             idle_s = 0.0 if tenant.live else now_s - tenant.last_s
             tenant.is_active = idle_s < ACTIVE_S
             if idle_s > KEPT_S and not len(tenant.slots):
-                del self._tenants[name]
-        self._active_weight = sum(tenant.weight for tenant in self._tenants.values() if tenant.is_active)
-        self._num_slots = sum(len(tenant.slots) for tenant in self._tenants.values())
-        self._live_units = sum(tenant.live_units for tenant in self._tenants.values())
+                del self.tenants[name]
+        self._active_weight = sum(tenant.weight for tenant in self.tenants.values() if tenant.is_active)
+        self._num_slots = sum(len(tenant.slots) for tenant in self.tenants.values())
+        self._live_units = sum(tenant.live_units for tenant in self.tenants.values())
 
-    def _enter(self, ask: Ask, now_s: float) -> _Tenant:
-        tenant = self._tenants.get(ask.tenant)
+    def _enter(self, ask: Ask, now_s: float) -> TenantQueue:
+        self._refresh(now_s)
+        tenant = self.tenants.get(ask.tenant)
         if tenant is None:
-            tenant = self._tenants[ask.tenant] = _Tenant()
+            tenant = self.tenants[ask.tenant] = TenantQueue()
         self._active_weight += ask.weight - (tenant.weight if tenant.is_active else 0.0)
         tenant.weight, tenant.is_active, tenant.last_s = ask.weight, True, now_s
         return tenant
 
-    def _rate(self, name: str, tenant: _Tenant) -> float:
+    def _rate(self, name: str, tenant: TenantQueue) -> float:
         """Units per second that the engine computes for a tenant; 0 before it was measured."""
         if self._load is None:
             return 0.0
         told = self._load.tenants.get(name)
         return max(told.rate if told else 0.0, self._load.rate * self._share(tenant))
 
-    def _share(self, tenant: _Tenant) -> float:
+    def _share(self, tenant: TenantQueue) -> float:
         """The tenant's part of the engine, by the weights of the active tenants."""
         return tenant.weight / max(self._active_weight, tenant.weight)
 
-    def _has_rows(self, tenant: _Tenant) -> bool:
+    def _has_rows(self, tenant: TenantQueue) -> bool:
         """Whether the tenant's share of the rows is enough for all its requests; then none of them waits long."""
         rows = self._load.rows if self._load else 0
         return tenant.live < rows * self._share(tenant)
 
-    def _is_full(self, tenant: _Tenant) -> bool:
+    def _is_full(self, tenant: TenantQueue) -> bool:
         """Whether the tenant has its part of the queue. With a free row a request waits for the next step only."""
-        num_free_rows = max(self._load.rows - self._running, 0) if self._load else 0
-        num_queued = max(self._waiting - num_free_rows, 0)
+        num_free_rows = max(self._load.rows - self.num_running, 0) if self._load else 0
+        num_queued = max(self.num_waiting - num_free_rows, 0)
         return tenant.waiting - num_free_rows >= FREE_FACTOR * (self._max_waiting - num_queued)
 
-    def _raw_wait_s(self, name: str, tenant: _Tenant, adapter: str | None, *, whole: bool = False) -> float:
+    def _raw_wait_s(self, name: str, tenant: TenantQueue, adapter: str | None, *, whole: bool = False) -> float:
         """Wait by the estimates alone. A tenant's adapters share its rate: a new one does not wait for all others."""
         rate = self._rate(name, tenant)
         if not rate:
@@ -314,19 +308,7 @@ class Gate:
             units = min(units, (own[1] if own else 0.0) * (len(tenant.adapters) + (own is None)))
         return units / rate
 
-    def _units(self, ask: Ask) -> float:
-        """Predicted cost of a request."""
-        prompt = ask.num_bytes / BYTES_PER_TOKEN
-        output = self.lengths.p50(ask.tenant, ask.adapter, ask.max_tokens)
-        return self._cost(prompt, prompt, output) + (ask.num_choices - 1) * self._cost(0, prompt, output)
-
-    def _cost(self, computed: float, prompt: float, output: float) -> float:
-        """Units of an answer. Cached prompt tokens are not computed, but attention reads them."""
-        prices = self._load.prices if self._load else Prices()
-        per_output = prices.output + prices.context * (prompt + output / 2)
-        return computed * (prices.prompt + prices.prompt_context * prompt / 2) + output * per_output
-
-    def _refusal(self, ask: Ask, tenant: _Tenant, after_s: float) -> WeftError:
+    def _refusal(self, ask: Ask, tenant: TenantQueue, after_s: float) -> WeftError:
         code = OVER_SHARE if self._is_over_share(ask.tenant, tenant) else OVERLOADED
         self._count(ask, tenant, code)
         bound_s = self._max_wait_s if ask.deadline_s is None else min(self._max_wait_s, ask.deadline_s)
@@ -338,9 +320,10 @@ class Gate:
         message = f"The server cannot begin the request in time: {limit}. {again}"
         return CapacityError(message, retry_after_s=after_s, code=code)
 
-    def _slot_after_s(self, ask: Ask, tenant: _Tenant, now_s: float, after_s: float, turn: int) -> float:
+    def _slot_after_s(self, ask: Ask, tenant: TenantQueue, now_s: float, after_s: float, turn: int) -> float:
         """Seconds until the request's slot, at least `after_s`."""
-        units, units_per_s = self._units(ask), self._rate(ask.tenant, tenant) / tenant.mean_cost
+        units = self.prediction.units(ask, self.prices)
+        units_per_s = self._rate(ask.tenant, tenant) / tenant.mean_cost
         if not units_per_s:
             return after_s
         if turn > 0:
@@ -350,78 +333,21 @@ class Gate:
         slot_s = tenant.slots.give(ask.key, now_s, now_s + after_s, units, booked_per_s, num_left=num_left)
         return slot_s - now_s
 
-    def _is_over_share(self, name: str, tenant: _Tenant) -> bool:
+    def _is_over_share(self, name: str, tenant: TenantQueue) -> bool:
         told = self._load.tenants.get(name) if self._load else None
         of_rate = told.rate / self._sum_rates if told and self._sum_rates else 0.0
         of_backlog = tenant.live_units / self._live_units if self._live_units else 0.0
         return max(of_rate, of_backlog) > OVER_FACTOR * self._share(tenant)
 
-    def _refuse_late(self, ask: Ask, code: str) -> float:
-        """Count a refusal by the engine; returns the seconds after which the request may come back."""
-        now_s = self._clock()
-        self._refresh(now_s)
-        tenant = self._enter(ask, now_s)
-        self._count(ask, tenant, code)
-        wait_s = self.factor * self._raw_wait_s(ask.tenant, tenant, ask.adapter)
-        return _after_s(ask, wait_s, WAIT_SHARES[0] * self._max_wait_s)
-
-    def _count(self, ask: Ask, tenant: _Tenant, code: str) -> None:
+    def _count(self, ask: Ask, tenant: TenantQueue, code: str) -> None:
         tenant.refused[code] += 1
         self._on_refusal(code, ask.name)
 
-    def _finished(self, ask: Ask, units: float, num_computed: int, num_prompt: int, num_output: int) -> None:
-        tenant = self._tenants[ask.tenant]
-        cost = self._cost(num_computed, num_prompt, num_output) / units
-        tenant.mean_cost += (min(FACTOR_BOUNDS[1], max(FACTOR_BOUNDS[0], cost)) - tenant.mean_cost) / MEAN_MEMORY
-        self.lengths.observe(ask.tenant, ask.adapter, num_output)
-        if self._num_untaught is None:
-            self._num_answers += 1
-            if self._num_answers == MIN_ANSWERS:
-                self._num_untaught = 2 * self._waiting
-
-    def _learn(self, ask: Ask, raw_s: float, queue_s: float, *, has_row: bool, is_loaded: bool) -> None:
-        """Learn from the actual wait of a request."""
-        if ask.adapter is not None:
-            self._loaded.pop(ask.adapter, None)
-            self._loaded[ask.adapter] = None
-            if len(self._loaded) > MAX_ADAPTERS:
-                del self._loaded[next(iter(self._loaded))]
-        if not is_loaded:
-            if has_row:  # else it waited for a row, too
-                self._load_s += (max(0.0, queue_s - self.factor * raw_s) - self._load_s) / 8
-        elif self._num_untaught is None or self._num_untaught > 0:
-            self._num_untaught = self._num_untaught and self._num_untaught - 1
-        elif raw_s > LEARN_SHARE * self._max_wait_s:
-            low, high = FACTOR_BOUNDS
-            step = FACTOR_UP if queue_s > self.factor * raw_s else FACTOR_DOWN
-            self.factor = min(high, max(low, self.factor * step))
-
-    def _leave_queue(self, ask: Ask, count: int, units: float) -> None:
-        tenant = self._tenants[ask.tenant]
-        of_adapter = tenant.adapters.get(ask.adapter)
-        if not count or of_adapter is None:
-            return
-        self._waiting -= count
-        tenant.waiting -= count
-        tenant.waiting_units = max(0.0, tenant.waiting_units - units) if tenant.waiting else 0.0
-        of_adapter[0] -= count
-        of_adapter[1] = max(0.0, of_adapter[1] - units)
-        if not of_adapter[0]:
-            del tenant.adapters[ask.adapter]
-
-    def _leave(self, ask: Ask, units: float) -> None:
-        tenant = self._tenants[ask.tenant]
-        tenant.live -= 1
-        tenant.last_s = self._clock()
-        tenant.live_units = max(0.0, tenant.live_units - units) if tenant.live else 0.0
-        self._live_units = max(0.0, self._live_units - units)
+    def _after_s(self, ask: Ask, wait_s: float) -> float:
+        """Seconds until the wait is as short as allowed, if no more requests come."""
+        return max(1.0, wait_s - min(WAIT_SHARES[0] * self._max_wait_s, _deadline_s(ask)))
 
 
 def _deadline_s(ask: Ask) -> float:
     """Longest predicted wait that the client's deadline allows."""
     return math.inf if ask.deadline_s is None else WAIT_SHARES[2] * ask.deadline_s
-
-
-def _after_s(ask: Ask, wait_s: float, limit_s: float) -> float:
-    """Seconds until the wait is as short as allowed, if no more requests come."""
-    return max(1.0, wait_s - min(limit_s, _deadline_s(ask)))

@@ -46,10 +46,11 @@ class LimitReservation:
         self._shares: Sequence[Share] = ()
         self._monotonic: Callable[[], float] = lambda: 0.0
         self._on_refusal: Callable[[str], None] = lambda _: None
-        self._request_slot: int | None = None
+        self._request_second: int | None = None
+        """The second in which the request counts; None where it does not."""
         self._reserved: int | None = None
         self._taken: dict[int, int] = {}
-        """Reserved tokens by the slot in which they were taken, oldest first."""
+        """Reserved tokens by the second in which they were taken, oldest first."""
         self.admitted_s = 0.0
 
     def admit(
@@ -70,7 +71,7 @@ class LimitReservation:
         self.admitted_s = now_s = monotonic()
         self._check(now_s, tokens, is_new=True)
         for share in shares:
-            self._request_slot = share.account.requests.take(now_s, 1)
+            self._request_second = share.account.requests.take(now_s, 1)
             share.account.in_flight += 1
 
     def reserve(self, least: int, most: int, *, is_open: bool) -> None:
@@ -85,14 +86,14 @@ class LimitReservation:
         Raises:
             RateLimitError: There is no room now, or never; the request does not count any more.
         """
-        bounds = [most, *(bound for share in self._shares for bound in _token_bounds(share.limits))]
-        tokens = max(least, min(bounds)) if is_open else most
+        limits = [share.limits for share in self._shares]
+        bounds = [bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)]
+        tokens = max(least, min([most, *(bound for bound in bounds if bound is not None)])) if is_open else most
         now_s = self._monotonic()
         try:
             self._check(now_s, tokens, is_new=False)
         except RateLimitError:
-            for share in self._shares:
-                share.account.requests.give_back(self._request_slot or 0, 1)
+            self.withdraw()
             raise
         self._reserved = 0
         self._take(now_s, tokens)
@@ -142,16 +143,16 @@ class LimitReservation:
         """Give back what the request still holds; later calls do nothing."""
         if self._reserved is not None:
             self._give_back(self._reserved)
-        if self._request_slot is not None:
+        if self._request_second is not None:
             for share in self._shares:
                 share.account.in_flight -= 1
-            self._request_slot = None
+            self._request_second = None
 
     def withdraw(self) -> None:
-        """Do not count the request: it was refused because the server is full."""
-        if self._request_slot is not None:
+        """Do not count the request in its minute: it was refused."""
+        if self._request_second is not None:
             for share in self._shares:
-                share.account.requests.give_back(self._request_slot, 1)
+                share.account.requests.give_back(self._request_second, 1)
 
     def headers(self) -> dict[str, str]:
         """Headers `x-ratelimit-*` as OpenAI writes them, of the holder that has less left; none without a limit."""
@@ -172,38 +173,30 @@ class LimitReservation:
         return headers
 
     def _take(self, now_s: float, tokens: int) -> None:
-        slot = 0
+        second = 0
         for share in self._shares:
-            slot = share.account.tokens.take(now_s, tokens)
+            second = share.account.tokens.take(now_s, tokens)
             share.account.reserved += tokens
-        self._taken[slot] = self._taken.get(slot, 0) + tokens
+        self._taken[second] = self._taken.get(second, 0) + tokens
         self._reserved = (self._reserved or 0) + tokens
 
     def _give_back(self, tokens: int) -> None:
         """Give back so many of the reserved tokens, the latest first; nothing is reserved after that."""
         for share in self._shares:
             share.account.reserved -= self._reserved or 0
-        for slot, taken in reversed(self._taken.items()):
+        for second, taken in reversed(self._taken.items()):
             part = min(tokens, taken)
             tokens -= part
             for share in self._shares:
-                share.account.tokens.give_back(slot, part)
+                share.account.tokens.give_back(second, part)
         self._reserved = None
 
     def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
         refusals = [refusal for share in self._shares for refusal in _refusals(share, now_s, tokens, is_new)]
         if refusals:
-            limit, error = max(refusals, key=lambda refusal: _wait_s(refusal[1]))
+            limit, error = max(refusals, key=lambda refusal: refusal[1].retry_after_s or math.inf)
             self._on_refusal(limit)
             raise error
-
-
-def _wait_s(error: RateLimitError) -> float:
-    return math.inf if error.retry_after_s is None else error.retry_after_s
-
-
-def _token_bounds(limits: Limits) -> list[int]:
-    return [bound for bound in (limits.tokens_per_minute, limits.tokens_per_month) if bound is not None]
 
 
 def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Refusal]:

@@ -1,9 +1,9 @@
 """What tenants and keys have used of their limits: in the last minute, now, and in the month.
 
-Sums, O(1) per request. The minute is a sliding window of slots of one second, by a clock that never jumps. A slot
-counts until all of it is 60 seconds old: for 60 to 61 seconds, so no minute has more than the limit. Tokens are
-reserved before a request runs, and replaced by the used tokens when it ends, in the slot of the reservation. The wall
-clock decides only to which month (UTC) a usage event belongs.
+Sums, O(1) per request. The minute is a sliding window of whole seconds, by a clock that never jumps. A second counts
+until all of it is 60 seconds old: for 60 to 61 seconds, so no minute has more than the limit. Tokens are reserved
+before a request runs, and replaced by the used tokens when it ends, in the second of the reservation. The wall clock
+decides only to which month (UTC) a usage event belongs.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ MAX_ACCOUNTS = 10_000
 
 
 class Window:
-    """A sum over the last minute; at most 61 slots."""
+    """A sum over the last minute; at most 61 seconds."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
+        self._seconds: dict[int, int] = {}
         self._total = 0
 
     def total(self, now_s: float) -> int:
         """The sum now."""
         oldest = math.floor(now_s) - SPAN_S
-        while self._slots and (slot := next(iter(self._slots))) < oldest:
-            self._total -= self._slots.pop(slot)
+        while self._seconds and (second := next(iter(self._seconds))) < oldest:
+            self._total -= self._seconds.pop(second)
         return self._total
 
     def take(self, now_s: float, amount: int) -> int:
-        """Add to the sum; returns the slot, for `give_back`."""
-        slot = math.floor(now_s)
-        self._slots[slot] = self._slots.get(slot, 0) + amount
+        """Add to the sum; returns the second, for `give_back`."""
+        second = math.floor(now_s)
+        self._seconds[second] = self._seconds.get(second, 0) + amount
         self._total += amount
-        return slot
+        return second
 
-    def give_back(self, slot: int, amount: int) -> None:
-        """Subtract from the sum, unless the slot counts no more."""
-        if slot in self._slots:
-            self._slots[slot] -= amount
+    def give_back(self, second: int, amount: int) -> None:
+        """Subtract from the sum, unless the second counts no more."""
+        if second in self._seconds:
+            self._seconds[second] -= amount
             self._total -= amount
 
     def wait_s(self, now_s: float, amount: int) -> float:
         """Seconds until the sum of now is smaller by `amount`, if nothing is added."""
         end_s = now_s
-        for slot, taken in self._slots.items():
+        for second, taken in self._seconds.items():
             if amount <= 0:
                 break
             amount -= taken
-            end_s = slot + SPAN_S + 1
+            end_s = second + SPAN_S + 1
         return end_s - now_s
 
 
@@ -88,18 +88,22 @@ class Account:
 
 
 class Accounts:
-    """Accounts of tenants and keys, by id. Thread: one event loop."""
+    """Accounts of tenants and keys, by id; idle ones are deleted when there are many. Thread: one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_accounts: int = MAX_ACCOUNTS) -> None:
         self._accounts: dict[str, Account] = {}
-        self._sweep_at = MAX_ACCOUNTS
+        self._max_accounts = self._sweep_at = max_accounts
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._accounts)
 
     def of(self, holder_id: str, now_s: float) -> Account:
         """The account of a tenant or key; made at first use."""
         if holder_id not in self._accounts:
             if len(self._accounts) >= self._sweep_at:
                 self._accounts = {key: kept for key, kept in self._accounts.items() if not kept.is_idle(now_s)}
-                self._sweep_at = max(MAX_ACCOUNTS, 2 * len(self._accounts))
+                self._sweep_at = max(self._max_accounts, 2 * len(self._accounts))
             self._accounts[holder_id] = Account()
         return self._accounts[holder_id]
 

@@ -14,7 +14,7 @@ from weft.server.garbage import remove_unreferenced
 from weft.server.http.bodies import HeldView, NamedView
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
-from weft.server.limits.admission import shares_of
+from weft.server.limits.rates import shares_of
 from weft.server.pins import pinned_pages
 from weft.server.services import Wired
 from weft.server.tenants.schemas import (

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from weft.engine.fairness.prices import Prices
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import CapacityError, RateLimitError
-from weft.server.limits.gate import Admission, Ask, Gate
+from weft.server.limits.gate import Admission, Gate
+from weft.server.limits.prediction import Ask
 
 ROWS = 64
 STEP_UNITS = 512.0
@@ -156,14 +157,14 @@ class Overload:
         self.gate = Gate(max_wait_s, settings.get("max_waiting", 4096), lambda: self.engine.load, lambda: self.now_s)
         self.clients: list[Client] = []
         self._draw = random.Random(seed)
-        self._traffic = traffic
-        self._events: list[tuple[float, int, Client]] = []
+        self.traffic = traffic
+        self.events: list[tuple[float, int, Client]] = []
         self._numbers = itertools.count()
 
     def run(self, seconds: float) -> None:
         """Let everybody come, and compute, for so long."""
         begin_s = self.now_s
-        for one in self._traffic:
+        for one in self.traffic:
             at_s = begin_s + one.start_s
             while (at_s := at_s + self._draw.expovariate(one.per_s)) < begin_s + one.end_s:
                 number = next(self._numbers)
@@ -176,11 +177,11 @@ class Overload:
                     arrived_s=at_s,
                 )
                 self.clients.append(client)
-                heapq.heappush(self._events, (at_s, number, client))
+                heapq.heappush(self.events, (at_s, number, client))
         next_report_s = self.now_s
         while self.now_s < begin_s + seconds:
-            while self._events and self._events[0][0] <= self.now_s:
-                self._try(heapq.heappop(self._events)[2])
+            while self.events and self.events[0][0] <= self.now_s:
+                self._try(heapq.heappop(self.events)[2])
             if self.now_s >= next_report_s:
                 self.engine.report(self.now_s)
                 next_report_s = self.now_s + REPORT_S
@@ -222,7 +223,7 @@ class Overload:
                 "half": client.told_s[-1] / 2 if client.tries == 1 else None,
             }.get(client.manner)
             if again_s is not None and client.tries < 20:
-                heapq.heappush(self._events, (self.now_s + again_s, next(self._numbers), client))
+                heapq.heappush(self.events, (self.now_s + again_s, next(self._numbers), client))
         else:
             client.admitted_s = self.now_s
             client.left = client.output

@@ -8,7 +8,8 @@ import pytest
 
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import CapacityError, RateLimitError
-from weft.server.limits.gate import BOOKED_SHARE, FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Admission, Ask, Gate
+from weft.server.limits.gate import BOOKED_SHARE, Admission, Gate
+from weft.server.limits.prediction import FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Ask
 from weft.server.limits.return_slots import START_CLAIMED
 
 ASK = Ask(
@@ -128,7 +129,7 @@ def test_no_tenant_fills_the_queue_for_others() -> None:
     assert len(setting.fill()) == 60  # twice as many as are left
     for number in range(40):
         assert setting.fill(replace(ASK, tenant=f"other-{number}"))
-    assert setting.gate._waiting <= 90 + 40
+    assert setting.gate.num_waiting <= 90 + 40
 
 
 def test_a_request_for_which_a_row_is_free_takes_no_place_in_the_queue() -> None:
@@ -155,7 +156,7 @@ def test_a_refused_request_is_let_in_at_its_time_and_not_before() -> None:
         setting.gate.admit(late)
     for one in admitted[:-2]:  # the wait falls to between what fresh ones and what expected ones may wait
         one.end()
-    setting.gate.factor = 3.0
+    setting.gate.prediction.factor = 3.0
     with pytest.raises(CapacityError):
         setting.gate.admit(replace(ASK, key=78))
     setting.now_s += refused.value.retry_after_s
@@ -170,7 +171,7 @@ def test_who_comes_before_the_told_time_finds_less_room_than_who_was_told_none()
         setting.gate.admit(told)
     for one in admitted[1:]:
         one.end()
-    setting.gate.factor = 1.5  # the wait of 1.5 s is less than fresh ones may wait, and more than early ones
+    setting.gate.prediction.factor = 1.5  # the wait of 1.5 s is less than fresh ones may wait, and more than early ones
     with pytest.raises(CapacityError):
         setting.gate.admit(told)
     setting.gate.admit(replace(ASK, key=78)).end()
@@ -190,7 +191,7 @@ def test_told_times_follow_what_the_tenants_answers_cost(num_prompt: int, num_ca
         answer.finished(num_prompt - num_cached, num_prompt, num_output)
         answer.end()
         other.finished(1, 1, 5000)  # changes nothing for the tenant
-    setting.gate.factor = START_FACTOR
+    setting.gate.prediction.factor = START_FACTOR
     setting.fill()
     told = []
     for number in range(400):
@@ -213,7 +214,7 @@ def test_who_came_as_told_has_come_though_its_deadline_forbids_to_wait() -> None
     for one in admitted[1:]:
         one.end()
     setting.now_s += refused.value.retry_after_s
-    slots = setting.gate._tenants["t"].slots
+    slots = setting.gate.tenants["t"].slots
     before = slots.claimed_shares[0]
     with pytest.raises(CapacityError):
         setting.gate.admit(replace(told, deadline_s=0.5))
@@ -239,26 +240,26 @@ def test_the_factor_follows_what_really_happens() -> None:
             answer.started(0.0)
             answer.finished(100, 100, 50)
             answer.end()
-        assert setting.gate.factor == START_FACTOR  # nothing waited, so nothing was learned
+        assert setting.gate.prediction.factor == START_FACTOR  # nothing waited, so nothing was learned
         for _ in range(1500):
             first, second = setting.gate.admit(ASK), setting.gate.admit(ASK)
             first.started(0.0)
             second.started(actual)
             first.end()
             second.end()
-        assert setting.gate.factor == pytest.approx(bound)
+        assert setting.gate.prediction.factor == pytest.approx(bound)
 
 
 def test_choices_leave_the_queue_one_by_one_and_the_end_takes_the_rest() -> None:
     setting = Setting()
     admission = setting.gate.admit(replace(ASK, num_choices=3))
-    assert setting.gate._waiting == 3
+    assert setting.gate.num_waiting == 3
     admission.started(0.1)
-    assert setting.gate._waiting == 2
+    assert setting.gate.num_waiting == 2
     admission.end()
     admission.end()
     admission.started(0.1)
-    assert setting.gate._waiting == 0
+    assert setting.gate.num_waiting == 0
     assert setting.gate.snapshot() == {}
 
 
@@ -281,14 +282,13 @@ def test_an_adapter_not_seen_before_is_expected_to_take_its_load() -> None:
     setting = Setting()
     setting.load = EngineLoad(boot_id="b", seq=1, rate=UNITS, rows=1)
     cold = replace(ASK, adapter="sha256:cold")
-    setting.gate._num_untaught, setting.gate._load_s = 0, 0.0
     one = setting.gate.admit(cold)
     one.started(4.0)
-    assert setting.gate._load_s == pytest.approx(0.5)
+    assert setting.gate.prediction.load_s == pytest.approx(0.5)
     one.end()
     two = setting.gate.admit(cold)
     two.started(4.0)  # it is there by now: no load is learned from it
-    assert setting.gate._load_s == pytest.approx(0.5)
+    assert setting.gate.prediction.load_s == pytest.approx(0.5)
     two.end()
 
 

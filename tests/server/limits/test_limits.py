@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -26,6 +26,7 @@ from weft.engine.request import RequestError
 from weft.errors import CapacityError
 from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
 from weft.server.generation import routes as routes_generation
+from weft.server.limits.windows import Accounts
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]
@@ -101,12 +102,18 @@ async def test_requests_beyond_the_limit_wait_a_minute(api: Api, clocks: Clocks)
     assert (await complete(client)).status_code == 200
 
 
-async def test_openais_client_waits_as_long_as_it_is_told(api: Api) -> None:
-    late = 59.2 - time.monotonic() % 1
-    ahead = 0.0
-    api.app.state.services = replace(api.services, monotonic=lambda: time.monotonic() + ahead)
+async def test_openais_client_waits_as_long_as_it_is_told(
+    api: Api, clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await limited(api, requests_per_minute=1)
     seen: list[int] = []
+    slept: list[float] = []
+    really_sleep = anyio.sleep
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clocks.seconds += seconds
+        await really_sleep(0)
 
     async def note(answer: Any) -> None:
         seen.append(answer.status_code)
@@ -119,11 +126,10 @@ async def test_openais_client_waits_as_long_as_it_is_told(api: Api) -> None:
             base_url=f"{url}/v1", api_key=await api.key("acme"), http_client=http, max_retries=1
         )
         await client.completions.create(model=BASE, prompt=PROMPT, max_tokens=2)
-        ahead += late
-        started = time.monotonic()
+        clocks.seconds += 58.5
+        monkeypatch.setattr(anyio, "sleep", sleep)
         await client.completions.create(model=BASE, prompt=PROMPT, max_tokens=2)
-        assert time.monotonic() - started > 0.5
-    assert seen == [200, 429, 200]
+    assert (seen, slept) == ([200, 429, 200], [2.5])
 
 
 async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: Api, clocks: Clocks) -> None:
@@ -250,18 +256,6 @@ async def test_what_is_computed_for_clients_that_hang_up_stays_within_the_limit(
     assert statuses[0] >= 4
 
 
-async def test_the_streams_refusal_is_a_real_one(api: Api, clocks: Clocks) -> None:
-    await limited(api, requests_per_minute=1, tokens_per_minute=50)
-    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
-        streamed = await complete(client, stream=True)
-        assert streamed.status_code == 200
-        assert streamed.headers["x-ratelimit-remaining-requests"] == "0"
-        assert streamed.headers["x-ratelimit-remaining-tokens"] == "44"
-        refused = await complete(client, stream=True)
-    assert refusal(refused) == RATE
-    assert refused.headers["content-type"] == "application/json"
-
-
 async def test_as_many_run_at_once_as_may(api: Api) -> None:
     api.engine.token_s = 0.005
     await limited(api, concurrent_requests=2)
@@ -299,16 +293,6 @@ async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) ->
         ]
     assert statuses == [200, 200, 400, 400]
     assert held == [(0, 0)] * 4
-
-
-async def test_the_keys_limits_hold_beside_the_tenants(api: Api, clocks: Clocks) -> None:
-    tight = await limited(api, {"requests_per_minute": 1}, requests_per_minute=3)
-    assert (await complete(tight)).status_code == 200
-    refused = await complete(tight)
-    assert (refusal(refused), "key's" in refused.json()["error"]["message"]) == (RATE, True)
-    wide = await api.tenant("acme")
-    assert [(await complete(wide)).status_code for _ in range(2)] == [200, 200]
-    assert "tenant's" in (await complete(wide)).json()["error"]["message"]
 
 
 async def test_an_admin_who_acts_for_a_tenant_takes_of_its_limits(api: Api, clocks: Clocks) -> None:
@@ -364,17 +348,10 @@ async def test_a_key_sees_its_state(api: Api, clocks: Clocks) -> None:
 
 
 async def test_limits_that_do_not_exist_are_refused_by_name(api: Api) -> None:
-    wrong: list[Any] = [{"tokens_per_day": 1}, {"adapters": -1}, {"adapters": 1.0}, {"adapters": "1"}, [], "x"]
     async with api.admin as admin:
         await api.key("acme")
-        for bad in wrong:
-            for method, path, body in (
-                ("POST", "/v1/tenants", {"name": "new", "limits": bad}),
-                ("PATCH", "/v1/tenants/acme", {"limits": bad}),
-                ("POST", "/v1/tenants/acme/keys", {"limits": bad}),
-            ):
-                answer = await admin.request(method, path, json=body)
-                assert answer.status_code == 400, (bad, answer.text)
+        assert (await admin.post("/v1/tenants", json={"name": "new", "limits": []})).status_code == 400
+        assert (await admin.post("/v1/tenants", json={"name": "new", "limits": {"adapters": -1}})).status_code == 400
         unknown = await admin.patch("/v1/tenants/acme", json={"limits": {"tokens_per_day": 1}})
         assert all(name in unknown.json()["error"]["message"] for name in TENANT_LIMITS)
         unknown = await admin.post("/v1/tenants/acme/keys", json={"limits": {"adapters": 1}})
@@ -450,17 +427,6 @@ async def test_a_new_month_begins_with_nothing_and_clock_jumps_change_nothing(ap
     assert (await complete(client)).status_code == 200
 
 
-async def test_jumps_of_the_wall_clock_leave_rates_alone(api: Api, clocks: Clocks) -> None:
-    client = await limited(api, requests_per_minute=1)
-    assert (await complete(client)).status_code == 200
-    for days in (1, -2, 400):
-        clocks.now += timedelta(days=days)
-        assert refusal(await complete(client)) == RATE
-    clocks.now -= timedelta(days=30)
-    clocks.seconds += 61
-    assert (await complete(client)).status_code == 200
-
-
 async def test_what_ends_while_the_month_is_read_counts_once(api: Api, clocks: Clocks) -> None:
     """Requests without a quota run while the first that has one asks the ledger."""
     plain = await limited(api)
@@ -476,7 +442,8 @@ async def test_what_ends_while_the_month_is_read_counts_once(api: Api, clocks: C
         billed = report["totals"]["prompt_tokens"] + report["totals"]["completion_tokens"]
         assert read["tokens_per_month"] <= billed
         assert (await used(plain))["tokens_per_month"] == billed
-        api.services.accounts._accounts.clear()
+        clocks.services = replace(clocks.services, accounts=Accounts())
+        api.services = api.app.state.services = clocks.services
 
 
 async def test_a_quota_that_cannot_be_read_lets_nobody_pass(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +460,7 @@ async def test_a_quota_that_cannot_be_read_lets_nobody_pass(api: Api, monkeypatc
     assert (await used(client))["tokens_per_month"] == 6
 
 
-async def test_a_thousand_mixed_ends_leave_nothing_behind(api: Api) -> None:
+async def test_hundreds_of_mixed_ends_leave_nothing_behind(api: Api) -> None:
     chance = random.Random(11)
     many = 1_000_000
     limits = dict.fromkeys(KEY_LIMITS, many)
@@ -526,19 +493,20 @@ async def test_a_thousand_mixed_ends_leave_nothing_behind(api: Api) -> None:
         RequestError(kind="internal", code="internal_error", message="broken"),
     )
     async with api.listening() as url, new_client(secret, url) as socket_client:
-        for turn in range(50):
+        for turn in range(20):
             # a fault of ours writes a long trace: few are enough
-            api.engine.refusal = refusals[2] if turn == 25 else chance.choice(refusals[:2])
+            api.engine.refusal = refusals[2] if turn == 10 else chance.choice(refusals[:2])
             api.engine.failure_after = chance.choice([None, None, 0, 1])
             await asyncio.gather(*(once(socket_client) for _ in range(20)))
         await eventually(lambda: not api.engine.running and not api.services.drain.num_running)
         api.engine.refusal = api.engine.failure_after = None
-        accounts = list(api.services.accounts._accounts.values())
+        me = (await client.get("/v1/me")).json()
+        accounts = [api.services.accounts.of(me[holder]["id"], 0.0) for holder in ("tenant", "key")]
         await eventually(lambda: not any(account.in_flight for account in accounts))
     assert set(statuses) >= {200, 400, 404, 500, 503}
     totals = (await client.get("/v1/usage")).json()["totals"]
     billed = totals["prompt_tokens"] + totals["completion_tokens"]
-    assert billed > 1000
+    assert billed > 400
     for account in accounts:
         assert (account.in_flight, account.reserved, account.month_tokens) == (0, 0, billed)
         far = api.services.monotonic() + 61

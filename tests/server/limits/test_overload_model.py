@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from overload_model import Client, Overload, Traffic
+from weft.server.limits.return_slots import ReturnSlots
 
 CAPACITY = 4000.0
 MEAN_UNITS = 333
@@ -143,7 +145,7 @@ def test_weights_decide_who_is_over_the_share() -> None:
 def test_all_is_as_before_five_seconds_after_the_overload() -> None:
     model = overload(20, once)
     model.run(SPAN_S)
-    model._traffic = [Traffic(tenant="flood", per_s=0.5 * FULL, start_s=5, end_s=30)]
+    model.traffic = [Traffic(tenant="flood", per_s=0.5 * FULL, start_s=5, end_s=30)]
     before = len(model.clients)
     model.run(40)
     after = model.clients[before:]
@@ -154,20 +156,18 @@ def test_all_is_as_before_five_seconds_after_the_overload() -> None:
 def test_memory_is_bounded_and_given_back() -> None:
     model = overload(20, anything)
     model.run(SPAN_S)
-    model._traffic = []
-    model._events.clear()
+    model.traffic = []
+    model.events.clear()
     model.now_s += 3700
-    state = model.gate._tenants["flood"]
+    state = model.gate.tenants["flood"]
     model.gate.snapshot()
     assert len(state.slots) == 0
-    assert not state.slots._by_key
-    assert not state.slots._by_time
-    assert not state.slots._booked
+    assert len(pickle.dumps(state.slots)) < len(pickle.dumps(ReturnSlots())) + 100
     model.engine.requests.clear()
     for client in model.clients:
         if client.admission is not None:
             client.admission.end()
-    assert (state.waiting, state.live, state.live_units, model.gate._waiting) == (0, 0, 0.0, 0)
+    assert (state.waiting, state.live, state.live_units, model.gate.num_waiting) == (0, 0, 0.0, 0)
     model.now_s += 700
     model.gate.snapshot()
-    assert model.gate._tenants == {}
+    assert model.gate.tenants == {}

@@ -1,8 +1,7 @@
 """Rates and quotas: the dependency of every route that generates or tokenizes.
 
-It runs before a byte of the body is read. 429 means that the caller has used its limits. The limits of the tenant
-count, also for an admin with `?tenant=`, and those of the key. Both come with the identity, and a change of them drops
-it.
+It runs before a byte of the body is read. 429 means that the caller has used its limits: those of the key, and those of
+the tenant, also for an admin with `?tenant=`. Both come with the identity, and a change of them drops it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from weft.server.limits.windows import month_after, month_of
 from weft.server.services import Services, services_of
 
 
-def lease_of(request: Request) -> LimitReservation:
-    """The request's reservation. `Boundary` makes it, and ends it with the request."""
-    lease: LimitReservation = request.state.lease
-    return lease
+def reservation_of(request: Request) -> LimitReservation:
+    """The request's part of its caller's limits. `Boundary` makes it, and ends it with the request."""
+    reservation: LimitReservation = request.state.reservation
+    return reservation
 
 
 async def shares_of(services: Services, caller: Caller, *, with_month: bool = False) -> list[Share]:
@@ -67,10 +66,8 @@ async def _read_month(services: Services, share: Share, month: datetime) -> None
             return
         account.arrived = {}
         try:
-            column = "tenant_id" if share.holder == "tenant" else "key_id"
-            tokens = await services.registry.usage.tokens(
-                {column: share.holder_id}, month, month_after(month), account.arrived
-            )
+            of_holder = {f"{share.holder}_id": share.holder_id}
+            tokens = await services.registry.usage.tokens(of_holder, month, month_after(month), account.arrived)
             account.month_tokens = tokens + sum(count for ended, count in account.arrived.values() if ended == month)
             account.month = month
         finally:
@@ -95,7 +92,7 @@ class Admitted:
         """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
         services, caller = services_of(request), await self._acting(request, tenant)
         shares = await shares_of(services, caller)
-        lease_of(request).admit(shares, services.monotonic, services.metrics.limited, self._tokens)
+        reservation_of(request).admit(shares, services.monotonic, services.metrics.limited, self._tokens)
         return caller
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Counts
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -42,7 +42,7 @@ ADAPTER_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
 
-class Metrics:
+class Metrics(Collector):
     """What Weft counts. Thread: the event loop's.
 
     Args:
@@ -53,14 +53,15 @@ class Metrics:
         self.registry = CollectorRegistry()
         # They would be a second line for every counter, which no dashboard reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._pairs = _CappedPairs()
-        self._adapters = _CappedLabels()
-        self._tenants = _CappedLabels()
+        self._pairs = _Capped(PAIR_BYTES, lambda names: sum(map(len, names)) + LINE_BYTES)
+        self._adapters = _Capped(MAX_LABELS, lambda _: 1)
+        self._tenants = _Capped(MAX_LABELS, lambda _: 1)
         self._digests: dict[str, str] = {}
         self._last_step = ("", 0)
         self._declare()
-        self._engine = _EngineCollector(self._digests, max_adapters)
-        self.registry.register(self._engine)
+        self._max_adapters = max_adapters
+        self._status: EngineStatus | None = None
+        self.registry.register(self)
 
     def _declare(self) -> None:
         own = self.registry
@@ -94,7 +95,7 @@ class Metrics:
 
     def learn_adapter(self, digest: str, tenant: str, name: str) -> None:
         """Remember the name of a digest, so that residents can be shown by name."""
-        label = self._adapters.label(f"{tenant}/{name}")
+        (label,) = self._adapters.labels(f"{tenant}/{name}")
         if label != OTHER:
             self._digests[digest] = label
             while len(self._digests) > 4 * MAX_LABELS:
@@ -135,7 +136,8 @@ class Metrics:
             code: The error code.
             tenant: The tenant's name; None is the admin.
         """
-        self._refused.labels(code, NO_TENANT if tenant is None else self._tenants.label(tenant)).inc()
+        (label,) = (NO_TENANT,) if tenant is None else self._tenants.labels(tenant)
+        self._refused.labels(code, label).inc()
 
     def answered(self, status: int) -> None:
         """Count an answer by the class of its HTTP status, also of requests that come to no generation."""
@@ -145,7 +147,7 @@ class Metrics:
         """The text that Prometheus reads; `status` is None while the engine is away."""
         self._lag.set(usage_lag_s)
         self._engine_up.set(status is not None)
-        self._engine.status = status
+        self._status = status
         if status is not None:
             self._take_steps(status)
         return generate_latest(self.registry)
@@ -161,21 +163,13 @@ class Metrics:
                 last = step.step
         self._last_step = (status.boot_id, last)
 
-
-class _EngineCollector(Collector):
-    """Shows the engine's last status."""
-
-    def __init__(self, digests: Mapping[str, str], max_adapters: int) -> None:
-        self.status: EngineStatus | None = None
-        self._digests = digests
-        self._max_adapters = max_adapters
-
     def collect(self) -> Iterable[Metric]:
-        if self.status is not None:
-            yield from self._requests(self.status)
-            yield from self._adapters(self.status)
+        """The figures of the engine's last status; called by `registry`."""
+        if self._status is not None:
+            yield from self._engine_requests(self._status)
+            yield from self._engine_adapters(self._status)
 
-    def _requests(self, status: EngineStatus) -> Iterable[Metric]:
+    def _engine_requests(self, status: EngineStatus) -> Iterable[Metric]:
         yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
         yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
         yield _labelled(GaugeMetricFamily("weft_pages", "Pages by kind.", labels=["kind"]), status.pages)
@@ -195,7 +189,7 @@ class _EngineCollector(Collector):
         )
         yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
 
-    def _adapters(self, status: EngineStatus) -> Iterable[Metric]:
+    def _engine_adapters(self, status: EngineStatus) -> Iterable[Metric]:
         loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
         for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
             path, _, result = key.partition(":")
@@ -230,27 +224,18 @@ def _labelled(family: FamilyT, counts: Mapping[str, int]) -> FamilyT:
     return family
 
 
-class _CappedLabels:
-    def __init__(self) -> None:
-        self._known: set[str] = set()
+class _Capped:
+    """Lets names through until the room is used up; all later ones become `OTHER`."""
 
-    def label(self, name: str) -> str:
-        if len(self._known) < MAX_LABELS:
-            self._known.add(name)
-        return name if name in self._known else OTHER
+    def __init__(self, room: int, cost: Callable[[tuple[str, ...]], int]) -> None:
+        self._known: set[tuple[str, ...]] = set()
+        self._room = room
+        self._cost = cost
 
-
-class _CappedPairs:
-    def __init__(self) -> None:
-        self._known: set[tuple[str, str]] = set()
-        self._room = PAIR_BYTES
-
-    def labels(self, tenant: str, adapter: str) -> tuple[str, str]:
-        pair = (tenant, adapter)
-        if pair not in self._known:
-            needed = len(tenant) + len(adapter) + LINE_BYTES
-            if needed > self._room:
-                return OTHER, OTHER
-            self._known.add(pair)
-            self._room -= needed
-        return pair
+    def labels(self, *names: str) -> tuple[str, ...]:
+        if names not in self._known:
+            if (cost := self._cost(names)) > self._room:
+                return (OTHER,) * len(names)
+            self._known.add(names)
+            self._room -= cost
+        return names

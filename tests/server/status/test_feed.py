@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
@@ -103,24 +102,31 @@ async def test_an_idle_engine_is_told_once_and_comments_show_that_the_line_is_up
     assert (name, waiting_in(snapshot)) == ("message", {"ten_gone": 1})
 
 
-async def test_twenty_watchers_cost_as_much_as_one_and_nothing_once_they_are_gone(api: Api, url: str) -> None:
+async def test_twenty_watchers_cost_as_much_as_one_and_nothing_once_they_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_feed, "POLL_S", 0.0)
+    feed, num_asked = engine_feed.EngineFeed(), 0
+    answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    async def ask() -> dict[str, Any]:
+        nonlocal num_asked
+        num_asked += 1
+        return await answers.get()
+
+    others = asyncio.all_tasks()
     async with AsyncExitStack() as stack:
-        watchers = [await stack.enter_async_context(watching(url)) for _ in range(20)]
-        await asyncio.gather(*(watcher.snapshot() for watcher in watchers))
-        started_s, num_asked = time.monotonic(), api.engine.num_asked
+        watchers = [await stack.enter_async_context(aclosing(feed.events(ask, lambda: False))) for _ in range(20)]
+        assert {await anext(watcher) for watcher in watchers} == {engine_feed.RETRY}
         for index in range(10):
-            api.engine.tenants = {"": TenantLoad(waiting=index + 1)}
-            shown = await asyncio.gather(*(watcher.snapshot() for watcher in watchers))
-            assert {waiting_in(told)["(admin)"] for told in shown} == {index + 1}
-        assert api.engine.num_asked - num_asked <= (time.monotonic() - started_s) / POLL_S + 2
-        assert api.services.engine_feed.is_asking
-    await eventually(lambda: not api.services.engine_feed.is_asking, within_s=5)
+            answers.put_nowait({"boot_id": "boot-1", "index": index})
+            shown = await asyncio.gather(*(anext(watcher) for watcher in watchers))
+            assert len(set(shown)) == 1
+            assert f'"index":{index}'.encode() in shown[0]
+        assert num_asked in (10, 11)
+    assert not feed.is_asking
     await asyncio.sleep(0)
-    num_asked = api.engine.num_asked
-    await asyncio.sleep(5 * POLL_S)
-    assert api.engine.num_asked == num_asked
-    left = [task for task in asyncio.all_tasks() if "engine_feed" in repr(task.get_coro()) or "_poll" in repr(task)]
-    assert left == []
+    assert asyncio.all_tasks() == others
 
 
 async def test_a_watcher_that_leaves_while_nothing_happens_is_noticed_at_once(

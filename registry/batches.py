@@ -46,7 +46,7 @@ class Files(Transactions):
             return await _bytes_left(session, tenant_id, limits, self.clock(), needed=1)
 
     async def add(self, file: FileRow, limits: BatchConfig, store: Callable[[], Awaitable[object]]) -> None:
-        """Keep a file; `store` makes its blob durable, last, so that nothing sweeps it before there is a row.
+        """Keep a file. `store` makes its blob durable, last: a sweep deletes a blob that no row refers to.
 
         Raises:
             ForbiddenError: The tenant's files are too many or too large; codes quota.files and quota.file_bytes.
@@ -164,8 +164,8 @@ async def _bytes_left(session: AsyncSession, tenant_id: str, limits: BatchConfig
 WINDOW = timedelta(hours=24)
 MAX_OPEN = 100
 """Batches of a tenant that have not ended."""
-MAX_HELD = 256
-"""Batches that one server runs at once."""
+MAX_CLAIMED = 256
+"""Most batches that one server runs at once."""
 LEASE_S = 30
 _BEFORE = {"in_progress": ("validating",), "finalizing": ("in_progress", "finalizing")}
 """From which statuses a batch goes on to another; it may end from every open one."""
@@ -253,14 +253,14 @@ class Batches(Transactions):
             return row
 
     async def claim(self, owner: str) -> Sequence[BatchRow]:
-        """The batches that `owner` runs from now on: those it runs already, and those that nobody does.
+        """The batches that `owner` runs from now on: those it runs already, and those without an owner.
 
-        Where there are too many, each tenant's oldest come first, so that one tenant does not take all places.
+        Where there are too many, each tenant's oldest come first: one tenant does not take all places.
         """
         now = to_seconds(self.clock())
         free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
         turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
-        due = select(BatchRow.id).where(*free).order_by(BatchRow.owner != owner, turn, BatchRow.id).limit(MAX_HELD)
+        due = select(BatchRow.id).where(*free).order_by(BatchRow.owner != owner, turn, BatchRow.id).limit(MAX_CLAIMED)
         ids = [row.id for row in await self.database.rows(due)]
         if not ids:
             return ()
@@ -269,7 +269,7 @@ class Batches(Transactions):
             return (await session.scalars(claimed.returning(BatchRow))).all()
 
     async def release(self, owner: str) -> None:
-        """Leave all batches of `owner` to whoever comes first."""
+        """Give up all batches of `owner`; the first server that claims them goes on."""
         async with self.database.write() as session:
             await session.execute(update(BatchRow).where(BatchRow.owner == owner).values(owner="", lease_until=0))
 
@@ -289,7 +289,7 @@ class Batches(Transactions):
         """Write down results and their usage, those of lines that have none yet, in one transaction.
 
         Returns:
-            Batch and line of those that count: not those of batches that are the owner's no more, or are ending.
+            Batch and line of those that count: not of batches that are ending, or that another server has taken over.
         """
         written: set[tuple[str, int]] = set()
         async with self.database.write() as session:

@@ -5,7 +5,7 @@ long as `Changes` sees no new entry there: one small query for all answers, and 
 this process calls `forget`, which drops all answers; one that was being read meanwhile is not kept. A change by another
 process is seen after a second. All who ask for one key at the same time wait for one query.
 
-While the database is away or slow, an answer serves for a minute: an outage stops nobody who was known before it. One
+While the database is away or slow, an answer serves for a minute: callers known before an outage go on. One
 caller at a time finds out whether the outage is over; the others do not wait.
 """
 

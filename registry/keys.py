@@ -92,7 +92,7 @@ class KeyRing:
         """The owner of the key that began the session of this token.
 
         Raises:
-            AuthenticationError: There is no such session, or it or its key works no more; code session.ended.
+            AuthenticationError: There is no such session, or it or its key has ended; code session.ended.
         """
         digest = self.digest(token)
 

@@ -90,7 +90,7 @@ async def count_adapters(session: AsyncSession, tenant_id: str) -> int:
 
 
 async def check_storage(session: AsyncSession, tenant_id: str, now: datetime) -> None:
-    """Return if no more is stored or reserved than the tenant may.
+    """Return if what the tenant stores and has reserved is within its limit.
 
     Raises:
         ForbiddenError: Code quota.storage.
@@ -101,7 +101,7 @@ async def check_storage(session: AsyncSession, tenant_id: str, now: datetime) ->
 
 
 async def check_adapters(session: AsyncSession, tenant_id: str, to_come: int = 0) -> None:
-    """Return if the tenant has, with those `to_come`, no more adapters than it may.
+    """Return if the tenant's adapters, with those `to_come`, are within its limit.
 
     Raises:
         ForbiddenError: Code quota.adapters.

@@ -177,7 +177,7 @@ async def point_aliases(session: AsyncSession, adapter_id: str, aliases: Mapping
 
 
 async def check_not_split(session: AsyncSession, adapter_id: str) -> None:
-    """Return if an upload may move the alias `default`; a split (a canary) ends only where somebody says so.
+    """Return if an upload may move the alias `default`: an upload does not end a split (a canary).
 
     Raises:
         ConflictError: `default` splits its requests among versions; code upload.ends_split.

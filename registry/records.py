@@ -23,7 +23,7 @@ UploadState = Literal["uploading", "ready", "rejected"]
 Bucket = Literal["1m", "1h", "1d"]
 GroupBy = Literal["tenant", "adapter", "version", "key", "status", "service_class"]
 ServiceClass = Literal["interactive", "batch"]
-"""What a request was: one that somebody waits for, or a line of a batch; each may have prices of its own."""
+"""Whether a client waits for the request (interactive), or it is a line of a batch. Prices may differ."""
 RankBy = Literal["requests", "prompt_tokens", "completion_tokens", "total_tokens", "cost"]
 
 Shares = Mapping[int, int]
@@ -64,7 +64,7 @@ class Key:
     tenant: str
     name: str | None
     prefix: str
-    """The start of the secret, by which people recognise the key: `weft_3f9c0a...`."""
+    """The start of the secret, which shows people which key it is: `weft_3f9c0a...`."""
     scopes: tuple[Scope, ...]
     limits: Mapping[str, int]
     expires_at: datetime | None
@@ -395,6 +395,6 @@ class LatencyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUsage(UsageTotals):
-    """All that was ever asked of one adapter, by whomever."""
+    """Usage of one adapter by all tenants since it was created."""
 
     last_used_at: datetime | None = None

@@ -63,7 +63,7 @@ class Registry:
         self.files = Files(*shared)
         self.batches = Batches(*shared)
         self.database = database
-        self._answers: ReadThroughCache[str, bool] = ReadThroughCache(monotonic)
+        self._answers: ReadThroughCache[str, object] = ReadThroughCache(monotonic)
 
     @classmethod
     async def open(
@@ -110,12 +110,7 @@ class Registry:
 
     async def check(self) -> None:
         """Return if the database answers, or did in the last minute: known keys are served for as long without it."""
-
-        async def ask() -> bool:
-            await self.database.check()
-            return True
-
-        await self._answers.ask("answers", ask)
+        await self._answers.ask("answers", self.database.check)
 
     async def list_audit(
         self, before: int | None = None, limit: int = 100, tenant: str | None = None

@@ -1,4 +1,4 @@
-"""Browser sessions, and links that begin one: random tokens, of which the database has keyed digests only.
+"""Browser sessions, and links that begin one: random tokens. The database has only their keyed digests.
 
 A token stands for the secret that it was made with: it stops working when that secret does. A link works once.
 """

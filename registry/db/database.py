@@ -93,13 +93,13 @@ class Database:
             self._reader.dispose()
         await self._engine.dispose()
 
-    async def check(self) -> None:
-        """Return if the database answers.
+    async def check(self) -> object:
+        """Return anything if the database answers.
 
         Raises:
             CapacityError: It does not; code db.unavailable.
         """
-        await self.rows(text("SELECT 1"))
+        return await self.rows(text("SELECT 1"))
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:

@@ -39,7 +39,7 @@ class Window:
         return second
 
     def give_back(self, second: int, amount: int) -> None:
-        """Subtract from the sum, unless the second counts no more."""
+        """Subtract from the sum, unless the second no longer counts."""
         if second in self._seconds:
             self._seconds[second] -= amount
             self._total -= amount

@@ -46,7 +46,7 @@ class EngineFeed:
 
     @property
     def is_asking(self) -> bool:
-        """Whether the engine is asked for snapshots, which is so while somebody listens."""
+        """Whether the engine is asked for snapshots: while there are listeners."""
         return self._poller is not None
 
     async def events(

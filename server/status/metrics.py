@@ -94,7 +94,7 @@ class Metrics(Collector):
         build.labels(weft.__version__).set(1)
 
     def learn_adapter(self, digest: str, tenant: str, name: str) -> None:
-        """Remember the name of a digest, so that residents can be shown by name."""
+        """Remember the name of a digest: residents are shown by name."""
         (label,) = self._adapters.labels(f"{tenant}/{name}")
         if label != OTHER:
             self._digests[digest] = label

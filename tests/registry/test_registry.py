@@ -49,6 +49,7 @@ def test_importing_the_registry_loads_no_tensors_and_no_http() -> None:
 
 async def test_what_is_stored_survives_a_restart(tmp_path: Path) -> None:
     registry = await Registry.open(None, tmp_path / "new" / "folder")
+    assert stat.S_IMODE((tmp_path / "new" / "folder").stat().st_mode) == 0o700
     acme = await registry.tenants.create_tenant("acme")
     adapter, _, _ = await publish_version(registry, acme.id, "support", facts("a"))
     await registry.usage.record(usage_event("use_1", adapter_id=adapter.id))
@@ -74,12 +75,6 @@ async def test_it_counts_as_there_for_as_long_as_known_keys_are_served(
     clock.advance(2)
     with pytest.raises(CapacityError):
         await registry.check()
-
-
-async def test_the_folder_is_for_its_owner_only(tmp_path: Path) -> None:
-    registry = await Registry.open(None, tmp_path / "data")
-    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
-    await registry.close()
 
 
 async def test_a_second_process_is_refused_and_disturbs_nothing(registry: Registry, tmp_path: Path) -> None:

@@ -81,10 +81,11 @@ async def test_a_session_ends_after_its_time(registry: Registry, clock: Standing
     assert await refusal(registry, token) == "session.ended"
 
 
-async def test_a_session_ends_with_its_key(registry: Registry) -> None:
+async def test_a_session_is_worth_what_its_key_is_now_and_ends_with_it(registry: Registry) -> None:
     key_id, holder = await key_of(registry)
     token, _ = await registry.sessions.begin_session(credential(holder))
-    assert await registry.key_ring.identify_session(token) == holder
+    await registry.keys.update_key(key_id, scopes=["infer"])
+    assert (await registry.key_ring.identify_session(token)).scopes == ("infer",)
     await registry.keys.revoke_key(key_id)
     assert await refusal(registry, token) == "session.ended"
 
@@ -96,13 +97,6 @@ async def test_a_rotation_ends_the_sessions_of_the_secret_before_it(registry: Re
     assert (await registry.key_ring.identify_session(token)).key_id == key_id
     clock.now += timedelta(seconds=61)
     assert await refusal(registry, token) == "session.ended"
-
-
-async def test_a_session_has_the_scopes_that_its_key_has_now(registry: Registry) -> None:
-    key_id, holder = await key_of(registry)
-    token, _ = await registry.sessions.begin_session(credential(holder))
-    await registry.keys.update_key(key_id, scopes=["infer"])
-    assert (await registry.key_ring.identify_session(token)).scopes == ("infer",)
 
 
 async def test_a_link_is_no_session_and_works_once(registry: Registry) -> None:

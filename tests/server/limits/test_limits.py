@@ -506,7 +506,7 @@ async def test_hundreds_of_mixed_ends_leave_nothing_behind(api: Api) -> None:
     assert set(statuses) >= {200, 400, 404, 500, 503}
     totals = (await client.get("/v1/usage")).json()["totals"]
     billed = totals["prompt_tokens"] + totals["completion_tokens"]
-    assert billed > 400
+    assert billed > 100
     for account in accounts:
         assert (account.in_flight, account.reserved, account.month_tokens) == (0, 0, billed)
         far = api.services.monotonic() + 61

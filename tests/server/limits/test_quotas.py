@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 
@@ -61,9 +61,9 @@ async def test_a_rejected_or_expired_upload_reserves_nothing(api: Api) -> None:
     made = (await announce(client, files)).json()["id"]
     await put(client, made, "adapter_config.json", b"x" * len(files.config))
     assert await left(api) == 0
-    api.services.registry.uploads.clock = lambda: datetime.now(UTC) + timedelta(hours=25)
+    api.ahead = timedelta(hours=25)
     assert await left(api) == SIZE
-    api.services.registry.uploads.clock = lambda: datetime.now(UTC)
+    api.ahead = timedelta()
     await client.delete(f"/v1/uploads/{made}")
     bad = type(files)(b"{}", files.weights)
     assert (await complete(client, await send_all(client, bad))).status_code == 422

@@ -74,20 +74,6 @@ def test_the_wait_is_as_long_as_needed_for_what_is_asked() -> None:
     assert [window.wait_s(1004, amount) for amount in (0, 1, 10, 11, 50)] == [0, 57, 57, 58, 61]
 
 
-def test_requests_over_the_limit_are_told_when_to_come_again() -> None:
-    desk = Desk(tenant=Limits(requests_per_minute=2))
-    for _ in range(2):
-        desk.admit().end()
-    error = desk.refusal(desk.admit)
-    assert (error.code, desk.refused) == ("rate_limit_exceeded", ["requests_per_minute"])
-    assert error_headers(error) == {"retry-after": "61", "retry-after-ms": "61000"}
-    desk.now_s += 60.5
-    error = desk.refusal(desk.admit)
-    assert error_headers(error) == {"retry-after": "1", "retry-after-ms": "500"}
-    desk.now_s += 0.5
-    desk.admit().end()
-
-
 def test_the_tighter_of_tenant_and_key_answers() -> None:
     desk = Desk(tenant=Limits(requests_per_minute=3, tokens_per_minute=50), key=Limits(requests_per_minute=1))
     lease = desk.admit()
@@ -117,14 +103,6 @@ def test_a_limit_of_nothing_lets_nothing_pass_and_says_not_to_retry(limits: dict
     error = desk.refusal(lambda: desk.admit(least=1))
     assert error_headers(error) == {"x-should-retry": "false"}
     assert error.code == "rate_limit_exceeded"
-
-
-def test_a_request_larger_than_the_limit_is_refused_for_good() -> None:
-    desk = Desk(tenant=Limits(tokens_per_minute=100))
-    error = desk.refusal(lambda: desk.admit().reserve(50, 101, is_open=False))
-    assert error_headers(error) == {"x-should-retry": "false"}
-    assert "is always refused" in error.message
-    desk.admit().reserve(50, 100, is_open=False)
 
 
 def test_an_answer_without_a_bound_reserves_no_more_than_the_limits_allow() -> None:
@@ -183,17 +161,6 @@ def test_a_request_does_not_grow_beyond_a_limit(limits: dict[str, int]) -> None:
     assert lease.grow(97)
     lease.end()
     assert [account.reserved for account in desk.accounts] == [0, 0]
-
-
-def test_tokens_unused_are_there_for_others_at_once() -> None:
-    desk = Desk(tenant=Limits(tokens_per_minute=100))
-    first = desk.admit()
-    first.reserve(90, 90, is_open=False)
-    error = desk.refusal(lambda: desk.admit().reserve(20, 20, is_open=False))
-    assert error.retry_after_s == 61
-    first.settle("use_1", 30, NOON)
-    desk.admit().reserve(70, 70, is_open=False)
-    assert first.headers()["x-ratelimit-remaining-tokens"] == "0"
 
 
 def test_settling_after_the_minute_takes_nothing_from_those_that_came_later() -> None:

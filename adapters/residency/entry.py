@@ -56,7 +56,7 @@ class LoadTimes:
 
 @dataclass(slots=True, eq=False)
 class KnownAdapter:
-    """One adapter that was wanted or pinned once."""
+    """One adapter that was held or pinned at least once."""
 
     num_pages: int | None = None
     """Pages of its image; None before it was first loaded."""
@@ -118,7 +118,7 @@ class Entry:
 
     ref: AdapterRef
     known: KnownAdapter
-    wanted_s: float
+    entered_s: float
     worth_of: Callable[[Entry], tuple[float, int]]
     evict_entry: Callable[[Entry], None]
     kind: PageKind = "adapter"
@@ -180,7 +180,7 @@ class Entry:
 
 
 class Entries(dict[str, Entry]):
-    """All entries by digest, in the order in which they were first wanted; also by stage and by holds.
+    """All entries by digest, in the order in which they came; also by stage and by holds.
 
     Changed by its methods alone. A step looks at the entries under way, not at all of them: most are on the device.
     """

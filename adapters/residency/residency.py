@@ -136,7 +136,7 @@ class Residency:
         return "host" if digest in self._images or (entry is not None and entry.image is not None) else "stored"
 
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
-        """Why a wanted adapter is not on the device: it is on its way, or pages or a slot are lacking."""
+        """Why a held adapter is not on the device: it is on its way, or pages or a slot are lacking."""
         entry = self.entries.get(digest)
         return "LOADING" if entry is not None and entry.stage in (Stage.LOADING, Stage.COPYING) else "NO_ROOM"
 
@@ -145,7 +145,7 @@ class Residency:
         entry = self.entries.get(ref.digest)  # a deleted adapter is not known any more, but may still be in use
         return self.known.get(ref.digest).num_pages if entry is None else entry.known.num_pages
 
-    def want(self, ref: AdapterRef) -> None:
+    def hold(self, ref: AdapterRef) -> None:
         """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""
         entry = self.entries.get(ref.digest) or self._enter(ref)
         entry.holds += 1
@@ -155,7 +155,7 @@ class Residency:
         if entry.stage is Stage.QUEUED and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
             self._start(entry)
 
-    def unwant(self, digest: str) -> None:
+    def release_hold(self, digest: str) -> None:
         """Drop one hold. Nothing happens without one: it may have gone with a failed load or `drop_holds`."""
         entry = self.entries.get(digest)
         if entry is not None and entry.holds > 0:
@@ -164,7 +164,7 @@ class Residency:
             self._settle(entry)
 
     def drop_holds(self, keep: str | None = None) -> None:
-        """Drop all holds but those on the adapter `keep`; those who wait take new ones with `want`."""
+        """Drop all holds but those on the adapter `keep`; those who wait take new ones with `hold`."""
         for entry in list(self.entries.held.values()):
             if entry.ref.digest != keep:
                 entry.holds = 0
@@ -172,9 +172,9 @@ class Residency:
                 self._settle(entry)
 
     def expect(self, digests: Sequence[str]) -> None:
-        """Say which of the wanted adapters are needed first: they are loaded and get pages in this order.
+        """Say which of the held adapters are needed first: they are loaded and get pages in this order.
 
-        Others come after them, as does what is wanted later, until the next call. Costs next to nothing while no
+        Others come after them, as does what is held later, until the next call. Costs next to nothing while no
         adapter is on its way.
 
         Args:
@@ -262,7 +262,7 @@ class Residency:
             step: The last completed step.
 
         Returns:
-            Adapters that could not be loaded, with their holds gone; a later `want` tries again.
+            Adapters that could not be loaded, with their holds gone; a later `hold` tries again.
 
         Raises:
             Exception: What a load or a copy raised because the device is lost; see `is_device_lost`.
@@ -280,12 +280,12 @@ class Residency:
         self._start_queued()
         self._bring_pinned()
         failures, self._failures = self._failures, []
-        for failure in failures:  # of a copy since the last tick: the adapter may have been wanted again meanwhile
-            wanted_again = self.entries.get(failure.digest)
-            if wanted_again is not None:
-                wanted_again.holds = 0
-                self.entries.count_held(wanted_again)
-                self._settle(wanted_again)
+        for failure in failures:  # of a copy since the last tick: the adapter may be held again by now
+            held_again = self.entries.get(failure.digest)
+            if held_again is not None:
+                held_again.holds = 0
+                self.entries.count_held(held_again)
+                self._settle(held_again)
         return failures
 
     def residents(self) -> list[ResidentAdapter]:
@@ -349,7 +349,7 @@ class Residency:
         entry = Entry(
             ref=ref,
             known=self.known[ref.digest],
-            wanted_s=self._clock(),
+            entered_s=self._clock(),
             worth_of=self._worth,
             evict_entry=self._remove,
             comes_for_pin=comes_for_pin,
@@ -386,7 +386,7 @@ class Residency:
         self._load_queue.submit(entry.job)
 
     def _bring_pinned(self) -> None:
-        """Bring one pinned adapter at a time, as long as nothing that is wanted lacks room or a loader."""
+        """Bring one pinned adapter at a time, as long as no held adapter lacks room or a loader."""
         placing = list(self.entries.by_stage[Stage.PLACING].values())
         missing = self._pins.missing()
         if not placing and not missing:
@@ -422,11 +422,11 @@ class Residency:
     def _fail(self, entry: Entry, error: WeftError | None) -> None:
         self._loads[f"{entry.origin}>device:failed"] += 1
         self._pins.note_load(entry.ref.digest, succeeded=False)
-        was_wanted = entry.holds > 0
+        was_held = entry.holds > 0
         entry.holds = 0
         self.entries.count_held(entry)
         self._remove(entry)
-        if not was_wanted:
+        if not was_held:
             logger.warning("adapter %s could not be loaded: %s", entry.ref.digest, error)
         elif error is not None:
             self._failures.append(LoadFailure(entry.ref.digest, error))
@@ -471,7 +471,7 @@ class Residency:
         self._evictor.used(entry)
         entry.is_counted = True
         self._loads[f"{entry.origin}>device:ok"] += 1
-        seconds = self._clock() - entry.wanted_s
+        seconds = self._clock() - entry.entered_s
         self.load_seconds += seconds
         entry.known.loads.note(seconds)
         self._load_times.setdefault(f"{entry.origin}>device", LoadTimes(NUM_LOADS)).note(seconds)

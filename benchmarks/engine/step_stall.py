@@ -96,12 +96,12 @@ class Swaps:
     def _want(self) -> None:
         ref = next(self._refs)
         self._wanted_s[ref.digest] = time.perf_counter()
-        self._residency.want(ref)
+        self._residency.hold(ref)
 
     def _forget_arrived(self, kind: str) -> None:
         for digest in [each for each in self._wanted_s if self._residency.state(each) == "device"]:
             self.load_s[kind].append(time.perf_counter() - self._wanted_s.pop(digest))
-            self._residency.unwant(digest)
+            self._residency.release_hold(digest)
             self._core.drop_adapter(digest)
 
 

@@ -126,7 +126,7 @@ class WaitingQueue:
             num_holders = self._num_holders.get(adapter.digest, 0)
             if not num_holders and self._residency.state(adapter.digest) != "device":
                 state.caused_load = True
-            self._residency.want(adapter)
+            self._residency.hold(adapter)
             state.is_holding = True
             self._holders[state.request_id] = state
             self._num_holders[adapter.digest] = num_holders + 1
@@ -180,7 +180,7 @@ class WaitingQueue:
     def _unhold(self, state: RequestState) -> None:
         if state.is_holding and state.digest is not None:
             self._forget_hold(state)
-            self._residency.unwant(state.digest)
+            self._residency.release_hold(state.digest)
 
     def _forget_hold(self, state: RequestState) -> None:
         state.is_holding = False

@@ -153,12 +153,12 @@ class ResidencyParts:
 
     def load(self, ref: AdapterRef) -> int:
         """Bring an adapter to the device for a test, held by nobody, and return its slot."""
-        self.residency.want(ref)
+        self.residency.hold(ref)
         self.settle()
         lease = self.residency.acquire(ref.digest)
         assert lease is not None
         self.residency.release(ref.digest)
-        self.residency.unwant(ref.digest)
+        self.residency.release_hold(ref.digest)
         return lease.slot
 
     def evict_all(self) -> int:

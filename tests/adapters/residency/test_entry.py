@@ -36,10 +36,10 @@ def resident(parts: ResidencyParts, ref: AdapterRef) -> ResidentAdapter:
 
 
 def load_within(parts: ResidencyParts, ref: AdapterRef, seconds: float) -> None:
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.clock[0] += seconds
     parts.settle()
-    parts.residency.unwant(ref.digest)
+    parts.residency.release_hold(ref.digest)
 
 
 def test_loads_are_timed_by_adapter_and_by_where_they_came_from(tmp_path: Path) -> None:

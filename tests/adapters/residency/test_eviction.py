@@ -35,7 +35,7 @@ def test_packing_happens_once_and_a_swap_in_is_page_copies_and_one_table_row(
 def test_a_copy_that_fails_is_the_requests_error_and_loses_nothing(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.copier.fails = True
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     assert parts.settle() == [ref.digest]
     assert parts.residency.loads == {"stored>device:failed": 1}
     assert parts.pool.num_free == parts.pool.capacity
@@ -202,7 +202,7 @@ def test_no_adapter_is_placed_in_what_running_requests_may_need(tmp_path: Path) 
     parts, (ref, *_), pages = prepare(tmp_path)
     held = parts.cache_blocks(None, parts.pool.num_free - pages - 3)
     parts.residency.reserve_pages = 4
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.settle()
     assert (parts.residency.waiting_reason(ref.digest), parts.pool.num_free) == ("NO_ROOM", pages + 3)
     parts.prefixes.release(held, 0)  # what can be evicted is room to grow as well
@@ -217,7 +217,7 @@ def test_a_larger_adapter_waits_while_a_slot_alone_would_not_do(tmp_path: Path) 
     kv = parts.pool.allocate(parts.pool.num_free, "kv")
     assert kv is not None
     parts.residency.reserve_pages = 1
-    parts.residency.want(large)
+    parts.residency.hold(large)
     parts.settle()
     assert parts.residency.state(idle.digest) == "device"  # evicting it would not do, so it was not
     parts.residency.reserve_pages = 0

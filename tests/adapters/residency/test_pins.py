@@ -81,7 +81,7 @@ def test_what_is_wanted_comes_first(tmp_path: Path) -> None:
     kv = parts.pool.allocate(parts.pool.num_free - 2 * pages, "kv")
     assert kv is not None
     parts.residency.reserve_pages = pages + 1
-    parts.residency.want(wanted)
+    parts.residency.hold(wanted)
     parts.residency.pin(pinned, True)
     parts.settle()
     assert (parts.residency.waiting_reason(wanted.digest), parts.pool.num_free) == ("NO_ROOM", 2 * pages)
@@ -183,9 +183,9 @@ def test_who_wants_an_adapter_that_comes_for_its_pin_waits_for_the_same_load(tmp
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.residency.pin(ref, True)
     parts.residency.tick(0)
-    parts.residency.want(ref)
-    parts.residency.unwant(ref.digest)  # gone again, and still it comes
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
+    parts.residency.release_hold(ref.digest)  # gone again, and still it comes
+    parts.residency.hold(ref)
     parts.settle()
     assert parts.residency.acquire(ref.digest) is not None
     assert parts.loader.num_loads == 1

@@ -35,7 +35,7 @@ def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_p
     parts, (ref, *_), pages = prepare(tmp_path)
     residency = parts.residency
     assert (residency.state(ref.digest), residency.pages_needed(ref)) == ("stored", None)
-    residency.want(ref)
+    residency.hold(ref)
     assert residency.waiting_reason(ref.digest) == "LOADING"
     assert residency.acquire(ref.digest) is None
     parts.loads.run_one()
@@ -47,7 +47,7 @@ def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_p
     assert (residency.state(ref.digest), residency.is_copying) == ("device", False)
     assert parts.pool.counts()["adapter"] == pages == residency.pages_needed(ref)
     assert parts.evict_all() == 0  # it is held
-    residency.unwant(ref.digest)
+    residency.release_hold(ref.digest)
     assert parts.evict_all() == pages
     assert residency.state(ref.digest) == "host"
     assert (residency.loads, parts.evictor.evictions) == ({"stored>device:ok": 1}, {"adapter": 1})
@@ -69,7 +69,7 @@ def test_without_room_an_adapter_waits_with_nothing_and_evicts_nothing_in_vain(t
     assert kv is not None
     parts.load(first)
     assert parts.residency.acquire(first.digest) is not None
-    parts.residency.want(second)
+    parts.residency.hold(second)
     parts.settle()
     assert parts.residency.waiting_reason(second.digest) == "NO_ROOM"
     assert parts.residency.state(first.digest) == "device"
@@ -104,7 +104,7 @@ def test_adapters_that_only_wait_hold_at_most_a_quarter_of_the_pool(tmp_path: Pa
     parts, refs, pages = prepare(tmp_path, count=8, slots=8)
     quarter = parts.pool.capacity // 4
     for ref in refs:
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
     parts.settle()
     on_device = [ref for ref in refs if parts.residency.state(ref.digest) == "device"]
     assert len(on_device) == max(1, quarter // pages)
@@ -122,15 +122,15 @@ def test_a_missing_or_corrupt_blob_fails_once_and_a_later_want_tries_again(tmp_p
         path.unlink()
         if broken is not None:
             path.write_bytes(broken)
-        parts.residency.want(ref)
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
+        parts.residency.hold(ref)
         parts.loads.run_all()
         (failure,) = parts.residency.tick(0)
         assert failure.digest == ref.digest
         assert isinstance(failure.error, AdapterUnavailableError)
         assert failure.error.code == code
         assert parts.residency.tick(0) == []
-        parts.residency.unwant(ref.digest)  # the request's hold went with the failure
+        parts.residency.release_hold(ref.digest)  # the request's hold went with the failure
         parts.residency.check()
         path.write_bytes(sound)
     parts.load(ref)
@@ -159,7 +159,7 @@ def test_a_blob_that_changed_in_any_way_is_told_as_such_and_nothing_is_kept(
     parts, (ref, *_), _ = prepare(tmp_path)
     path = parts.blobs.path(ref.weights_sha256)
     path.write_bytes(spoil(path.read_bytes()))
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.loads.run_all()
     (failure,) = parts.residency.tick(0)
     assert failure.error.code == "adapter_blob_corrupt"
@@ -174,7 +174,7 @@ def test_an_adapter_larger_than_the_pool_or_than_the_largest_rank_is_refused(tmp
         (parts, NeverFitsError, str(pages)),
         (make_residency(tmp_path, max_rank=8), AdapterIncompatibleError, "adapter.max_rank"),
     ):
-        residency_parts.residency.want(refs[0])
+        residency_parts.residency.hold(refs[0])
         residency_parts.loads.run_all()
         (failure,) = residency_parts.residency.tick(0)
         assert isinstance(failure.error, kind)
@@ -190,7 +190,7 @@ def test_a_fault_in_a_loader_thread_fails_the_adapter_and_not_the_engine(
         raise ZeroDivisionError
 
     monkeypatch.setattr(parts.blobs, "open", raise_fault)
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.loads.run_all()
     (failure,) = parts.residency.tick(0)
     assert failure.error.code == "adapter_load_failed"
@@ -201,16 +201,16 @@ def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
     parts, (ref, other, _), _ = prepare(tmp_path)
     residency = parts.residency
     residency.forget(ref.digest)  # stored
-    residency.want(ref)
-    residency.unwant(ref.digest)
+    residency.hold(ref)
+    residency.release_hold(ref.digest)
     assert not residency.residents()  # the load had not started
-    residency.want(ref)
+    residency.hold(ref)
     residency.forget(ref.digest)  # loading for a request that waits: it is served
     parts.settle()
     assert residency.state(ref.digest) == "device"
     lease = residency.acquire(ref.digest)
     assert lease is not None
-    residency.unwant(ref.digest)
+    residency.release_hold(ref.digest)
     residency.forget(ref.digest)  # running
     residency.check_lease(lease)
     residency.release(ref.digest)
@@ -236,9 +236,9 @@ def test_pages_of_an_adapter_wait_for_the_last_step_that_read_them(tmp_path: Pat
 
 def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.loads.run_one()
-    parts.residency.unwant(ref.digest)
+    parts.residency.release_hold(ref.digest)
     parts.residency.forget(ref.digest)
     parts.settle()
     assert parts.residency.state(ref.digest) == "stored"
@@ -248,9 +248,9 @@ def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -
 
 def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.loads.run_one()
-    parts.residency.unwant(ref.digest)
+    parts.residency.release_hold(ref.digest)
     parts.settle()
     assert parts.residency.state(ref.digest) == "host"
     assert parts.pool.counts()["adapter"] == 0
@@ -258,10 +258,10 @@ def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab(tmp_path: Path)
 
 def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Path) -> None:
     parts, (ref, *_), pages = prepare(tmp_path)
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.loads.run_one()
     parts.residency.tick(0)
-    parts.residency.unwant(ref.digest)
+    parts.residency.release_hold(ref.digest)
     assert parts.evict_all() == 0  # its pages are being written
     parts.settle()
     assert parts.evict_all() == pages
@@ -270,7 +270,7 @@ def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Pat
 def test_dropped_holds_let_go_of_all_but_one(tmp_path: Path) -> None:
     parts, (first, second, third), _ = prepare(tmp_path, num_pages=100)
     for ref in (first, second, third):
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
     parts.settle()
     parts.residency.drop_holds(second.digest)
     parts.evict_all()
@@ -302,8 +302,8 @@ def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) ->
     parts.load(cached)
     parts.evict_all()
     for ref in others:
-        parts.residency.want(ref)
-    parts.residency.want(cached)
+        parts.residency.hold(ref)
+    parts.residency.hold(cached)
     assert (len(parts.loads.pending), len(parts.copies.pending)) == (MAX_UNDER_WAY, 1)
     parts.copies.run_one()
     parts.residency.tick(0)
@@ -323,7 +323,7 @@ def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path:
     kv = parts.pool.allocate(parts.pool.num_free, "kv")
     assert kv is not None
     for ref in refs:
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
     for ref in refs:
         parts.images.drop(ref.digest)
     assert parts.slab.num_pages - parts.slab.num_free == MAX_UNDER_WAY  # an image in use keeps its page
@@ -332,7 +332,7 @@ def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path:
         parts.settle()
         assert parts.residency.acquire(ref.digest) is not None
         parts.residency.release(ref.digest)
-        parts.residency.unwant(ref.digest)
+        parts.residency.release_hold(ref.digest)
 
 
 def test_a_reference_too_many_given_back_is_noticed(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_
     while min(served[ref.digest] for ref in refs) < 4:
         assert time.monotonic() < deadline, served
         ref = draw.choice(refs)
-        residency.want(ref)
+        residency.hold(ref)
         for _ in range(50):
             step += 1
             assert residency.tick(step) == []
@@ -381,7 +381,7 @@ def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_
                 residency.release(ref.digest)
                 break
             time.sleep(0.0005)
-        residency.unwant(ref.digest)
+        residency.release_hold(ref.digest)
         if draw.random() < 0.2:
             residency.forget(draw.choice(refs).digest)
         residency.check()
@@ -394,7 +394,7 @@ def test_other_threads_say_when_there_is_something_to_take_in(tmp_path: Path) ->
     told: list[str] = []
     parts = make_residency(tmp_path, notify=lambda: told.append("done"))
     (ref,) = store(parts, tmp_path, [random_lora(parts.base, 8, seed=0)])
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     assert told == []
     parts.loads.run_one()
     assert told == ["done"]
@@ -406,7 +406,7 @@ def test_other_threads_say_when_there_is_something_to_take_in(tmp_path: Path) ->
 def test_what_is_expected_first_is_loaded_first(tmp_path: Path) -> None:
     parts, (a, b, c), _ = prepare(tmp_path, num_pages=100)
     for ref in (a, b, c):
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
     parts.residency.expect([b.digest])
     parts.residency.expect([c.digest, "unknown", c.digest, b.digest])  # the last word holds
     for _ in range(3):
@@ -420,7 +420,7 @@ def test_what_is_expected_first_gets_pages_first(tmp_path: Path) -> None:
     kv = parts.pool.allocate(parts.pool.num_free, "kv")
     assert kv is not None
     for ref in (a, b):
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
     parts.settle()
     assert [parts.residency.state(ref.digest) for ref in (a, b)] == ["host", "host"]
     parts.residency.expect([b.digest, a.digest])
@@ -432,7 +432,7 @@ def test_what_is_expected_first_gets_pages_first(tmp_path: Path) -> None:
 def test_among_those_that_wait_for_a_loader_the_one_expected_first_starts_first(tmp_path: Path) -> None:
     parts, refs, _ = prepare(tmp_path, count=MAX_UNDER_WAY + 3, num_pages=100, slab_pages=200)
     for ref in refs:
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
     parts.residency.expect([refs[-1].digest])
     parts.loads.run_one()
     parts.residency.tick(0)
@@ -446,7 +446,7 @@ def test_a_small_image_is_copied_at_once_and_a_tick_copies_so_many_pages_at_most
     parts, refs, pages = prepare(tmp_path, num_pages=100)
     parts.copier.pages_at_once = 2 * pages
     for ref in refs:
-        parts.residency.want(ref)
+        parts.residency.hold(ref)
     parts.loads.run_all()
     parts.residency.tick(0)
     assert [parts.residency.state(ref.digest) for ref in refs] == ["device", "device", "host"]
@@ -454,10 +454,10 @@ def test_a_small_image_is_copied_at_once_and_a_tick_copies_so_many_pages_at_most
     parts.copies.run_one()
     parts.residency.tick(0)
     for ref in refs:
-        parts.residency.unwant(ref.digest)
+        parts.residency.release_hold(ref.digest)
     parts.evict_all()
-    for ref in refs[:2]:  # those in host memory are there before `want` returns
-        parts.residency.want(ref)
+    for ref in refs[:2]:  # those in host memory are there before `hold` returns
+        parts.residency.hold(ref)
         lease = parts.residency.acquire(ref.digest)
         assert lease is not None
         assert parts.matches(lease.slot, parts.loras[ref.digest])
@@ -470,10 +470,10 @@ def test_a_copy_at_once_that_fails_is_told_by_the_next_tick_and_loses_nothing(tm
     parts.evict_all()
     parts.copier.pages_at_once = 2 * pages
     parts.copier.fails = True
-    parts.residency.want(ref)
+    parts.residency.hold(ref)
     parts.residency.check()
     parts.copier.fails = False
-    parts.residency.want(ref)  # by another request, before the first was told: it ends with it
+    parts.residency.hold(ref)  # by another request, before the first was told: it ends with it
     assert [failure.digest for failure in parts.residency.tick(0)] == [ref.digest]
     assert parts.evict_all() == pages
     assert parts.residency.loads == {"stored>device:ok": 1, "host>device:failed": 1, "host>device:ok": 1}
@@ -493,13 +493,13 @@ def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path, monkeyp
 
     for way in ("__iter__", "keys", "values", "items"):
         monkeypatch.setattr(Entries, way, refuse)
-    residency.want(refs[2])
+    residency.hold(refs[2])
     residency.expect([ref.digest for ref in refs])
     residency.tick(0)
     parts.settle()
     assert residency.acquire(refs[2].digest) is not None
     residency.release(refs[2].digest)
-    residency.unwant(refs[2].digest)
+    residency.release_hold(refs[2].digest)
     residency.drop_holds()
     residency.tick(1)
 
@@ -516,13 +516,13 @@ def test_the_size_of_a_deleted_adapter_is_known_while_it_is_in_use(tmp_path: Pat
     """Whether a request can ever fit beside its adapter is asked until it runs, and the adapter may go meanwhile."""
     parts, (ref, *_), _ = prepare(tmp_path)
     residency = parts.residency
-    residency.want(ref)
+    residency.hold(ref)
     parts.settle()
     num_pages = residency.pages_needed(ref)
     assert num_pages == parts.pool.counts()["adapter"] > 0
     residency.forget(ref.digest)
     assert residency.state(ref.digest) == "device"
     assert residency.pages_needed(ref) == num_pages
-    residency.unwant(ref.digest)
+    residency.release_hold(ref.digest)
     assert residency.state(ref.digest) == "stored"
     assert residency.pages_needed(ref) is None

@@ -89,21 +89,21 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.expect([self.refs[index].digest for index in indices])
 
     @rule(index=adapters, fails=st.integers(0, 5).map(lambda draw: draw == 0))
-    def want(self, index: int, fails: bool = False) -> None:
+    def hold(self, index: int, fails: bool = False) -> None:
         placed = self.placed()
         self.parts.copier.fails = fails
-        self.residency.want(self.refs[index])
+        self.residency.hold(self.refs[index])
         self.parts.copier.fails = False
         self.holds[index] += 1
         assert self.placed() == placed or self.parts.evictor.num_available >= self.residency.reserve_pages
 
     @precondition(lambda self: any(self.holds.values()))
     @rule(data=st.data())
-    def unwant(self, data: st.DataObject) -> None:
+    def release_hold(self, data: st.DataObject) -> None:
         self.drop_one_hold(data.draw(st.sampled_from(sorted(self.holds))))
 
     def drop_one_hold(self, index: int) -> None:
-        self.residency.unwant(self.refs[index].digest)
+        self.residency.release_hold(self.refs[index].digest)
         self.holds[index] = max(self.holds[index] - 1, 0)
 
     @rule(index=st.none() | adapters)
@@ -202,7 +202,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(index=adapters, prompt=st.integers(0, 2), count=st.integers(0, 4), stays=st.booleans())
     def a_request_comes_and_runs(self, index: int, prompt: int, count: int, stays: bool) -> None:
-        self.want(index)
+        self.hold(index)
         self.everything_under_way_ends()
         lease = self.residency.acquire(self.refs[index].digest)
         self.drop_one_hold(index)

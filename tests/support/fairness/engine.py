@@ -208,13 +208,13 @@ class VirtualEngine(SimulatedEngine):
         self._copier.page_copy_s = self.settings.costs.page_copy_s
 
     def _bring(self, ref: AdapterRef) -> None:
-        self.residency.want(ref)
+        self.residency.hold(ref)
         for _ in range(3):
             self.time.advance(0)
             self.residency.tick(0)
         if self.residency.state(ref.digest) != "device":
             raise ValueError("the adapters that are there at the start do not fit the device: raise num_pages or slots")
-        self.residency.unwant(ref.digest)
+        self.residency.release_hold(ref.digest)
         lease = self.residency.acquire(ref.digest)
         if lease is not None:
             self._slots_at_start.add((lease.slot, lease.generation))

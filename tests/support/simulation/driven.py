@@ -300,9 +300,9 @@ class Simulator(SimulatedEngine):
         """Put adapters on the device, as earlier requests would have left them."""
         ticks, self.store.ticks = self.store.ticks, 0
         for ref in refs:
-            self.residency.want(ref)
+            self.residency.hold(ref)
             self.residency.tick(0)
-            self.residency.unwant(ref.digest)
+            self.residency.release_hold(ref.digest)
         self.store.ticks = ticks
 
     def put_on_host(self, *refs: AdapterRef) -> None:

@@ -100,7 +100,7 @@ class SwapSpace:
         num_free = self._slab.num_free
         return {"free": num_free, "adapter": self._slab.num_pages - num_free - self.num_used, "kv": self.num_used}
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Free host pages that no copy reads or writes any more."""
         self._slab.free(pages)
         self.num_used -= len(pages)

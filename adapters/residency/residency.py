@@ -559,4 +559,4 @@ class Residency:
         if entry.slot >= 0:
             self._pool.free(entry.pages, entry.last_step)
             self._slots.complete(self._pool.completed_step)
-            self._slots.give_back(entry.slot, entry.last_step)
+            self._slots.free(entry.slot, entry.last_step)

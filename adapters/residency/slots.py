@@ -61,7 +61,7 @@ class AdapterSlots:
             raise StaleSlotError(f"adapter slot {slot} is free")
         return lease
 
-    def give_back(self, slot: int, last_step: int) -> None:
+    def free(self, slot: int, last_step: int) -> None:
         """Free a slot; it can be taken again once `last_step` is complete.
 
         Raises:

@@ -241,24 +241,24 @@ class KvPages:
                     table[index] = page
                 self._pool.free(own, state.last_step)
 
-    def suspend(self, state: RequestState, draft: PlanBuilder | None) -> Preemption:
+    def preempt(self, state: RequestState, draft: PlanBuilder | None) -> Preemption:
         """Take all device pages from a running request, and say how it gets its KV cache back."""
         pages = state.pages
         swapped = None if draft is None else self._swap_out(state, draft)
-        self.give_back(state, state.last_step if swapped is None else swapped.step)
+        self.free(state, state.last_step if swapped is None else swapped.step)
         state.pages = RequestPages(
             table=BlockTable(self._geometry), chain=pages.chain, swapped=swapped, is_publishing=pages.is_publishing
         )
         return "recompute" if swapped is None else "swap"
 
-    def give_back(self, state: RequestState, last_step: int) -> None:
-        """Give back a running request's pages, which `last_step` is the last to read."""
+    def free(self, state: RequestState, last_step: int) -> None:
+        """Free a running request's pages, which `last_step` is the last to read."""
         pages = state.pages
         self._pool.free(pages.own_pages(), last_step)
         self._release(pages.held, last_step)
 
     def forget_swapped(self, state: RequestState) -> None:
-        """Give back a waiting request's host pages, if it has some."""
+        """Free a waiting request's host pages, if it has some."""
         swapped = state.pages.swapped
         if swapped is not None:
             state.pages.swapped = None
@@ -266,10 +266,10 @@ class KvPages:
             self.note_complete()
 
     def note_complete(self) -> None:
-        """Give host pages back that no step reads or writes any more."""
+        """Free host pages that no step reads or writes any more."""
         for step, host_pages in self._leaving_host:
             if step <= self._pool.completed_step:
-                self._swap.give_back(host_pages)
+                self._swap.free(host_pages)
         self._leaving_host = [entry for entry in self._leaving_host if entry[0] > self._pool.completed_step]
 
     def check(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> None:

@@ -39,7 +39,7 @@ class Preemption:
 
     def preempt(self, state: RequestState, draft: PlanBuilder | None) -> None:
         """Take the pages from a request; without a draft there is no step that could swap them out."""
-        how = self._kv.suspend(state, draft)
+        how = self._kv.preempt(state, draft)
         self._table.stop(state, keeps_kv=how == "swap")
         self._table.preemptions[how] += 1
 

@@ -279,7 +279,7 @@ class RequestTable:
         else:
             self.running.remove(state)
             self.prefilling.discard(state)
-            self.kv.give_back(state, state.last_step)
+            self.kv.free(state, state.last_step)
             self.release_lease(state)  # only now: cached blocks of an adapter go with it
         self.service.note_end(state)
 

@@ -93,7 +93,7 @@ def test_pages_that_are_not_taken_cannot_come_back() -> None:
     swap, _, _ = swap_space()
     pages = swap.take(2)
     assert pages is not None
-    swap.give_back(pages)
+    swap.free(pages)
     with pytest.raises(PageAccountingError):
-        swap.give_back(pages)
+        swap.free(pages)
     assert swap.num_used == 0

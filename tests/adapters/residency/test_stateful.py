@@ -244,7 +244,7 @@ class ResidencyMachine(RuleBasedStateMachine):
                 self.parts.slab.pages[pages] = 0xFF
                 self.swapped.append(pages)
         elif self.swapped:
-            self.swap.give_back(self.swapped.pop(0))
+            self.swap.free(self.swapped.pop(0))
 
     @rule(missing=st.booleans())
     def break_or_mend_a_blob(self, missing: bool) -> None:
@@ -333,7 +333,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for pages in self.kv:
             self.parts.pool.free(pages, 0)
         for pages in self.swapped:
-            self.swap.give_back(pages)
+            self.swap.free(pages)
         self.residency.reserve_pages = 0
         for index in range(len(LORAS)):
             self.residency.pin(self.refs[index], False)

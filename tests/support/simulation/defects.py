@@ -71,7 +71,7 @@ def free_host_pages_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
         has_started = start(self, *args)
         if self._swap is not None:
             for _, host_pages in self._leaving_host:
-                self._swap.give_back(host_pages)
+                self._swap.free(host_pages)
             self._leaving_host = []
         return has_started
 

@@ -155,7 +155,7 @@ class KvPages:
             and self._prefix_seed(leader.request) == self._prefix_seed(state.request)
         )
 
-    def beginning(self, state: RequestState) -> PrefixHit:
+    def prefix_hit(self, state: RequestState) -> PrefixHit:
         """What a waiting request could start with now. Takes nothing."""
         page_tokens = self._geometry.page_tokens
         leader = state.leader
@@ -169,21 +169,21 @@ class KvPages:
             return PrefixHit(blocks=blocks, num_tokens=swapped.num_tokens, swapped=swapped)
         return PrefixHit(blocks=blocks, num_tokens=num_tokens)
 
-    def start(self, state: RequestState, beginning: PrefixHit, num_tokens: int, room: int, draft: PlanBuilder) -> bool:
+    def start(self, state: RequestState, hit: PrefixHit, num_tokens: int, room: int, draft: PlanBuilder) -> bool:
         """Give a waiting request pages for `num_tokens` tokens and what it begins with.
 
         Args:
             state: The request.
-            beginning: From `beginning`, in the same plan.
-            num_tokens: More than `beginning.num_tokens`.
+            hit: From `prefix_hit`, in the same plan.
+            num_tokens: More than `hit.num_tokens`.
             room: Pages that must be left, free or evictable.
             draft: The plan.
 
         Returns:
             Whether it has them; if not, nothing was taken or evicted.
         """
-        blocks, pages = beginning.blocks, state.pages
-        if self._evictor.num_available < self.num_lacking(beginning, num_tokens) + room:
+        blocks, pages = hit.blocks, state.pages
+        if self._evictor.num_available < self.num_lacking(hit, num_tokens) + room:
             return False
         count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
         self._hold(blocks)
@@ -195,18 +195,18 @@ class KvPages:
         for block in blocks:
             pages.table.append(block.pages)
         pages.table.append(own)
-        filled = self._fill(beginning, own, draft)
+        filled = self._fill(hit, own, draft)
         draft.zero_pages += own[filled:]
         if pages.swapped is not None:
             # Its host pages are read in this step, or of no use any more.
             self._leaving_host.append((draft.step, pages.swapped.host_pages))
             pages.swapped = None
-        state.num_computed = beginning.num_tokens
+        state.num_computed = hit.num_tokens
         return True
 
-    def num_lacking(self, beginning: PrefixHit, num_tokens: int) -> int:
+    def num_lacking(self, hit: PrefixHit, num_tokens: int) -> int:
         """Pages that `start` takes from what is free or idle, cached blocks that nobody holds among them."""
-        blocks = beginning.blocks
+        blocks = hit.blocks
         count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
         return count + sum(block.num_pages for block in blocks if block.refs == 0)
 
@@ -341,18 +341,18 @@ class KvPages:
             pages.chain.extend(state.tokens(pages.chain.num_tokens, num_blocks * page_tokens))
         return pages.chain
 
-    def _fill(self, beginning: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
+    def _fill(self, hit: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
         """Have a starting request's first own pages filled; returns how many are."""
-        num_blocks = len(beginning.blocks)
-        if beginning.leader is not None:
-            leader = beginning.leader
-            num_full = self._geometry.blocks(beginning.num_tokens)
+        num_blocks = len(hit.blocks)
+        if hit.leader is not None:
+            leader = hit.leader
+            num_full = self._geometry.blocks(hit.num_tokens)
             sources = [table[index] for index in range(num_blocks, num_full) for table in leader.pages.table.pages]
             draft.copies += [PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)]
             leader.last_step = max(leader.last_step, draft.step)
             return len(sources)
-        if beginning.swapped is not None:
-            swapped = beginning.swapped
+        if hit.swapped is not None:
+            swapped = hit.swapped
             host_pages = swapped.host_pages[(num_blocks - swapped.first_block) * self._geometry.num_groups :]
             moves = zip(own, host_pages, strict=False)
             draft.swap_in += [PageMove(device_page=page, host_page=host_page) for page, host_page in moves]

@@ -220,10 +220,10 @@ class Rows:
             state.lease = self._residency.acquire(state.digest)
             if state.lease is None:
                 return self._residency.waiting_reason(state.digest)
-        beginning = self._kv.beginning(state)
-        count = 1 if is_free else min(state.num_tokens - beginning.num_tokens, draft.budget - num_ahead)
-        num_tokens = max(beginning.num_tokens + count, state.tokens_to_reserve)
-        if not self._find_pages(state, beginning, num_tokens, draft):
+        hit = self._kv.prefix_hit(state)
+        count = 1 if is_free else min(state.num_tokens - hit.num_tokens, draft.budget - num_ahead)
+        num_tokens = max(hit.num_tokens + count, state.tokens_to_reserve)
+        if not self._find_pages(state, hit, num_tokens, draft):
             if state.lease is not None:
                 self._residency.release(state.lease.digest)  # no step has used it
                 state.lease = None
@@ -237,18 +237,18 @@ class Rows:
             self._note_first_start(state)
         return None
 
-    def _find_pages(self, state: RequestState, beginning: PrefixHit, num_tokens: int, draft: PlanBuilder) -> bool:
+    def _find_pages(self, state: RequestState, hit: PrefixHit, num_tokens: int, draft: PlanBuilder) -> bool:
         """Give a waiting request its pages, from what is free or idle or from shares that are far ahead."""
         # The other beams of a search cannot grow before this one has started.
         room = 0 if state.beam is not None and state.output_token_ids else self._preemption.room_to_grow()
-        if self._kv.start(state, beginning, num_tokens, room, draft):
+        if self._kv.start(state, hit, num_tokens, room, draft):
             return True
-        num_pages = self._kv.num_lacking(beginning, num_tokens) + room
+        num_pages = self._kv.num_lacking(hit, num_tokens) + room
         if not self._preemption.make_way(state, num_pages, draft) or self.waits_for_leader(state):
             return False
         # What was swapped out is there only in the next step. What was found before may be gone.
-        beginning = self._kv.beginning(state)
-        return beginning.num_tokens < num_tokens and self._kv.start(state, beginning, num_tokens, room, draft)
+        hit = self._kv.prefix_hit(state)
+        return hit.num_tokens < num_tokens and self._kv.start(state, hit, num_tokens, room, draft)
 
     def _note_first_start(self, state: RequestState) -> None:
         state.queue_s = self._clock() - state.arrived_s

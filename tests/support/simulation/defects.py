@@ -132,8 +132,8 @@ def trust_names_that_leave_out_what_is_before(patch: pytest.MonkeyPatch) -> None
 def fork_without_the_partial_page(patch: pytest.MonkeyPatch) -> None:
     fill = KvPages._fill
 
-    def lazy(self: KvPages, beginning: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
-        filled = fill(self, beginning, own, draft)
+    def lazy(self: KvPages, hit: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
+        filled = fill(self, hit, own, draft)
         draft.copies = []
         return filled
 

@@ -47,7 +47,7 @@ from weft.memory.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
-SWAP_SHARE = 2
+SWAP_DIVISOR = 2
 """KV of preempted requests may have one in so many host pages; the others are left to the images of adapters."""
 
 
@@ -121,7 +121,7 @@ def build_engine(
         if config.memory.prefix_cache
         else None
     )
-    swap = SwapSpace(memory.slab, memory.images.make_room, max_pages=memory.slab.num_pages // SWAP_SHARE)
+    swap = SwapSpace(memory.slab, memory.images.make_room, max_pages=memory.slab.num_pages // SWAP_DIVISOR)
     residency = _residency(config, memory, costs, prefixes, notify)
     limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
     ready = EngineReady(

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 NUM_KEPT_TENANTS = 256
 MAX_FAILURES = 3
 """The engine gives up when this many plans or steps failed with no good step between them."""
-CHECK_SHARE = 100
+CHECK_DIVISOR = 100
 """An idle engine verifies its page counts for at most one second in so many, since a request may come meanwhile."""
 
 
@@ -235,7 +235,7 @@ class EngineCore:
         self.check()
         self._is_checked = True
         ended_s = self._clock()
-        self._next_check_s = ended_s + CHECK_SHARE * (ended_s - started_s)
+        self._next_check_s = ended_s + CHECK_DIVISOR * (ended_s - started_s)
 
 
 def _give_up_if_lost(error: Exception) -> None:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.entry import Entries, Entry
 
-PIN_SHARE = 2
-"""Pinned adapters may keep 1 / PIN_SHARE of the slots, and of the pages of the pool."""
+PIN_DIVISOR = 2
+"""Pinned adapters may keep 1 / PIN_DIVISOR of the slots, and of the pages of the pool."""
 LOOK_AHEAD = 64
 """Pinned adapters that are looked at, at a time, for one to bring in."""
 
@@ -39,8 +39,8 @@ class Pins:
     """
 
     def __init__(self, slots: int, num_pages: int) -> None:
-        self._max_kept = slots // PIN_SHARE
-        self._max_pages = num_pages // PIN_SHARE
+        self._max_kept = slots // PIN_DIVISOR
+        self._max_pages = num_pages // PIN_DIVISOR
         self._pinned: dict[str, _Pin] = {}
         self._failed: set[str] = set()
         self._absent: list[_Pin] = []

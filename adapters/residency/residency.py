@@ -34,8 +34,8 @@ from weft.memory.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
-HOLD_SHARE = 4
-"""Adapters that only wait for requests may have 1 / HOLD_SHARE of the pages of the pool; one adapter always may."""
+HOLD_DIVISOR = 4
+"""Adapters that only wait for requests may have 1 / HOLD_DIVISOR of the pages of the pool; one adapter always may."""
 MAX_UNDER_WAY = 16
 """Adapters from the store that are being loaded or have an image and no pages yet, and as many from host memory: it
 bounds the host memory that this takes. They are counted apart, for a copy need not wait behind loads."""
@@ -481,7 +481,8 @@ class Residency:
 
     def _may_hold(self, num_pages: int) -> bool:
         """Whether an adapter of `num_pages` pages may join those that only wait for their requests."""
-        return self.entries.held_pages == 0 or self.entries.held_pages + num_pages <= self._pool.capacity // HOLD_SHARE
+        held_pages = self.entries.held_pages
+        return held_pages == 0 or held_pages + num_pages <= self._pool.capacity // HOLD_DIVISOR
 
     def _has_room_for_pin(self, num_pages: int) -> bool:
         """Whether a pin would keep an adapter of `num_pages` pages, and it has room beside what is in use."""

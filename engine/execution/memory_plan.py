@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_CPU_ARENA_BYTES = 4 * GIB
 MAX_HOST_SLAB_BYTES = 2 * GIB
-GPU_ARENA_SHARE = 0.85
+GPU_ARENA_FRACTION = 0.85
 """Of what the weights leave free; the rest is for activations and the allocator."""
 REFERENCE_RANK = 16
 """Rank of the adapters that the plan counts for people."""
@@ -33,8 +33,8 @@ SMALL_RANK = 8
 SMALL_MODULES = ("q_proj", "v_proj")
 """An adapter of this rank on these modules is the smallest that slots are counted for: PEFT's default."""
 MIN_SLOTS = 256
-TABLE_SHARE = 50
-"""Beyond `MIN_SLOTS`, tables take at most 1 / TABLE_SHARE of the bytes of the arena."""
+TABLE_DIVISOR = 50
+"""Beyond `MIN_SLOTS`, tables take at most 1 / TABLE_DIVISOR of the bytes of the arena."""
 _CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -88,7 +88,7 @@ def plan_memory(
     host_bytes = _wanted_bytes(config.memory.host_gib, min(MAX_HOST_SLAB_BYTES, host_left // 8), host_left)
     num_pages = arena_bytes // geometry.page_bytes - 1  # the zero page is not handed out
     row_bytes = slot_bytes(base, config.adapter.max_rank)
-    slots = config.adapter.slots or _slots(num_pages, arena_bytes // TABLE_SHARE // row_bytes, base, geometry)
+    slots = config.adapter.slots or _slots(num_pages, arena_bytes // TABLE_DIVISOR // row_bytes, base, geometry)
     table_bytes = slots * row_bytes
     _check_free(arena_bytes + table_bytes + (host_bytes if on_cpu else 0), weight_bytes, free.device)
 
@@ -160,7 +160,7 @@ def _weight_bytes(spec: DecoderSpec, dtype_bytes: int, on_cpu: bool) -> int:
 def _wanted_bytes(gib: float | None, default: int | None, left: int) -> int:
     if gib is not None:
         return int(gib * GIB)
-    return int(left * GPU_ARENA_SHARE) if default is None else default
+    return int(left * GPU_ARENA_FRACTION) if default is None else default
 
 
 def _check_free(pool_bytes: int, weight_bytes: int, free_bytes: int) -> None:

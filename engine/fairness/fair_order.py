@@ -41,7 +41,7 @@ INTERACTIVE_WEIGHT, BATCH_WEIGHT = 0.95, 0.05
 """Lane 0 and each lane above it: a batch gets a twentieth of the service while interactive requests take the rest."""
 MAX_STOPPED_PER_ROW = 2
 """Requests of one adapter take rows from each other only until so many for each row wait to have theirs back."""
-STOPPED_SHARE = 0.5
+STOPPED_FRACTION = 0.5
 """Equal shares take no more turns when so many requests are stopped for each one in the step."""
 MIN_STOPPED = 4
 """However small a step is, so many may be stopped."""
@@ -356,7 +356,7 @@ class FairOrder:
         would cost loads.
         """
         num_rows = sum(lane.rows for lane in self.root.children.values())
-        free = 1 - len(self._stopped) / max(STOPPED_SHARE * num_rows, MIN_STOPPED)
+        free = 1 - len(self._stopped) / max(STOPPED_FRACTION * num_rows, MIN_STOPPED)
         return share.after + self._slack(share) / free if free > 0 else math.inf
 
     def _is_ahead(self, other: Share, place: float, share: Share, rows: int | None = None) -> bool:

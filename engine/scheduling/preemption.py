@@ -10,9 +10,9 @@ from weft.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
 from weft.memory.geometry import PageGeometry
 from weft.memory.pool import PagePool
 
-PAUSED_SHARE = 2
+PAUSED_DIVISOR = 2
 """Paused requests keep one in so many pages of the pool at most; the next one to lose its row loses its pages too."""
-GROWTH_SHARE = 16
+GROWTH_DIVISOR = 16
 """Running requests keep a block each for themselves to grow into, but at most one in so many pages of the pool."""
 
 
@@ -35,7 +35,7 @@ class Preemption:
 
     def room_to_grow(self) -> int:
         """Pages that admissions, and adapters on their way to the device, leave to those that run."""
-        return min(len(self._table.running) * self._num_groups, self._pool_pages // GROWTH_SHARE)
+        return min(len(self._table.running) * self._num_groups, self._pool_pages // GROWTH_DIVISOR)
 
     def preempt(self, state: RequestState, draft: PlanBuilder | None) -> None:
         """Take the pages from a request; without a draft there is no step that could swap them out."""
@@ -54,7 +54,7 @@ class Preemption:
     def pause(self, state: RequestState, draft: PlanBuilder) -> None:
         """Take the row from a request, which keeps its pages unless those of paused requests become too many."""
         num_blocks = sum(other.pages.table.num_blocks for other in (state, *self._order.paused))
-        if PAUSED_SHARE * num_blocks * self._num_groups > self._pool_pages and draft.may_preempt(state):
+        if PAUSED_DIVISOR * num_blocks * self._num_groups > self._pool_pages and draft.may_preempt(state):
             self.preempt(state, draft)
         else:
             self._order.stop(state)

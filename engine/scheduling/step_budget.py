@@ -29,7 +29,7 @@ MAX_SLOPE_ERROR = 4.0
 MAX_SURPRISE = 3.0
 """A step that took longer than this multiple of what was predicted, and of the mean, counts as that: the machine
 paused."""
-USUAL_SHARE = 0.05
+USUAL_FRACTION = 0.05
 """What the last step counts in the mean of steps with interactive requests."""
 KEEPS_SHORT_S = 60.0
 """So long after the last interactive request, by the time of steps, the batch lane fills whole steps again."""
@@ -137,4 +137,4 @@ class StepBudget:
             self._time.note(units, seconds)
         if has_interactive:
             own_s = max(seconds - batch_units * self._time.unit_s, 0.0)
-            self._usual_s += (own_s - self._usual_s) * (USUAL_SHARE if self._usual_s else 1.0)
+            self._usual_s += (own_s - self._usual_s) * (USUAL_FRACTION if self._usual_s else 1.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from simulation.driven import Simulator, adapter, expected_tokens, request
-from weft.engine.core import CHECK_SHARE, MAX_FAILURES
+from weft.engine.core import CHECK_DIVISOR, MAX_FAILURES
 from weft.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
 from weft.engine.fairness.prices import Prices
 from weft.engine.request import FlowKey
@@ -186,10 +186,10 @@ def test_verifying_the_accounts_takes_a_small_share_of_the_time(monkeypatch: pyt
         simulator.run()
         simulator.pump()
     assert len(began_s) > 1
-    assert min(late - early for early, late in pairwise(began_s)) >= 3.0 * CHECK_SHARE
+    assert min(late - early for early, late in pairwise(began_s)) >= 3.0 * CHECK_DIVISOR
 
     count = len(began_s)
-    for _ in range(4 * CHECK_SHARE):  # it is put off, not left out
+    for _ in range(4 * CHECK_DIVISOR):  # it is put off, not left out
         simulator.pump()
     assert len(began_s) == count + 1
 

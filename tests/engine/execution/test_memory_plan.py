@@ -14,7 +14,7 @@ from weft.adapters.lora.tables import AdapterTables
 from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig
 from weft.engine.execution.memory_plan import (
     MIN_SLOTS,
-    TABLE_SHARE,
+    TABLE_DIVISOR,
     FreeMemory,
     format_plan,
     free_memory,
@@ -73,7 +73,7 @@ def test_there_are_slots_for_as_many_small_adapters_as_the_pool_may_hold() -> No
     planned = plan(CPU, 256)
     assert [BASE.modules[module].name for module in (0, 2)] == ["q_proj", "v_proj"]
     assert planned.slots == planned.num_pages // adapter_pages(ranks, BASE, GEOMETRY) > 256
-    assert planned.table_bytes <= planned.arena_bytes // TABLE_SHARE
+    assert planned.table_bytes <= planned.arena_bytes // TABLE_DIVISOR
 
 
 def test_a_small_pool_has_the_least_number_of_slots_and_a_huge_one_the_most() -> None:
@@ -85,7 +85,7 @@ def test_tables_of_large_ranks_bound_the_slots() -> None:
     config = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(max_rank=256))
     planned = plan_memory(config, SPEC, BASE, GEOMETRY, FreeMemory(256 * GIB, 256 * GIB), on_cpu=True)
     assert MIN_SLOTS < planned.slots < plan(CPU, 256).slots
-    assert planned.table_bytes == planned.slots * slot_bytes(BASE, 256) <= planned.arena_bytes // TABLE_SHARE
+    assert planned.table_bytes == planned.slots * slot_bytes(BASE, 256) <= planned.arena_bytes // TABLE_DIVISOR
 
 
 def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refused() -> None:

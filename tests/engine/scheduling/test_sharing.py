@@ -10,7 +10,7 @@ import pytest
 from simulation.driven import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduling import kv_pages
-from weft.engine.scheduling.preemption import GROWTH_SHARE
+from weft.engine.scheduling.preemption import GROWTH_DIVISOR
 from weft.memory.prefix_cache import TokenChain
 
 PROMPT = list(range(100, 114))
@@ -212,7 +212,7 @@ def test_what_a_waiting_request_could_share_is_not_evicted_for_it() -> None:
 
 
 def test_admissions_and_adapters_leave_room_for_those_that_run() -> None:
-    simulator = Simulator(num_pages=4 * GROWTH_SHARE, max_running=8, step_tokens=512, max_model_len=512)
+    simulator = Simulator(num_pages=4 * GROWTH_DIVISOR, max_running=8, step_tokens=512, max_model_len=512)
     for index in range(3):
         simulator.submit(request(f"r{index}", prompt=5 * PAGE_TOKENS, max_tokens=60))
     simulator.pump()

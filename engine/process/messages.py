@@ -108,9 +108,14 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Taken | Close
 FromEngine = Ready | StartFailed | Outputs | Status | Load
 
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 _encoder = msgspec.msgpack.Encoder()
+
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+decode_to_engine = _to_engine.decode
+"""A message from the client, read; `msgspec.DecodeError` where it is none."""
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+decode_from_engine = _from_engine.decode
+"""A message from the engine, read; `msgspec.DecodeError` where it is none."""
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
@@ -123,24 +128,6 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     if len(encoded) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message may have {MAX_MESSAGE_BYTES} bytes, got {len(encoded)}")
     return encoded
-
-
-def decode_to_engine(frame: bytes) -> ToEngine:
-    """A message from the client.
-
-    Raises:
-        msgspec.DecodeError: It is not one.
-    """
-    return _to_engine.decode(frame)
-
-
-def decode_from_engine(frame: bytes) -> FromEngine:
-    """A message from the engine.
-
-    Raises:
-        msgspec.DecodeError: It is not one.
-    """
-    return _from_engine.decode(frame)
 
 
 def encode_launch(launch: Launch) -> bytes:

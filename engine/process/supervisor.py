@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,93 +40,38 @@ LAST_WORDS_S = 0.5
 """How long to wait for a last message of a process that has ended."""
 
 
-class EngineProcess:
-    """A child process and its private folder, which only this user may enter.
-
-    Args:
-        config: Settings of the engine.
-        on_exit: Called once with the exit code, from a thread of its own.
-    """
-
-    def __init__(self, config: Config, on_exit: Callable[[int], None]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-", dir=_short_folder()))
-        self.address = f"ipc://{self._folder / SOCKET_NAME}"
-        self._config = config
-        self._on_exit = on_exit
-        self._popen: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id, once started."""
-        return self._popen.pid if self._popen else None
-
-    def start(self) -> None:
-        """Start the process; the socket at `address` must be bound by now."""
-        kept = {name: value for name, value in environment().items() if name not in KEPT_FROM_ENGINE}
-        command = [sys.executable, "-P", "-m", "weft.engine.process.worker"]
-        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, env=kept)  # noqa: S603 - our own program
-        threading.Thread(target=self._wait, args=(self._popen,), name="engine-wait", daemon=True).start()
-        self._write(messages.encode_launch(messages.Launch(self._config, self.address)))
-
-    def end_input(self) -> None:
-        """Close its standard input, which ends it softly within seconds."""
-        if self._popen is not None and self._popen.stdin is not None:
-            try:
-                self._popen.stdin.close()
-            except BrokenPipeError:
-                return
-
-    def kill(self) -> None:
-        """End it now."""
-        if self._popen is not None:
-            self._popen.kill()
-
-    def clean_up(self) -> None:
-        """Remove what an ended process leaves."""
-        self.end_input()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _write(self, line: bytes) -> None:
-        if self._popen is None or self._popen.stdin is None:
-            return
-        try:
-            self._popen.stdin.write(line)
-            self._popen.stdin.flush()
-        except BrokenPipeError:
-            return  # it died at once; its exit code says so
-
-    def _wait(self, popen: subprocess.Popen[bytes]) -> None:
-        self._on_exit(popen.wait())
-
-
 class EngineConnection:
-    """Starts an engine process and speaks with it. Belongs to one event loop.
+    """An engine process with its private folder, which only this user may enter, and the socket to it.
+
+    Belongs to one event loop.
 
     Args:
         config: Settings of the engine.
     """
 
     def __init__(self, config: Config) -> None:
+        self._config = config
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """Done with the exit code when the process has ended."""
-        self._process = EngineProcess(config, self._note_exit)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-", dir=_short_folder()))
+        self.address = f"ipc://{self._folder / SOCKET_NAME}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         try:
-            self._socket.bind(self._process.address)
+            self._socket.bind(self.address)
         except zmq.ZMQError:
-            self._context.destroy(linger=0)
-            self._process.clean_up()
+            self._clean_up()
             raise
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine."""
-        return self._process.pid
+        """Process id of the engine, once started."""
+        return self._popen.pid if self._popen else None
 
     async def start(self) -> messages.Ready:
         """Start the process and wait until it has loaded the model.
@@ -134,7 +80,7 @@ class EngineConnection:
             ConfigError: A setting is wrong.
             EngineUnavailableError: It ended without being ready.
         """
-        self._process.start()
+        self._start_process()
         receiving = asyncio.ensure_future(self.receive())
         either: set[asyncio.Future[Any]] = {receiving, self.exited}
         try:
@@ -179,28 +125,48 @@ class EngineConnection:
         """Ask the process to end, then close its input, then kill it; returns when it is gone."""
         try:
             if not self.exited.done():
-                try:
+                with suppress(EngineUnavailableError):
                     self.send(messages.Close())
                     await asyncio.wait({self.exited}, timeout=ASKED_S)
-                except EngineUnavailableError:
-                    pass
-                self._process.end_input()
+                self._end_input()
                 await asyncio.wait({self.exited}, timeout=ENDED_INPUT_S)
         finally:
             await self.kill()
 
     async def kill(self) -> None:
         """End the process now, if it still lives, and remove its traces."""
-        if self._process.pid is not None and not self.exited.done():
-            self._process.kill()
+        if self._popen is not None and not self.exited.done():
+            self._popen.kill()
             await asyncio.shield(self.exited)
-        self._context.destroy(linger=0)
-        self._process.clean_up()
+        self._clean_up()
 
-    def _note_exit(self, code: int) -> None:
-        """Called from a thread of the process's own."""
+    def _start_process(self) -> None:
+        kept = {name: value for name, value in environment().items() if name not in KEPT_FROM_ENGINE}
+        command = [sys.executable, "-P", "-m", "weft.engine.process.worker"]
+        popen = subprocess.Popen(command, stdin=subprocess.PIPE, env=kept)  # noqa: S603 - our own program
+        self._popen = popen
+        threading.Thread(target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True).start()
+        if popen.stdin is not None:
+            with suppress(BrokenPipeError):  # it died at once; its exit code says so
+                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address)))
+                popen.stdin.flush()
+
+    def _wait_for_exit(self, popen: subprocess.Popen[bytes]) -> None:
+        code = popen.wait()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.exited.set_result, code)
+
+    def _end_input(self) -> None:
+        """Close the standard input of the process, which ends it softly within seconds."""
+        if self._popen is not None and self._popen.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._popen.stdin.close()
+
+    def _clean_up(self) -> None:
+        """Remove what an ended process leaves."""
+        self._context.destroy(linger=0)
+        self._end_input()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _start_error(failed: messages.StartFailed) -> ConfigError | EngineUnavailableError:

@@ -24,7 +24,6 @@ from weft.engine.core import MAX_FAILURES
 from weft.engine.process import client as client_module
 from weft.engine.process.client import EngineClient
 from weft.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
-from weft.engine.process.supervisor import EngineProcess
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.status import EngineReady
@@ -602,15 +601,15 @@ def test_a_machine_that_cannot_start_a_process_now_is_tried_again(
 ) -> None:
     engine = Engine(config)
     client = engine.client
-    start = EngineProcess.start
+    start = subprocess.Popen
     refusals = [BlockingIOError("no more processes")]
 
-    def start_at_second_try(process: EngineProcess) -> None:
+    def start_at_second_try(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         if refusals:
             raise refusals.pop()
-        start(process)
+        return start(command, **options)
 
-    monkeypatch.setattr(EngineProcess, "start", start_at_second_try)
+    monkeypatch.setattr(subprocess, "Popen", start_at_second_try)
 
     async def is_back() -> bool:
         return client.restarts == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import stat
 import tempfile
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.config import Config, ModelConfig
-from weft.engine.process.supervisor import EngineProcess, RestartPolicy
+from weft.engine.process.supervisor import MAX_SOCKET_PATH, SOCKET_NAME, EngineConnection, RestartPolicy
 
 
 class Clock:
@@ -63,18 +64,19 @@ def test_a_crash_loop_ends_when_the_engine_lives_for_a_while() -> None:
     assert not policy.is_crash_loop
 
 
-def process() -> EngineProcess:
-    return EngineProcess(Config(model=ModelConfig(path="m")), print)
+async def folder_of_a_connection() -> tuple[Path, int]:
+    """The private folder of a connection that is ended at once, and its mode while it was there."""
+    connection = EngineConnection(Config(model=ModelConfig(path="m")))
+    folder = Path(connection.address.removeprefix("ipc://")).parent
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    await connection.kill()
+    return folder, mode
 
 
 def test_the_socket_lies_in_a_fresh_private_folder_that_is_removed() -> None:
-    one, other = process(), process()
-    folder = Path(one.address.removeprefix("ipc://")).parent
-    assert one.address != other.address
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for each in (one, other):
-        each.clean_up()
-    assert not folder.exists()
+    one, other = (asyncio.run(folder_of_a_connection()) for _ in range(2))
+    assert one != other
+    assert (one[1], one[0].exists()) == (0o700, False)
 
 
 def test_the_sockets_path_is_short_though_the_temporary_folder_is_not(
@@ -83,6 +85,5 @@ def test_the_sockets_path_is_short_though_the_temporary_folder_is_not(
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    each = process()
-    each.clean_up()
-    assert len(each.address.removeprefix("ipc://")) <= 107
+    folder, _ = asyncio.run(folder_of_a_connection())
+    assert len(str(folder / SOCKET_NAME)) <= MAX_SOCKET_PATH

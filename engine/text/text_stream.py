@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from weft.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
+from weft.engine.text.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that stand before the first token: decoders treat the start of a text differently."""
 MAX_WINDOW_TOKENS = 64
 """Garbage may never come to the end of a character; more tokens than this are not decoded again and again."""
 _UNFINISHED = "\ufffd"
-
-
-class Decodes(Protocol):
-    """What is needed of a tokenizer."""
-
-    def decode(self, token_ids: Sequence[int], /) -> str:
-        """Text of token ids."""
-
-    def may_end_text(self, token_id: int, /) -> bool:
-        """False for tokens after which no text is final: raw bytes, and special tokens, which have none."""
 
 
 class Detokenizer:
@@ -36,11 +26,11 @@ class Detokenizer:
     byte tokens, which decoders read as a whole.
 
     Args:
-        tokenizer: Decodes the window.
+        tokenizer: Tokenizer the window.
         prompt_ids: Tokens before the first one; their text is not handed out.
     """
 
-    def __init__(self, tokenizer: Decodes, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])
         self._num_context = len(self._window)
@@ -141,12 +131,12 @@ class TextStream:
     When a delta has `finish_reason`, the stream has ended; if the output had none, the caller aborts the request.
 
     Args:
-        tokenizer: Decodes tokens.
+        tokenizer: Tokenizer tokens.
         params: What ends the text.
         prompt_ids: The prompt, so that the first token is spaced as its continuation.
     """
 
-    def __init__(self, tokenizer: Decodes, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._scanner = StopScanner(params.stop)

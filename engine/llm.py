@@ -17,12 +17,11 @@ from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
-from weft.engine.request import FinishReason, GenerationRequest, RequestOutput, TokenLogprobs
+from weft.engine.request import ERRORS_BY_KIND, FinishReason, GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
 from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import AdapterError, CapacityError, ConfigError, EngineError, InvalidRequestError, WeftError
-from weft.errors import RequestError as RefusedError
+from weft.errors import ConfigError, EngineError, InvalidRequestError, WeftError
 
 BLOCKED_WAIT_S = 0.02
 _SECTIONS = {"model": ModelConfig, "memory": MemoryConfig, "adapter": AdapterConfig, "scheduler": SchedulerConfig}
@@ -232,13 +231,7 @@ def _raised(output: RequestOutput) -> WeftError:
     error = output.error
     if error is None:
         return EngineError("The engine ended the request without a reason.")
-    kinds: dict[str, type[WeftError]] = {
-        "request": RefusedError,
-        "adapter": AdapterError,
-        "capacity": CapacityError,
-        "internal": EngineError,
-    }
-    return kinds[error.kind](error.message, code=error.code)
+    return ERRORS_BY_KIND.get(error.kind, EngineError)(error.message, code=error.code)
 
 
 def _spread(given: Any, count: int, name: str, kinds: type | tuple[type, ...]) -> list[Any]:  # noqa: ANN401

@@ -11,6 +11,7 @@ from weft.errors import AdapterError, CapacityError, EngineError, WeftError
 from weft.errors import RequestError as RefusedError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["request", "adapter", "capacity", "internal"]
 AdapterState = AdapterTier | Literal["base"]
 
 
@@ -72,7 +73,7 @@ class RequestError:
     code: str
     """Code of the `weft.errors` class that fits."""
     message: str
-    kind: Literal["request", "adapter", "capacity", "internal"] = "request"
+    kind: ErrorKind = "request"
     """What caused it; the server maps this to an HTTP status."""
 
 
@@ -94,16 +95,18 @@ EXPIRED = RequestError(
     kind="capacity",
 )
 
+ERRORS_BY_KIND: dict[ErrorKind, type[WeftError]] = {
+    "request": RefusedError,
+    "adapter": AdapterError,
+    "capacity": CapacityError,
+}
+"""Errors that clients are told; all others are `INTERNAL`."""
+
 
 def request_error(error: WeftError) -> RequestError:
     """What the client is told: the error's message, or `INTERNAL` for a fault of the engine."""
-    if isinstance(error, RefusedError):
-        return RequestError(code=error.code, message=error.message, kind="request")
-    if isinstance(error, AdapterError):
-        return RequestError(code=error.code, message=error.message, kind="adapter")
-    if isinstance(error, CapacityError):
-        return RequestError(code=error.code, message=error.message, kind="capacity")
-    return INTERNAL
+    kind = next((kind for kind, raised in ERRORS_BY_KIND.items() if isinstance(error, raised)), None)
+    return INTERNAL if kind is None else RequestError(code=error.code, message=error.message, kind=kind)
 
 
 @dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and a step makes one a row

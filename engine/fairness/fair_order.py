@@ -23,17 +23,16 @@ blocked.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from functools import cached_property
 from operator import attrgetter
 from typing import Literal
 
 from weft.engine.fairness.inner_order import InnerOrder
-from weft.engine.fairness.shares import Flow, Share, charge_shares
+from weft.engine.fairness.shares import ChildRows, Flow, Share, charge_shares
 from weft.engine.scheduling.request_state import RequestState
-from weft.errors import EngineError
 
 QUANTUM_TOKENS = 32
 """Output tokens of one request that make a quantum."""
@@ -45,28 +44,6 @@ STOPPED_FRACTION = 0.5
 """Equal shares take no more turns when so many requests are stopped for each one in the step."""
 MIN_STOPPED = 4
 """However small a step is, so many may be stopped."""
-
-
-class _Rows:
-    """What the children of a share have in the step."""
-
-    def __init__(self, node: Share) -> None:
-        self._node = node
-        farthest = most = 0.0
-        for share in node.stepping.values():  # there may be as many as rows; `share.now` would be a call for each
-            place = share.counter + share.quantum * share.rows / share.weight
-            rows = (share.rows - 1) / share.weight
-            farthest = place if place > farthest else farthest
-            most = rows if rows > most else most
-        self.farthest = farthest
-        """The place of the child that makes way first."""
-        self.most = most
-        """The most rows that a child keeps when it gives one, over its weight."""
-
-    @cached_property
-    def shares(self) -> list[Share]:
-        """Children with rows, the one that makes way first at the beginning."""
-        return sorted(self._node.stepping.values(), key=attrgetter("now"), reverse=True)
 
 
 class FairOrder:
@@ -91,10 +68,10 @@ class FairOrder:
         self._quantum = quantum
         self.root = Share(None, None, 1.0, quantum, 0)
         """Its children are the lanes."""
-        self._tickets = 0
+        self._tickets = itertools.count(1)
         self._touched: set[Share] = set()
         self._looked: set[str] = set()
-        self._rows_by_share: dict[Share, _Rows] = {}
+        self._rows_by_share: dict[Share, ChildRows] = {}
         """What is known of the rows of a share's children, as long as no row has changed hands."""
         self._settled: dict[Share, RequestState | None] = {}
         """The row of a tenant that has the worst priority; None for an adapter none of whose rows makes way. As long
@@ -114,15 +91,12 @@ class FairOrder:
         flow = state.request.flow
         lane_weight = BATCH_WEIGHT if flow.lane else INTERACTIVE_WEIGHT
         credit = self._quantum * self._num_rows
-        lane = self.root.child(flow.lane, lane_weight, credit, lambda: self._share(self.root, flow.lane))
+        lane = self.root.child(Share, flow.lane, lane_weight, credit, next(self._tickets))
         tenant_key, weight = (flow.tenant, flow.weight) if self._is_fair else ("", 1.0)
-        tenant = lane.child(tenant_key, weight, credit, lambda: self._share(lane, tenant_key))
+        tenant = lane.child(Share, tenant_key, weight, credit, next(self._tickets))
         adapter = state.digest if self._is_fair else None
-        leaf = tenant.child(adapter, 1.0, credit, lambda: Flow(lane, tenant, adapter, self._quantum, self._ticket()))
-        if not isinstance(leaf, Flow):
-            raise TypeError("an adapter's share must be a Flow")
-        state.share = leaf
-        for share in leaf.path:
+        state.share = tenant.child(Flow, adapter, 1.0, credit, next(self._tickets))
+        for share in state.share.path:
             share.num_alive += 1
         self._num_prioritized += state.priority != 0
         self.queue(state)
@@ -135,14 +109,14 @@ class FairOrder:
             self._unqueue(state)
             self._resumed(state)
         self._num_prioritized -= state.priority != 0
-        for share in _flow(state).path:
+        for share in state.share.path:
             share.num_alive -= 1
             if not share.num_alive and share.parent is not None:
                 share.parent.retire(share)
 
     def queue(self, state: RequestState) -> None:
         """A request has no row and wants one."""
-        flow = _flow(state)
+        flow = state.share
         state.queue_key = self._inner.key(state)
         flow.push(state.queue_key, state)
         self.num_queued += 1
@@ -154,7 +128,7 @@ class FairOrder:
         """Give a queued request a row."""
         self._unqueue(state)
         self._resumed(state)
-        flow = _flow(state)
+        flow = state.share
         flow.in_step[state.request_id] = state
         state.has_row = True
         self._forget_rows()
@@ -181,7 +155,7 @@ class FairOrder:
         self._forget_rows()
         by_share: defaultdict[Share, float] = defaultdict(float)
         for state, units in charges:
-            flow, tenant, lane = _flow(state).path
+            flow, tenant, lane = state.share.path
             by_share[flow] += units
             by_share[tenant] += units
             by_share[lane] += units
@@ -216,21 +190,21 @@ class FairOrder:
         Each such adapter doubles what counts as served of its tenant in this plan, so that a tenant whose adapters are
         all blocked leaves candidates to others, however far ahead of it they are.
         """
-        flow = _flow(state)
+        flow, tenant, _ = state.share.path
         if self._is_fair:  # else requests for other adapters are in the same queue
             self._close(flow)
-            flow.tenant.promised *= 2
-            flow.tenant.has_grown = True
+            tenant.promised *= 2
+            tenant.has_grown = True
 
     def row_for(self, state: RequestState) -> RequestState | None:
         """The request in the step that makes way for this one; None when none has to."""
         node = self.root
-        for child in reversed(_flow(state).path):
+        for child in reversed(state.share.path):
             row = self._row_among(node, child, state)
             if row is not None or not child.rows:
                 return row
             node = child
-        return self._row_within(_flow(state), state)
+        return self._row_within(state.share, state)
 
     def _row_among(self, node: Share, child: Share, state: RequestState) -> RequestState | None:
         """The row that a sibling of `child` gives up for it."""
@@ -238,7 +212,7 @@ class FairOrder:
             return row
         rows = self._rows_by_share.get(node)
         if rows is None:
-            rows = self._rows_by_share[node] = _Rows(node)
+            rows = self._rows_by_share[node] = ChildRows(node)
         if rows.farthest < child.after + self._slack(child):
             return None
         if rows.farthest < self._far(child) and rows.most < (child.rows + 1) / child.weight:
@@ -277,15 +251,15 @@ class FairOrder:
 
     def is_behind(self, other: RequestState, state: RequestState) -> bool:
         """Whether `other` must give its pages to `state`, because its share is far enough ahead."""
-        share, mine = _apart(_flow(other), _flow(state))
+        share, mine = _apart(other.share, state.share)
         return share is not mine and self._is_ahead(share, share.now if other.has_row else share.after, mine)
 
     def yielding(self, state: RequestState, others: Iterable[RequestState]) -> Iterator[RequestState]:
         """Those of `others` that give their pages up for `state`, each as if those before it had done so already."""
-        ours = _flow(state)
+        ours = state.share
         given: Counter[Share] = Counter()
         for other in others:
-            share, mine = _apart(_flow(other), ours)
+            share, mine = _apart(other.share, ours)
             rows = share.rows - given[share]
             place = share.counter + share.quantum * (rows + (not other.has_row)) / share.weight
             is_behind = share is not mine and self._is_ahead(share, place, mine, rows)
@@ -295,20 +269,20 @@ class FairOrder:
 
     def _is_later(self, row: RequestState, state: RequestState) -> bool:
         """Whether their tenant's own order has `row` make way for `state`."""
-        flow, ours = _flow(row), _flow(state)
+        flow, ours = row.share, state.share
         if flow is ours:
             return self._inner.yields(row, state)
         return flow.parent is ours.parent and row.priority > state.priority
 
     def place(self, state: RequestState) -> tuple[float, ...]:
         """Sorts requests of the step and others alike: the smallest is the most entitled to pages."""
-        flow = _flow(state)
-        return (not state.has_row, state.request.flow.lane, flow.tenant.counter, flow.counter, state.arrival_index)
+        flow, tenant, _ = state.share.path
+        return (not state.has_row, state.request.flow.lane, tenant.counter, flow.counter, state.arrival_index)
 
     def turn(self, state: RequestState) -> tuple[float, ...]:
         """Sorts requests with rows, or about to get one, by their turn for tokens; a lane's weight counts here."""
-        flow = _flow(state)
-        return (flow.lane.counter, flow.tenant.counter, flow.counter, state.arrival_index)
+        flow, tenant, lane = state.share.path
+        return (lane.counter, tenant.counter, flow.counter, state.arrival_index)
 
     def tick(self, now_s: float) -> None:
         """Let time change the inner order of requests that had a row and lost it. Comes before each plan."""
@@ -327,22 +301,7 @@ class FairOrder:
         Raises:
             EngineError: A share counts other requests than it has.
         """
-        found: set[str] = set()
-        self._check(self.root, found)
-        return found
-
-    def _check(self, share: Share, found: set[str]) -> tuple[int, int]:
-        """(queued, rows) of a share, with the ids of its requests added to `found`."""
-        if isinstance(share, Flow):
-            queued = share.queued()
-            found.update((state.request_id for state in queued), share.in_step)
-            counts = (len(queued), len(share.in_step))
-        else:
-            parts = [self._check(child, found) for child in share.children.values()]
-            counts = (sum(part[0] for part in parts), sum(part[1] for part in parts))
-        if share is not self.root and (counts != (share.num_queued, share.rows) or sum(counts) != share.num_alive):
-            raise EngineError(f"a share has {counts} requests queued and in the step, and counts others")
-        return counts
+        return self.root.check()[2]
 
     def _slack(self, share: Share) -> float:
         """How far apart the places of `share` and another must be for a row to change hands."""
@@ -369,13 +328,6 @@ class FairOrder:
         rows = other.rows if rows is None else rows
         return place >= self._far(share) or (rows - 1) / other.weight >= (share.rows + 1) / share.weight
 
-    def _share(self, parent: Share, key: object) -> Share:
-        return Share(parent, key, 1.0, self._quantum, self._ticket())
-
-    def _ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
-
     def _next(self) -> RequestState | None:
         while True:
             node = self.root
@@ -401,7 +353,7 @@ class FairOrder:
         self._touched.add(share)
 
     def _unqueue(self, state: RequestState) -> None:
-        flow = _flow(state)
+        flow = state.share
         flow.pop(state)
         self.num_queued -= 1
         was_promised = state.request_id in self._looked
@@ -412,7 +364,7 @@ class FairOrder:
             share.touch()
 
     def _drop_row(self, state: RequestState) -> None:
-        flow = _flow(state)
+        flow = state.share
         del flow.in_step[state.request_id]
         state.has_row = False
         self._forget_rows()
@@ -452,10 +404,3 @@ def _apart(flow: Flow, other: Flow) -> tuple[Share, Share]:
     while share.parent is not sibling.parent and share.parent is not None and sibling.parent is not None:
         share, sibling = share.parent, sibling.parent
     return share, sibling
-
-
-def _flow(state: RequestState) -> Flow:
-    share = state.share
-    if not isinstance(share, Flow):
-        raise TypeError("the request is not in the order")
-    return share

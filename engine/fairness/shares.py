@@ -7,83 +7,64 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from typing import TypeVar, cast
 
 from weft.engine.fairness.inner_order import SortKey
 from weft.engine.scheduling.request_state import RequestState
+from weft.errors import EngineError
 
 MAX_IDLE_SHARES = 4096
 """Of more idle shares than this, only those with a counter ahead of all active ones are remembered."""
+ShareT = TypeVar("ShareT", bound="Share")
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Share:
-    """A lane, a tenant in it, or an adapter of that tenant: what it was given, and what it has in the step.
+    """A lane, a tenant in it, or an adapter of that tenant: what it was given, and what it has in the step."""
 
-    Args:
-        parent: What it is a part of; None for the root.
-        key: Its name in the parent.
-        weight: Its part of the parent's service, in proportion to its siblings' weights.
-        quantum: Units of service; see the module.
-        ticket: Counts up; breaks ties.
-    """
-
-    __slots__ = (
-        "_ceiling",
-        "_entry",
-        "_is_touched",
-        "_touched",
-        "children",
-        "counter",
-        "has_grown",
-        "idle",
-        "is_closed",
-        "key",
-        "num_alive",
-        "num_queued",
-        "parent",
-        "promised",
-        "quantum",
-        "ready",
-        "rows",
-        "stepping",
-        "ticket",
-        "weight",
-    )
-
-    def __init__(self, parent: Share | None, key: object, weight: float, quantum: float, ticket: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.weight = weight
-        self.quantum = quantum
-        self.ticket = ticket
-        self.counter = 0.0
-        """Units of service over weight."""
-        self.rows = 0
-        """Requests of it in the step."""
-        self.promised = 0
-        """Requests of it that were looked at in this plan and have no row."""
-        self.num_alive = 0
-        """Requests of it, waiting or running."""
-        self.num_queued = 0
-        """Requests of it without a row."""
-        self.is_closed = False
-        """Whether this plan looks at no more requests of it."""
-        self.has_grown = False
-        """Whether its place became larger since the parent last had it in order."""
-        self.children: dict[object, Share] = {}
-        self.stepping: dict[object, Share] = {}
-        """Children with rows."""
-        self.idle: dict[object, Share] = {}
-        self._ceiling = 0.0
-        """The largest counter that a child ever had."""
-        self.ready: list[Entry] = []
-        """A heap of the children that have queued requests: priority, place, ticket. Only a child's last entry counts,
-        and its place has become larger since if it `has_grown`."""
-        self._touched: list[Share] = []
-        """Children whose last entry may be too large, or missing."""
-        self._is_touched = False
-        self._entry: Entry | None = None
-        """The last one in the parent's heap."""
+    parent: Share | None
+    """What it is a part of; None for the root."""
+    key: object
+    """Its name in the parent."""
+    weight: float
+    """Its part of the parent's service, in proportion to its siblings' weights."""
+    quantum: float
+    """Units of service; see `weft.engine.fairness.fair_order`."""
+    ticket: int
+    """Counts up; breaks ties."""
+    counter: float = 0.0
+    """Units of service over weight."""
+    rows: int = 0
+    """Requests of it in the step."""
+    promised: int = 0
+    """Requests of it that were looked at in this plan and have no row."""
+    num_alive: int = 0
+    """Requests of it, waiting or running."""
+    num_queued: int = 0
+    """Requests of it without a row."""
+    is_closed: bool = False
+    """Whether this plan looks at no more requests of it."""
+    has_grown: bool = False
+    """Whether its place became larger since the parent last had it in order."""
+    children: dict[object, Share] = field(default_factory=dict)
+    stepping: dict[object, Share] = field(default_factory=dict)
+    """Children with rows."""
+    idle: dict[object, Share] = field(default_factory=dict)
+    """Children without requests that are remembered."""
+    ready: list[Entry] = field(default_factory=list)
+    """A heap of the children that have queued requests: priority, place, ticket. Only a child's last entry counts,
+    and its place has become larger since if it `has_grown`."""
+    _ceiling: float = 0.0
+    """The largest counter that a child ever had."""
+    _touched: list[Share] = field(default_factory=list)
+    """Children whose last entry may be too large, or missing."""
+    _is_touched: bool = False
+    _entry: Entry | None = None
+    """The last one in the parent's heap."""
 
     @property
     def now(self) -> float:
@@ -95,20 +76,20 @@ class Share:
         """Its place with one more row: the smallest gets the next one."""
         return self.counter + self.quantum * (self.rows + 1) / self.weight
 
-    def child(self, key: object, weight: float, credit: float, make: Callable[[], Share]) -> Share:
+    def child(self, kind: type[ShareT], key: object, weight: float, credit: float, ticket: int) -> ShareT:
         """The child of that name, with this weight from now on, for a request that comes; counters of the past stay.
 
         One that had all it wanted so far keeps at most `credit` units of what it left to others.
         """
         child = self.children.get(key)
         if child is None:
-            child = self.idle.pop(key, None) or make()
+            child = self.idle.pop(key, None) or kind(self, key, weight, self.quantum, ticket)
             child.counter = max(child.counter, self.now_served())
             self.children[key] = child
         elif not child.num_queued:
             child.counter = max(child.counter, self.now_served() - credit / weight)
         child.weight = weight
-        return child
+        return cast(ShareT, child)
 
     def retire(self, child: Share) -> None:
         """A child has no requests any more. Its counter is remembered as long as it could matter."""
@@ -129,6 +110,25 @@ class Share:
         """The least counter of all children that have rows and want more, or the largest of all where none does."""
         counters = (child.counter for child in self.stepping.values() if child.num_queued)
         return min(counters, default=self._ceiling)
+
+    def check(self) -> tuple[int, int, set[str]]:
+        """Verify the counts of this share and of all below it.
+
+        Returns:
+            Requests without a row, requests in the step, and the ids of all.
+
+        Raises:
+            EngineError: A share counts other requests than it has.
+        """
+        parts = [child.check() for child in self.children.values()]
+        queued, rows = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        return self._check_counts(queued, rows, set().union(*(part[2] for part in parts)))
+
+    def _check_counts(self, queued: int, rows: int, request_ids: set[str]) -> tuple[int, int, set[str]]:
+        counted = (self.num_queued, self.rows, self.num_alive)
+        if self.parent is not None and counted != (queued, rows, queued + rows):
+            raise EngineError(f"a share has {queued} requests queued and {rows} in the step, and counts {counted}")
+        return queued, rows, request_ids
 
     def touch(self) -> None:
         """Its place may be smaller now, or it has queued requests again."""
@@ -167,24 +167,32 @@ class Share:
         return self._entry
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Flow(Share):
     """The requests of one adapter, or of the base, of one tenant in one lane."""
 
-    __slots__ = ("_queue", "cursor", "in_step", "lane", "path", "tenant")
+    in_step: dict[str, RequestState] = field(default_factory=dict)
+    """By request id."""
+    cursor: int = 0
+    """How many of the queue this plan has looked at."""
+    path: tuple[Flow, Share, Share] = field(init=False)
+    """Itself, its tenant and its lane."""
+    _queue: list[tuple[SortKey, RequestState]] = field(default_factory=list)
 
-    def __init__(self, lane: Share, tenant: Share, key: object, quantum: float, ticket: int) -> None:
-        super().__init__(tenant, key, 1.0, quantum, ticket)
-        self.lane = lane
-        self.tenant = tenant
-        self.path: tuple[Share, Share, Share] = (self, tenant, lane)
-        self._queue: list[tuple[SortKey, RequestState]] = []
-        self.in_step: dict[str, RequestState] = {}
-        self.cursor = 0
-        """How many of the queue this plan has looked at."""
+    def __post_init__(self) -> None:
+        tenant = self.parent
+        if tenant is None or tenant.parent is None:
+            raise ValueError("a flow belongs to a tenant, and a tenant to a lane")
+        self.path = (self, tenant, tenant.parent)
 
     def queued(self) -> list[RequestState]:
         """Requests without a row, first to be served first."""
         return [state for _, state in self._queue]
+
+    def check(self) -> tuple[int, int, set[str]]:
+        """See `Share.check`."""
+        queued = [state.request_id for _, state in self._queue]
+        return self._check_counts(len(queued), len(self.in_step), {*queued, *self.in_step})
 
     def push(self, key: SortKey, state: RequestState) -> None:
         """Queue a request."""
@@ -216,6 +224,32 @@ class Flow(Share):
 
 Entry = tuple[int, float, int, Share]
 """Of the heap of a share's children: priority, place, ticket, child. No two have the same ticket."""
+
+
+class ChildRows:
+    """What the children of a share have in the step.
+
+    Args:
+        node: The share.
+    """
+
+    def __init__(self, node: Share) -> None:
+        self._node = node
+        farthest = most = 0.0
+        for share in node.stepping.values():  # there may be as many as rows; `share.now` would be a call for each
+            place = share.counter + share.quantum * share.rows / share.weight
+            rows = (share.rows - 1) / share.weight
+            farthest = place if place > farthest else farthest
+            most = rows if rows > most else most
+        self.farthest = farthest
+        """The place of the child that makes way first."""
+        self.most = most
+        """The most rows that a child keeps when it gives one, over its weight."""
+
+    @cached_property
+    def shares(self) -> list[Share]:
+        """Children with rows, the one that makes way first at the beginning."""
+        return sorted(self._node.stepping.values(), key=attrgetter("now"), reverse=True)
 
 
 def charge_shares(units: Mapping[Share, float]) -> None:

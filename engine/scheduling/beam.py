@@ -195,9 +195,8 @@ class BeamSearch:
         return BeamStep(ended=given_up, begun=begun, output=None)
 
     def _output(self) -> RequestOutput:
-        facts = self.first.first_output_facts()._asdict()
         hypotheses = [hypothesis for _, hypothesis in self._hypotheses]
-        best = hypotheses[0] = replace(hypotheses[0], **facts)
-        return RequestOutput(
-            request_id=best.request_id, finish_reason=best.finish_reason, hypotheses=hypotheses, **facts
-        )
+        best = hypotheses[0]
+        output = RequestOutput(request_id=best.request_id, finish_reason=best.finish_reason, hypotheses=hypotheses)
+        self.first.mark_first(output, best)
+        return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from weft.engine.request import NON_FINITE, FinishReason, RequestError, RequestOutput, TokenLogprobs
@@ -52,7 +51,7 @@ class Outcomes:
             self._table.remove(each)
         output = _ended(state, reason, error)
         if search is not None and reason == "abort":
-            output = replace(output, hypotheses=search.unfinished())
+            output.hypotheses = search.unfinished()
         self._outbox.append(output)
 
     def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
@@ -105,7 +104,7 @@ def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
         output.logprobs = [result.logprobs]
     if not state.sent_first_output:
         output.prompt_logprobs = _prompt_logprobs(state)
-        output.adapter_state, output.queue_s, output.cached_tokens = state.first_output_facts()
+        state.mark_first(output)
     reason = _finish_reason(state, token_id, limits)
     if reason is not None:
         output.finish_reason, output.computed_prompt_tokens = reason, state.num_prompt
@@ -115,17 +114,15 @@ def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
 
 def _ended(state: RequestState, reason: FinishReason, error: RequestError | None = None) -> RequestOutput:
     """The last output of a request that ends without a token."""
-    facts = state.first_output_facts()
-    return RequestOutput(
+    output = RequestOutput(
         request_id=state.request_id,
         prompt_logprobs=_prompt_logprobs(state) if reason == "length" else None,
         finish_reason=reason,
         error=error,
-        adapter_state=facts.adapter_state,
-        queue_s=facts.queue_s,
-        cached_tokens=facts.cached_tokens,
         computed_prompt_tokens=min(max(state.num_charged, state.num_computed), state.num_prompt),
     )
+    state.mark_first(output)
+    return output
 
 
 def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from weft.adapters.residency.slots import SlotLease
-from weft.engine.request import AdapterState, GenerationRequest, TokenLogprobs
+from weft.engine.request import AdapterState, GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.scheduling.plan import Chunk, SampleSpec
 from weft.engine.scheduling.request_limits import kv_tokens
 from weft.memory.block_table import BlockTable
 from weft.memory.geometry import PageGeometry
 from weft.memory.prefix_cache import PrefixBlock, TokenChain
+
+if TYPE_CHECKING:
+    from weft.engine.fairness.shares import Flow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +53,6 @@ class RequestPages:
 
 
 WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK"]
-
-
-class OutputFacts(NamedTuple):
-    """Facts that only the first output carries."""
-
-    adapter_state: AdapterState | None = None
-    queue_s: float | None = None
-    cached_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +120,8 @@ class RequestState:
     """Predicted price of what is to be computed, as counted when it began to wait."""
     start_by_s: float = math.inf
     """The latest second at which it can start and keep its deadline."""
-    share: object = None
-    """Its place in the fair order; the order's own."""
+    share: Flow = field(init=False, repr=False)
+    """Its place in the fair order, from when it enters that."""
     queue_key: tuple[float, ...] = ()
     """By which the fair order sorted it when it was queued."""
     has_row: bool = False
@@ -282,12 +277,13 @@ class RequestState:
         self.num_computed = 0
         self.prompt_logprobs = []
 
-    def first_output_facts(self) -> OutputFacts:
-        """What only the first output carries; empty from the second call on."""
-        if self.sent_first_output:
-            return OutputFacts()
-        self.sent_first_output = True
-        return OutputFacts(self.adapter_state, self.queue_s, self.num_cached)
+    def mark_first(self, *outputs: RequestOutput) -> None:
+        """Add what only the first output carries; from the second call on nothing. *Mutates* the outputs."""
+        if not self.sent_first_output:
+            self.sent_first_output = True
+            for output in outputs:
+                output.adapter_state, output.queue_s = self.adapter_state, self.queue_s
+                output.cached_tokens = self.num_cached
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Prompt and output from position `start` to `end`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,35 +19,6 @@ from weft.adapters.lora.tables import AdapterTables
 from weft.kernels.dispatch import Sgmv, kernels_for
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 from weft.memory.arena import Arena
-
-
-class LoraStep(Protocol):
-    """The adapters of one step's rows."""
-
-    def apply(self, layer: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the adapters' deltas at one site, in place.
-
-        Args:
-            layer: Decoder layer.
-            site: Index into `SITES`.
-            x: [T, in_features], the input of the base's linear layer.
-            y: [T, sum of the site's widths], its output; rows of the base model stay as they are.
-        """
-
-
-class LoraBatcher(Protocol):
-    """Prepares steps."""
-
-    def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:
-        """Prepare the adapters of a step, once for all layers.
-
-        Args:
-            row_slots: Adapter slot of each row, ascending, -1 (the base model) first.
-
-        Returns:
-            None when no row's adapter changes anything.
-        """
-
 
 DECODE_TILE_ROWS = 16
 PREFILL_TILE_ROWS = 64
@@ -76,7 +47,14 @@ class PagedLora:
         ]
 
     def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:
-        """Prepare the adapters of a step, once for all layers; the contract is `LoraBatcher.prepare`."""
+        """Prepare the adapters of a step, once for all layers.
+
+        Args:
+            row_slots: Adapter slot of each row, ascending, -1 (the base model) first.
+
+        Returns:
+            None when no row's adapter changes anything.
+        """
         segments, num_rows = build_segments(row_slots), len(row_slots)
         used = self.tables.touched([segment.slot for segment in segments])
         if not used.any():
@@ -85,10 +63,10 @@ class PagedLora:
         tiles = build_tiles(segments, num_rows, self.tables.slots, rows_per_tile)
         slot, start, length = torch.from_numpy(tiles).to(self.arena.device)
         touched = [[bool(used[layer, list(site.modules)].any()) for site in SITES] for layer in range(len(used))]
-        return PagedStep(self, Tiles(slot, start, length, rows_per_tile), touched)
+        return LoraStep(self, Tiles(slot, start, length, rows_per_tile), touched)
 
 
-class PagedStep:
+class LoraStep:
     """The adapters of one step's rows, applied from their pages.
 
     Args:
@@ -103,7 +81,14 @@ class PagedStep:
         self._touched = touched
 
     def apply(self, layer: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the adapters' deltas at one site; the contract is `LoraStep.apply`."""
+        """Add the adapters' deltas at one site, in place.
+
+        Args:
+            layer: Decoder layer.
+            site: Index into `SITES`.
+            x: [T, in_features], the input of the base's linear layer.
+            y: [T, sum of the site's widths], its output; rows of the base model stay as they are.
+        """
         if self._touched[layer][site]:
             lora = self._lora
             lora.sgmv(x, y, lora.arena.elements, lora.operands, self._tiles, lora.sites[site], layer)

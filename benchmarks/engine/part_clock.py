@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
@@ -17,7 +17,6 @@ from unittest.mock import patch
 import torch
 
 from weft.adapters.lora.step import LoraStep, PagedLora
-from weft.engine import build
 from weft.engine.core import EngineCore
 from weft.engine.execution import runner
 from weft.engine.execution.batch import build_batch
@@ -96,20 +95,12 @@ def timed_parts() -> Generator[PartClock]:
     def timed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return clock.around("linear layers", make_linear(weight, bias))
 
-    class TimedLora:
-        def __init__(self, step: LoraStep) -> None:
-            self.apply = clock.around("LoRA", step.apply)
-
-    class TimedPagedLora(PagedLora):
-        def prepare(self, row_slots: Sequence[int], /) -> LoraStep | None:
-            step = clock.around("LoRA preparation", super().prepare)(row_slots)
-            return None if step is None else TimedLora(step)
-
     with ExitStack() as stack:
         for owner, name, timed in (
             (weights, "kernels_for", timed_kernels),
             (weights, "make_linear", timed_linear),
-            (build, "PagedLora", TimedPagedLora),
+            (PagedLora, "prepare", clock.around("LoRA preparation", PagedLora.prepare)),
+            (LoraStep, "apply", clock.around("LoRA", LoraStep.apply)),
             (runner, "build_batch", clock.around("batch", build_batch)),
             (Decoder, "forward", clock.around("rest of the decoder", Decoder.forward)),
             (Decoder, "logits", clock.around("rest of the decoder", Decoder.logits)),

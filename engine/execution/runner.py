@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from weft.adapters.lora.step import LoraBatcher
+from weft.adapters.lora.step import PagedLora
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import Batch, build_batch
 from weft.engine.execution.sampler import Sampler
@@ -40,7 +40,7 @@ class ModelRunner:
         decoder: Decoder,
         arena: Arena,
         slab: HostSlab,
-        lora: LoraBatcher,
+        lora: PagedLora,
         check_lease: Callable[[SlotLease], None],
         sampler: Sampler,
     ) -> None:

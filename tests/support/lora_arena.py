@@ -16,7 +16,7 @@ from weft.adapters.base_shape import SITES, BaseShape
 from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.lora.layout import plan_layout
 from weft.adapters.lora.packing import Packing
-from weft.adapters.lora.step import LoraBatcher
+from weft.adapters.lora.step import PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.memory.arena import Arena
 
@@ -64,9 +64,9 @@ class LoraArena:
         self.tables.write(slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
         self.loras[slot] = lora
 
-    def check(self, batcher: LoraBatcher, row_slots: Sequence[int]) -> None:
+    def check(self, lora: PagedLora, row_slots: Sequence[int]) -> None:
         """Compare a step with plain products at all sites; rows of the base must not change in a single bit."""
-        step = batcher.prepare(row_slots)
+        step = lora.prepare(row_slots)
         for (layer, site), (x, y) in self._inputs(len(row_slots)).items():
             output = y.clone()
             if step is not None:

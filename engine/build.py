@@ -24,7 +24,7 @@ from weft.adapters.residency.loader import AdapterLoader
 from weft.adapters.residency.residency import Residency
 from weft.config import Config
 from weft.engine.core import EngineCore
-from weft.engine.execution.costs import measure_costs, measure_prices
+from weft.engine.execution.costs import StartMeasures
 from weft.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.sampler import Sampler
@@ -32,15 +32,14 @@ from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core, keep_freed_memory
 from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
 from weft.engine.model.weights import base_digest, load_decoder
-from weft.engine.scheduling.kv_pages import prefix_seed
+from weft.engine.scheduling.kv_pages import KvPages, prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.status import EngineReady, MemoryPlan
+from weft.engine.status import EngineReady
 from weft.engine.text.tokenizer import read_eos_token_ids
 from weft.kernels.dispatch import kernels_for
 from weft.memory.arena import Arena, PageCopier
 from weft.memory.eviction import Evictor, PageCosts, eviction_policy
-from weft.memory.geometry import PageGeometry
 from weft.memory.host_slab import HostSlab, SwapSpace
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
@@ -61,21 +60,6 @@ class EngineParts:
     """Folder of the checkpoint, where the tokenizer's files are."""
     residency: Residency
     pool: PagePool
-    evictor: Evictor
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Everything that holds pages or decides about them."""
-
-    arena: Arena
-    pool: PagePool
-    slab: HostSlab
-    images: HostImages
-    tables: AdapterTables
-    copier: PageCopier
-    pace: LoadPace
-    evictor: Evictor
 
 
 def build_engine(
@@ -103,27 +87,43 @@ def build_engine(
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
     longest = max_model_len(config, spec, plan)
     decoder, base = _load(folder, spec, dtype, device, longest)
-    memory = _allocate(config, plan, base, geometry, device, dtype)
+
+    num_pages = plan.num_pages + 1  # and the zero page
+    arena = Arena(geometry, num_pages, device, dtype)
+    poison = arena.poison if config.memory.poison else None
+    pool = PagePool(num_pages, poison, on_first_use=poison)
+    slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
+    # A GPU's steps leave the cores to others, as do those of a tiny model.
+    is_in_the_way = device.type == "cpu" and not has_idle_core()
+    pace = LoadPace(config.adapter.load_share if is_in_the_way else 1.0)
+    copier = PageCopier(arena, pace.pause)
     if device.type == "cpu" and not keep_freed_memory():
         logger.debug("the C library does not keep memory that is freed; steps of many tokens take longer")
-    costs = costs or measure_costs(decoder, memory.arena, memory.pool, memory.slab, memory.copier, max_tokens=longest)
-    prices = measure_prices(
-        decoder,
-        memory.arena,
-        memory.pool,
+    measures = StartMeasures(decoder, arena, pool, max_tokens=longest)
+    costs = costs or measures.costs(slab, copier)
+    prices = measures.prices(
         costs,
         lora_bytes_per_rank=plan.rank16_pages * geometry.page_bytes // REFERENCE_RANK,
         prompt_context=2 * spec.num_layers * spec.num_heads * spec.head_dim / spec.num_parameters,
-        max_tokens=longest,
     )
-    prefixes = (
-        PrefixCache(memory.pool, memory.evictor, block_s=geometry.page_tokens * costs.token_s)
-        if config.memory.prefix_cache
-        else None
+
+    evictor = Evictor(pool, eviction_policy(config.memory.eviction))
+    prefixes = PrefixCache(pool, evictor, block_s=geometry.page_tokens * costs.token_s)
+    images = HostImages(slab)
+    tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)
+    residency = Residency(
+        _adapter_loader(config, images, tables, arena, max_pages=pool.capacity - geometry.num_groups, pace=pace),
+        copier,
+        pool,
+        images,
+        tables,
+        evictor,
+        costs,
+        loads=loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()),
+        copies=copier_thread(),
+        prefixes=prefixes,
+        notify=notify,
     )
-    swap = SwapSpace(memory.slab, memory.images.make_room, max_pages=memory.slab.num_pages // SWAP_DIVISOR)
-    residency = _residency(config, memory, costs, prefixes, notify)
-    limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
     ready = EngineReady(
         boot_id=secrets.token_hex(8),
         model_path=config.model.path,
@@ -136,31 +136,29 @@ def build_engine(
         memory=plan,
         max_rank=config.adapter.max_rank,
     )
-    core = EngineCore(
-        Scheduler(
-            config.scheduler,
-            geometry,
-            memory.pool,
-            residency,
-            limits,
-            evictor=memory.evictor,
-            prefixes=prefixes,
-            swap=swap,
-            costs=costs,
-            prefix_seed=prefix_seed(base.digest, ready.dtype, spec.rope),
-            prices=prices,
-        ),
-        _runner(decoder, memory, residency),
-        residency,
-        memory.pool,
-        evictor=memory.evictor,
+    kv = KvPages(
+        geometry,
+        pool,
+        evictor,
         prefixes=prefixes,
-        swap=swap,
-        boot_id=ready.boot_id,
-        set_stepping=memory.pace.set_stepping,
+        swap=SwapSpace(slab, images.make_room, max_pages=slab.num_pages // SWAP_DIVISOR),
+        costs=costs,
+        prefix_seed=prefix_seed(base.digest, ready.dtype, spec.rope),
+        is_sharing=config.memory.prefix_cache,
     )
+    limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
+    runner = ModelRunner(
+        decoder=decoder,
+        arena=arena,
+        slab=slab,
+        lora=PagedLora(arena, tables, base),
+        check_lease=residency.check_lease,
+        sampler=Sampler(kernels_for(device, torch.float32)),
+    )
+    scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices)
+    core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)
     logger.debug("%s", format_plan(plan, ready))
-    return EngineParts(core, ready, folder, residency, memory.pool, memory.evictor)
+    return EngineParts(core, ready, folder, residency, pool)
 
 
 def _load(
@@ -173,65 +171,10 @@ def _load(
         return decoder, base_shape(spec, digest.result())
 
 
-def _allocate(
-    config: Config, plan: MemoryPlan, base: BaseShape, geometry: PageGeometry, device: torch.device, dtype: torch.dtype
-) -> _Memory:
-    num_pages = plan.num_pages + 1  # and the zero page
-    arena = Arena(geometry, num_pages, device, dtype)
-    poison = arena.poison if config.memory.poison else None
-    pool = PagePool(num_pages, poison, on_first_use=poison)
-    # A GPU's steps leave the cores to others, as do those of a tiny model.
-    is_in_the_way = device.type == "cpu" and not has_idle_core()
-    pace = LoadPace(config.adapter.load_share if is_in_the_way else 1.0)
-    slab = HostSlab(plan.host_pages, geometry.page_bytes, pinned=device.type == "cuda")
-    return _Memory(
-        arena=arena,
-        pool=pool,
-        slab=slab,
-        images=HostImages(slab),
-        tables=AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device),
-        copier=PageCopier(arena, pace.pause),
-        pace=pace,
-        evictor=Evictor(pool, eviction_policy(config.memory.eviction)),
-    )
-
-
-def _residency(
-    config: Config, memory: _Memory, costs: PageCosts, prefixes: PrefixCache | None, notify: Callable[[], None] | None
-) -> Residency:
-    arena, pool, tables, images = memory.arena, memory.pool, memory.tables, memory.images
-    loader = AdapterLoader(
-        open_blobs(config.registry, config.server.data_dir),
-        images,
-        tables.base,
-        arena.geometry,
-        arena.dtype,
-        tables.max_rank,
-        max_pages=pool.capacity - arena.geometry.num_groups,
-        pause=memory.pace.pause,
-    )
-    return Residency(
-        loader,
-        memory.copier,
-        pool,
-        images,
-        tables,
-        memory.evictor,
-        costs,
-        loads=loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()),
-        copies=copier_thread(),
-        prefixes=prefixes,
-        notify=notify,
-    )
-
-
-def _runner(decoder: Decoder, memory: _Memory, residency: Residency) -> ModelRunner:
-    arena, tables = memory.arena, memory.tables
-    return ModelRunner(
-        decoder=decoder,
-        arena=arena,
-        slab=memory.slab,
-        lora=PagedLora(arena, tables, tables.base),
-        check_lease=residency.check_lease,
-        sampler=Sampler(kernels_for(decoder.device, torch.float32)),
+def _adapter_loader(
+    config: Config, images: HostImages, tables: AdapterTables, arena: Arena, *, max_pages: int, pace: LoadPace
+) -> AdapterLoader:
+    blobs = open_blobs(config.registry, config.server.data_dir)
+    return AdapterLoader(
+        blobs, images, tables.base, arena.geometry, arena.dtype, tables.max_rank, max_pages, pace.pause
     )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.residency import Residency
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.step_history import StepHistory
 from weft.engine.request import GenerationRequest, RequestOutput
@@ -20,11 +19,7 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus
 from weft.errors import EngineError
 from weft.memory.arena import is_device_lost
-from weft.memory.eviction import Evictor
-from weft.memory.host_slab import SwapSpace
 from weft.memory.page_map import page_map
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -39,39 +34,27 @@ class EngineCore:
     """Scheduler, residency and runner, driven by `pump`. Not thread-safe.
 
     Args:
-        scheduler: Decides what to compute.
+        scheduler: Decides what to compute. The engine's pages, caches and adapters are those of its table.
         runner: Computes it.
-        residency: Brings adapters to the device.
-        pool: Pages of both.
-        evictor: Makes room in the pool.
-        prefixes: KV pages of earlier requests; None is without.
-        swap: Host memory of preempted requests.
         boot_id: Id of this start of the engine.
         set_stepping: Called with how many requests run in steps and how many more could; loads give way to steps.
         clock: Monotonic seconds.
     """
 
-    def __init__(  # noqa: PLR0913 - it joins the parts
+    def __init__(
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        residency: Residency,
-        pool: PagePool,
         *,
-        evictor: Evictor,
-        prefixes: PrefixCache | None,
-        swap: SwapSpace,
         boot_id: str,
         set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._residency = residency
-        self._pool = pool
-        self._evictor = evictor
-        self._prefixes = prefixes
-        self._swap = swap
+        self._table = scheduler.table
+        self._kv = scheduler.table.kv
+        self._residency = scheduler.table.residency
         self._boot_id = boot_id
         self._set_stepping = set_stepping
         self._clock = clock
@@ -122,7 +105,7 @@ class EngineCore:
         """
         self._take_in_loads()
         plan = self._plan()
-        self._set_stepping(0 if plan is None else max(self._scheduler.num_rows, 1), self._scheduler.num_held_up)
+        self._set_stepping(0 if plan is None else max(self._table.num_rows, 1), self._scheduler.num_held_up)
         if plan is None:
             outputs = self._scheduler.take_outputs()
             self._check_when_idle()
@@ -132,17 +115,17 @@ class EngineCore:
 
     def status(self, *, is_detailed: bool = False) -> EngineStatus:
         """A snapshot, with `page_map` and `batches` if it is to be detailed."""
-        table = self._scheduler.table
+        table, kv = self._table, self._kv
         self._status_seq += 1
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
         return EngineStatus(
             boot_id=self._boot_id,
             seq=self._status_seq,
-            running=self._scheduler.num_running,
-            base_running=self._scheduler.num_running_base(),
-            waiting=self._scheduler.num_waiting,
+            running=len(table.running),
+            base_running=sum(state.lease is None for state in table.running),
+            waiting=len(table.waiting),
             waiting_reasons=table.waiting.reasons(),
-            pages=self._pool.counts(),
+            pages=kv.pool.counts(),
             residents=list(self._residency.residents()),
             last_steps=self._history.stats(),
             last_step_age_s=age,
@@ -151,13 +134,13 @@ class EngineCore:
             loads=dict(self._residency.loads),
             load_seconds=self._residency.load_seconds,
             load_p95_s=self._residency.load_p95_s,
-            evictions=self._evictor.evictions,
-            prefix_queries=self._prefixes.num_queries if self._prefixes is not None else 0,
-            prefix_hits=self._prefixes.num_hits if self._prefixes is not None else 0,
-            host_pages=self._swap.counts(),
+            evictions=dict(kv.evictor.evictions),
+            prefix_queries=kv.prefixes.num_queries,
+            prefix_hits=kv.prefixes.num_hits,
+            host_pages=kv.swap.counts(),
             tenants=self._scheduler.tenants(),
             service_tokens=table.service.tokens(NUM_KEPT_TENANTS),
-            page_map=page_map(self._pool) if is_detailed else None,
+            page_map=page_map(kv.pool) if is_detailed else None,
             batches=self._history.batches() if is_detailed else None,
         )
 
@@ -172,9 +155,9 @@ class EngineCore:
         Raises:
             EngineError: They do not.
         """
-        self._pool.check()
-        self._scheduler.table.check()
-        self._residency.check(self._swap.num_used)
+        self._kv.pool.check()
+        self._table.check()
+        self._residency.check(self._kv.swap.num_used)
 
     def close(self) -> None:
         """End background loads and give the memory back; requests that still live are dropped."""

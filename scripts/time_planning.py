@@ -86,7 +86,8 @@ def main() -> int:
             plan_s.append(planned_s - started_s)
             commit_s.append(committed_s - executed_s)
     print(
-        f"{scheduler.num_running} run, {scheduler.num_waiting} wait, {args.tenants} tenants, {args.adapters} adapters"
+        f"{len(scheduler.table.running)} run, {len(scheduler.table.waiting)} wait, "
+        f"{args.tenants} tenants, {args.adapters} adapters"
     )
     both_s = [one + other for one, other in zip(plan_s, commit_s, strict=True)]
     for name, seconds in (("plan", plan_s), ("commit", commit_s), ("both", both_s)):

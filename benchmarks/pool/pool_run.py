@@ -27,7 +27,7 @@ from weft.benchmarks.report import DEFAULT_CACHE, AddOption
 from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine
-from weft.engine.execution.costs import measure_costs
+from weft.engine.execution.costs import StartMeasures
 from weft.engine.model.spec import read_spec
 from weft.engine.model.weights import load_decoder
 from weft.engine.request import GenerationRequest
@@ -239,4 +239,5 @@ def _measured_costs(shape: PoolShape) -> PageCosts:
     decoder = load_decoder(shape.model, read_spec(shape.model), DTYPE, cpu, num_positions=1024)
     arena = Arena(shape.geometry, _COST_PAGES, cpu, DTYPE)
     slab = HostSlab(1, shape.geometry.page_bytes, pinned=False)
-    return measure_costs(decoder, arena, PagePool(_COST_PAGES), slab, PageCopier(arena), max_tokens=1024)
+    measures = StartMeasures(decoder, arena, PagePool(_COST_PAGES), max_tokens=1024)
+    return measures.costs(slab, PageCopier(arena))

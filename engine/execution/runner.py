@@ -63,7 +63,7 @@ class ModelRunner:
             StaleSlotError: An adapter slot has been reused since the plan was made.
             EngineError: The plan contradicts itself; nothing was moved or computed.
         """
-        if not (plan.chunks or plan.swap_out or plan.zero_pages or plan.swap_in or plan.copies):
+        if plan.is_empty:
             raise EngineError(f"step {plan.step} has nothing to do")
         self._mover.check(plan)
         batch = (

@@ -19,14 +19,12 @@ class Chunks:
         table: The requests.
         preemption: Where pages come from that others have.
         budget: Tokens of a step.
-        page_tokens: Tokens of a page.
     """
 
-    def __init__(self, table: RequestTable, preemption: Preemption, budget: StepBudget, page_tokens: int) -> None:
+    def __init__(self, table: RequestTable, preemption: Preemption, budget: StepBudget) -> None:
         self._table = table
         self._preemption = preemption
         self._budget = budget
-        self._page_tokens = page_tokens
         self._planned_units = self._batch_units = 0.0
         """Price of the step that was planned last, and of its batch lane, where it was bounded."""
         self._has_interactive = False
@@ -62,7 +60,7 @@ class Chunks:
         draft.budget, units = self._left()
         batch_units = self._left_for_batch(rows, units) if is_bounded else math.inf
         floor = MIN_TOKENS if self._budget.has_target else 0
-        page_tokens, turn = self._page_tokens, self._table.order.turn
+        page_tokens, turn = self._table.kv.geometry.page_tokens, self._table.order.turn
         needy = [
             (turn(state), state) for state in rows if state.next_chunk is None or (is_bounded and state.in_batch_lane)
         ]
@@ -88,7 +86,7 @@ class Chunks:
                 units -= count * price
                 batch_units -= count * price
         self._planned_units = self._batch_units = 0.0
-        step, chunks = draft.step, draft.chunks
+        step, chunks = draft.plan.step, draft.plan.chunks
         for state in rows:
             count = counts.get(state, 1) if is_bounded or state.next_chunk is None else 1
             if count > 0 and state.has_row:  # it may have been preempted since

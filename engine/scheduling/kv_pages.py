@@ -79,30 +79,33 @@ class KvPages:
         geometry: Sizes of the pages.
         pool: Where they come from.
         evictor: Makes room in it.
-        prefixes: Where full blocks are shared; None shares nothing.
+        prefixes: Where full blocks are shared.
         swap: Host memory of preempted requests.
         costs: Decide between swapping and computing again.
-        prefix_seed: What a request's blocks depend on besides its tokens.
+        prefix_seed: What a request's blocks depend on besides its tokens, and who may share them.
+        is_sharing: False publishes nothing and finds nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - it joins all that KV pages come from
         self,
         geometry: PageGeometry,
         pool: PagePool,
         evictor: Evictor,
         *,
-        prefixes: PrefixCache | None,
+        prefixes: PrefixCache,
         swap: SwapSpace,
         costs: PageCosts,
-        prefix_seed: Callable[[GenerationRequest], bytes],
+        prefix_seed: PrefixSeed,
+        is_sharing: bool = True,
     ) -> None:
-        self._geometry = geometry
-        self._pool = pool
-        self._evictor = evictor
-        self._prefixes = prefixes
-        self._swap = swap
-        self._costs = costs
+        self.geometry = geometry
+        self.pool = pool
+        self.evictor = evictor
+        self.prefixes = prefixes
+        self.swap = swap
+        self.costs = costs
         self._prefix_seed = prefix_seed
+        self._is_sharing = is_sharing
         self._leaving_host: list[tuple[int, list[int]]] = []
         """(step, host pages): free when that step is complete."""
         self._num_named = 0
@@ -123,17 +126,16 @@ class KvPages:
         Raises:
             NeverFitsError: With the numbers.
         """
-        shares_blocks = self._prefixes is not None
-        check_fits(request, self._geometry, self._pool.capacity, adapter_pages, shares_blocks=shares_blocks)
+        check_fits(request, self.geometry, self.pool.capacity, adapter_pages, shares_blocks=self._is_sharing)
 
     @property
     def num_available(self) -> int:
         """Pages that are free or can be evicted, now or when the steps under way are complete."""
-        return self._evictor.num_available + self._pool.num_quarantined
+        return self.evictor.num_available + self.pool.num_quarantined
 
     def lacking(self, state: RequestState, num_tokens: int) -> int:
         """Pages that a running request lacks for `num_tokens` tokens."""
-        return state.pages.table.blocks_needed(num_tokens) * self._geometry.num_groups
+        return state.pages.table.blocks_needed(num_tokens) * self.geometry.num_groups
 
     def grow(self, state: RequestState, count: int, draft: PlanBuilder) -> bool:
         """Give a running request `count` more pages from what is free or idle; False, and nothing taken, otherwise."""
@@ -141,13 +143,13 @@ class KvPages:
         if pages is None:
             return False
         state.pages.table.append(pages)
-        draft.zero_pages += pages
+        draft.plan.zero_pages += pages
         return True
 
     def may_fork(self, leader: RequestState, state: RequestState) -> bool:
         """Whether a request that just arrived may wait for the prompt of `leader` to be computed, and share it."""
         return (
-            self._prefixes is not None
+            self._is_sharing
             and leader.request.flow.lane == state.request.flow.lane
             and not state.output_token_ids
             and not state.keeps_prompt_logprobs
@@ -157,7 +159,7 @@ class KvPages:
 
     def prefix_hit(self, state: RequestState) -> PrefixHit:
         """What a waiting request could start with now. Takes nothing."""
-        page_tokens = self._geometry.page_tokens
+        page_tokens = self.geometry.page_tokens
         leader = state.leader
         if leader is not None:
             held = leader.pages.held[: state.num_shared // page_tokens]
@@ -183,23 +185,23 @@ class KvPages:
             Whether it has them; if not, nothing was taken or evicted.
         """
         blocks, pages = hit.blocks, state.pages
-        if self._evictor.num_available < self.num_lacking(hit, num_tokens) + room:
+        if self.evictor.num_available < self.num_lacking(hit, num_tokens) + room:
             return False
-        count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
-        self._hold(blocks)
+        count = (self.geometry.blocks(num_tokens) - len(blocks)) * self.geometry.num_groups
+        self.prefixes.hold(blocks)
         own = self._take(state, count)
         if own is None:
-            self._release(blocks, 0)
+            self.prefixes.release(blocks, 0)
             return False
         pages.held, pages.found = list(blocks), []
         for block in blocks:
             pages.table.append(block.pages)
         pages.table.append(own)
         filled = self._fill(hit, own, draft)
-        draft.zero_pages += own[filled:]
+        draft.plan.zero_pages += own[filled:]
         if pages.swapped is not None:
             # Its host pages are read in this step, or of no use any more.
-            self._leaving_host.append((draft.step, pages.swapped.host_pages))
+            self._leaving_host.append((draft.plan.step, pages.swapped.host_pages))
             pages.swapped = None
         state.num_computed = hit.num_tokens
         return True
@@ -207,31 +209,31 @@ class KvPages:
     def num_lacking(self, hit: PrefixHit, num_tokens: int) -> int:
         """Pages that `start` takes from what is free or idle, cached blocks that nobody holds among them."""
         blocks = hit.blocks
-        count = (self._geometry.blocks(num_tokens) - len(blocks)) * self._geometry.num_groups
+        count = (self.geometry.blocks(num_tokens) - len(blocks)) * self.geometry.num_groups
         return count + sum(block.num_pages for block in blocks if block.refs == 0)
 
     def num_alone(self, state: RequestState) -> int:
         """Pages of a running request that nobody else has: those that its preemption makes available."""
         pages = state.pages
-        own = (pages.table.num_blocks - len(pages.held)) * self._geometry.num_groups
+        own = (pages.table.num_blocks - len(pages.held)) * self.geometry.num_groups
         return own + sum(block.num_pages for block in pages.held if block.refs == 1)
 
     def note_lookup(self, num_queried: int, num_found: int) -> None:
         """Count the prompt tokens of a request that starts for the first time."""
-        if self._prefixes is not None:
-            self._prefixes.note_lookup(num_queried, num_found)
+        if self._is_sharing:
+            self.prefixes.note_lookup(num_queried, num_found)
 
     def publish(self, state: RequestState) -> None:
         """Offer a running request's blocks that became full to others."""
         pages = state.pages
-        num_full = state.num_computed // self._geometry.page_tokens
-        if self._prefixes is None or not pages.is_publishing:
+        num_full = state.num_computed // self.geometry.page_tokens
+        if not (self._is_sharing and pages.is_publishing):
             return
         chain = self._chain(state, num_full)
         for index in range(len(pages.held), num_full):
             own = [table[index] for table in pages.table.pages]
             parent = pages.held[-1] if pages.held else None
-            block = self._prefixes.publish(chain, index, own, parent, state.digest)
+            block = self.prefixes.publish(chain, index, own, parent, state.digest)
             if block is None:
                 pages.is_publishing = False
                 return
@@ -239,7 +241,7 @@ class KvPages:
             if block.pages != own:  # another request computed the same
                 for table, page in zip(pages.table.pages, block.pages, strict=True):
                     table[index] = page
-                self._pool.free(own, state.last_step)
+                self.pool.free(own, state.last_step)
 
     def preempt(self, state: RequestState, draft: PlanBuilder | None) -> Preemption:
         """Take all device pages from a running request, and say how it gets its KV cache back."""
@@ -247,15 +249,15 @@ class KvPages:
         swapped = None if draft is None else self._swap_out(state, draft)
         self.free(state, state.last_step if swapped is None else swapped.step)
         state.pages = RequestPages(
-            table=BlockTable(self._geometry), chain=pages.chain, swapped=swapped, is_publishing=pages.is_publishing
+            table=BlockTable(self.geometry), chain=pages.chain, swapped=swapped, is_publishing=pages.is_publishing
         )
         return "recompute" if swapped is None else "swap"
 
     def free(self, state: RequestState, last_step: int) -> None:
         """Free a running request's pages, which `last_step` is the last to read."""
         pages = state.pages
-        self._pool.free(pages.own_pages(), last_step)
-        self._release(pages.held, last_step)
+        self.pool.free(pages.own_pages(), last_step)
+        self.prefixes.release(pages.held, last_step)
 
     def forget_swapped(self, state: RequestState) -> None:
         """Free a waiting request's host pages, if it has some."""
@@ -268,9 +270,9 @@ class KvPages:
     def note_complete(self) -> None:
         """Free host pages that no step reads or writes any more."""
         for step, host_pages in self._leaving_host:
-            if step <= self._pool.completed_step:
-                self._swap.free(host_pages)
-        self._leaving_host = [entry for entry in self._leaving_host if entry[0] > self._pool.completed_step]
+            if step <= self.pool.completed_step:
+                self.swap.free(host_pages)
+        self._leaving_host = [entry for entry in self._leaving_host if entry[0] > self.pool.completed_step]
 
     def check(self, running: Iterable[RequestState], waiting: Iterable[RequestState]) -> None:
         """Verify that pages, references and host pages are those of the requests.
@@ -293,48 +295,39 @@ class KvPages:
             begins = [list(block) for block in zip(*state.pages.table.pages, strict=True)][: len(state.pages.held)]
             if begins != [block.pages for block in state.pages.held]:
                 raise PageAccountingError("a request's first blocks are not the cached ones that it holds")
-        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["kv"]:
-            raise PageAccountingError(f"requests hold {len(pages)} KV pages, the pool says {self._pool.counts()}")
-        num_swapped = self._swap.num_used
+        if len(set(pages)) != len(pages) or len(pages) != self.pool.counts()["kv"]:
+            raise PageAccountingError(f"requests hold {len(pages)} KV pages, the pool says {self.pool.counts()}")
+        num_swapped = self.swap.num_used
         if len(set(host_pages)) != len(host_pages) or len(host_pages) != num_swapped:
             raise PageAccountingError(f"requests hold {len(host_pages)} host pages, the swap space says {num_swapped}")
-        if self._prefixes is not None:
-            self._prefixes.check(holders)
-        self._evictor.check()
+        self.prefixes.check(holders)
+        self.evictor.check()
 
     def _take(self, state: RequestState, count: int) -> list[int] | None:
-        if not self._evictor.make_room(count):
+        if not self.evictor.make_room(count):
             return None
-        return self._pool.allocate(count, "kv", NO_OWNER if state.lease is None else state.lease.slot)
-
-    def _hold(self, blocks: Sequence[PrefixBlock]) -> None:
-        if self._prefixes is not None:
-            self._prefixes.hold(blocks)
-
-    def _release(self, blocks: Sequence[PrefixBlock], last_step: int) -> None:
-        if self._prefixes is not None:
-            self._prefixes.release(blocks, last_step)
+        return self.pool.allocate(count, "kv", NO_OWNER if state.lease is None else state.lease.slot)
 
     def _find(self, state: RequestState) -> list[PrefixBlock]:
         """Cached blocks that a waiting request begins with, but never all of its tokens: the last is to be computed."""
         pages = state.pages
-        max_blocks = (state.num_tokens - 1) // self._geometry.page_tokens
-        if self._prefixes is None or state.keeps_prompt_logprobs or not max_blocks:
+        max_blocks = (state.num_tokens - 1) // self.geometry.page_tokens
+        if not self._is_sharing or state.keeps_prompt_logprobs or not max_blocks:
             return []
         self._num_named += self._num_unnamed(state)
-        pages.found = self._prefixes.find(self._chain(state, max_blocks), max_blocks, pages.found)
+        pages.found = self.prefixes.find(self._chain(state, max_blocks), max_blocks, pages.found)
         return pages.found
 
     def _num_unnamed(self, state: RequestState) -> int:
         """Tokens of a waiting request that a lookup has to name."""
-        if self._prefixes is None or state.keeps_prompt_logprobs:
+        if not self._is_sharing or state.keeps_prompt_logprobs:
             return 0
-        page_tokens, chain = self._geometry.page_tokens, state.pages.chain
+        page_tokens, chain = self.geometry.page_tokens, state.pages.chain
         return (state.num_tokens - 1) // page_tokens * page_tokens - (chain.num_tokens if chain is not None else 0)
 
     def _chain(self, state: RequestState, num_blocks: int) -> TokenChain:
         """Names of a request's first `num_blocks` blocks, at least."""
-        pages, page_tokens = state.pages, self._geometry.page_tokens
+        pages, page_tokens = state.pages, self.geometry.page_tokens
         if pages.chain is None:
             pages.chain = TokenChain(self._prefix_seed(state.request), page_tokens)
         if num_blocks > len(pages.chain.blocks):
@@ -346,35 +339,36 @@ class KvPages:
         num_blocks = len(hit.blocks)
         if hit.leader is not None:
             leader = hit.leader
-            num_full = self._geometry.blocks(hit.num_tokens)
+            num_full = self.geometry.blocks(hit.num_tokens)
             sources = [table[index] for index in range(num_blocks, num_full) for table in leader.pages.table.pages]
-            draft.copies += [PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)]
-            leader.last_step = max(leader.last_step, draft.step)
+            draft.plan.copies += [PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)]
+            leader.last_step = max(leader.last_step, draft.plan.step)
             return len(sources)
         if hit.swapped is not None:
             swapped = hit.swapped
-            host_pages = swapped.host_pages[(num_blocks - swapped.first_block) * self._geometry.num_groups :]
+            host_pages = swapped.host_pages[(num_blocks - swapped.first_block) * self.geometry.num_groups :]
             moves = zip(own, host_pages, strict=False)
-            draft.swap_in += [PageMove(device_page=page, host_page=host_page) for page, host_page in moves]
+            draft.plan.swap_in += [PageMove(device_page=page, host_page=host_page) for page, host_page in moves]
             return len(host_pages)
         return 0
 
     def _swap_out(self, state: RequestState, draft: PlanBuilder) -> SwappedBlocks | None:
         """Have a running request's KV cache copied to host pages, if there are some and computing it takes longer."""
-        pages, geometry = state.pages, self._geometry
+        pages, geometry = state.pages, self.geometry
         shared = next((index for index, block in enumerate(pages.held) if block.refs == 1), len(pages.held))
         first = 0 if state.keeps_prompt_logprobs else shared
         num_blocks = geometry.blocks(state.num_computed)
         count = (num_blocks - first) * geometry.num_groups
-        recompute_s = (state.num_computed - first * geometry.page_tokens) * self._costs.token_s
-        if count == 0 or 2 * count * self._costs.copy_s >= recompute_s:
+        recompute_s = (state.num_computed - first * geometry.page_tokens) * self.costs.token_s
+        if count == 0 or 2 * count * self.costs.copy_s >= recompute_s:
             return None
-        host_pages = self._swap.take(count)
+        host_pages = self.swap.take(count)
         if host_pages is None:
             return None
         device_pages = [page for block in zip(*pages.table.pages, strict=True) for page in block]
         moved = device_pages[first * geometry.num_groups : num_blocks * geometry.num_groups]
-        draft.swap_out += [
+        draft.plan.swap_out += [
             PageMove(device_page=page, host_page=host_page) for page, host_page in zip(moved, host_pages, strict=True)
         ]
-        return SwappedBlocks(first_block=first, num_tokens=state.num_computed, host_pages=host_pages, step=draft.step)
+        step = draft.plan.step
+        return SwappedBlocks(first_block=first, num_tokens=state.num_computed, host_pages=host_pages, step=step)

@@ -74,13 +74,13 @@ class PageCopy:
     target: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepPlan:
     """One step. Pages are moved in the order of the fields, before anything is computed."""
 
     step: int
     """Counts up."""
-    chunks: list[Chunk]
+    chunks: list[Chunk] = field(default_factory=list)
     """May be empty where pages are to be moved or zeroed."""
     swap_out: list[PageMove] = field(default_factory=list)
     """From the device to the host."""
@@ -95,6 +95,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to move and nothing to compute."""
+        return not (self.chunks or self.swap_out or self.zero_pages or self.swap_in or self.copies)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,9 +118,9 @@ class ChunkResult:
 
 @dataclass(slots=True, kw_only=True)
 class PlanBuilder:
-    """A step plan while the scheduler makes it."""
+    """A step plan while the scheduler makes it, and what the making needs to know."""
 
-    step: int
+    plan: StepPlan
     budget: int = 0
     """Tokens left for prompts."""
     prefilling: list[tuple[tuple[float, ...], int, bool]] = field(default_factory=list)
@@ -125,11 +130,6 @@ class PlanBuilder:
     """Pages for the first tokens of requests whose adapters are on their way to the device."""
     started: set[str] = field(default_factory=set)
     """Requests that got pages in this plan."""
-    chunks: list[Chunk] = field(default_factory=list)
-    swap_out: list[PageMove] = field(default_factory=list)
-    zero_pages: list[int] = field(default_factory=list)
-    swap_in: list[PageMove] = field(default_factory=list)
-    copies: list[PageCopy] = field(default_factory=list)
     promised: int = 0
     """Pages that are free once this step has swapped them out; requests that sit this step out get them."""
     by_place: list[RequestState] | None = None
@@ -144,16 +144,3 @@ class PlanBuilder:
     def may_preempt(self, state: RequestState) -> bool:
         """Whether a request with pages may lose them in this step: not what the step itself is to fill."""
         return not state.is_protected and state.request_id not in self.started
-
-    def plan(self) -> StepPlan | None:
-        """The finished plan; None where there is nothing to do."""
-        if not (self.chunks or self.swap_out or self.zero_pages or self.swap_in or self.copies):
-            return None
-        return StepPlan(
-            step=self.step,
-            chunks=self.chunks,
-            swap_out=self.swap_out,
-            zero_pages=self.zero_pages,
-            swap_in=self.swap_in,
-            copies=self.copies,
-        )

@@ -7,8 +7,6 @@ from collections import Counter
 from weft.engine.scheduling.plan import PlanBuilder
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
-from weft.memory.geometry import PageGeometry
-from weft.memory.pool import PagePool
 
 PAUSED_DIVISOR = 2
 """Paused requests keep one in so many pages of the pool at most; the next one to lose its row loses its pages too."""
@@ -21,17 +19,15 @@ class Preemption:
 
     Args:
         table: The requests.
-        geometry: Sizes of the pages.
-        pool: Where pages come from.
     """
 
-    def __init__(self, table: RequestTable, geometry: PageGeometry, pool: PagePool) -> None:
+    def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._order = table.order
         self._waiting = table.waiting
         self._kv = table.kv
-        self._num_groups = geometry.num_groups
-        self._pool_pages = pool.capacity
+        self._num_groups = table.kv.geometry.num_groups
+        self._pool_pages = table.kv.pool.capacity
 
     def room_to_grow(self) -> int:
         """Pages that admissions, and adapters on their way to the device, leave to those that run."""

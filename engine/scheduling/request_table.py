@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, KeysView, Mapping
+from itertools import chain
 
 from weft.adapters.residency.residency import Residency
 from weft.engine.fairness.fair_order import FairOrder
@@ -64,10 +65,8 @@ class WaitingQueue:
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._states: dict[str, RequestState] = {}
-        self._holders: dict[str, RequestState] = {}
-        """Those with a hold."""
-        self._num_holders: dict[str, int] = {}
-        """By adapter; only those that have some."""
+        self._holders: dict[str, dict[str, RequestState]] = {}
+        """Those with a hold, by adapter and request."""
         self._overdue: dict[str, RequestState] = {}
         """Those that were overtaken as often as may be."""
         self.has_changed = False
@@ -123,19 +122,15 @@ class WaitingQueue:
         """Have the request's adapter loaded and kept for it."""
         if not state.is_holding and state.request.adapter is not None:
             adapter = state.request.adapter
-            num_holders = self._num_holders.get(adapter.digest, 0)
-            if not num_holders and self._residency.state(adapter.digest) != "device":
+            if adapter.digest not in self._holders and self._residency.state(adapter.digest) != "device":
                 state.caused_load = True
             self._residency.hold(adapter)
             state.is_holding = True
-            self._holders[state.request_id] = state
-            self._num_holders[adapter.digest] = num_holders + 1
+            self._holders.setdefault(adapter.digest, {})[state.request_id] = state
 
     def holders_of(self, digest: str) -> list[RequestState]:
         """Requests that hold an adapter."""
-        if digest not in self._num_holders:
-            return []
-        return [state for state in self._holders.values() if state.digest == digest]
+        return list(self._holders.get(digest, {}).values())
 
     def release_holds(self, digest: str) -> None:
         """Drop the holds on one adapter."""
@@ -151,27 +146,24 @@ class WaitingQueue:
 
     def keep_holds(self, looked_at: Collection[str]) -> None:
         """Drop the holds of all other requests; their adapters can then be evicted."""
-        for state in [state for name, state in self._holders.items() if name not in looked_at]:
+        for state in [state for state in self._all_holders() if state.request_id not in looked_at]:
             self._unhold(state)
 
     def yield_hold(self) -> bool:
         """Drop the newest hold on an adapter with pages, for a running request that lacks some; False without one."""
-        holders = self._holders.values()
-        with_pages = [state for state in holders if self._residency.state(state.digest or "") == "device"]
+        with_pages = [state for state in self._all_holders() if self._residency.state(state.digest or "") == "device"]
         if with_pages:
             self._unhold(max(with_pages, key=lambda state: state.age_key))
         return bool(with_pages)
 
     def drop_holds(self, keep: str | None) -> None:
         """Drop all holds but those on one adapter."""
-        dropped = [state for state in self._holders.values() if state.digest != keep]
-        self._residency.drop_holds(keep)
-        for state in dropped:
-            self._forget_hold(state)
+        for state in [state for state in self._all_holders() if state.digest != keep]:
+            self._unhold(state)
 
     def num_loading(self) -> int:
         """Requests near the front that wait for their adapters to be loaded, and for nothing else."""
-        return sum(state.waiting_reason == "LOADING" for state in self._holders.values())
+        return sum(state.waiting_reason == "LOADING" for state in self._all_holders())
 
     def reasons(self) -> dict[str, int]:
         """Requests by what they wait for."""
@@ -179,16 +171,14 @@ class WaitingQueue:
 
     def _unhold(self, state: RequestState) -> None:
         if state.is_holding and state.digest is not None:
-            self._forget_hold(state)
+            state.is_holding = False
+            del self._holders[state.digest][state.request_id]
+            if not self._holders[state.digest]:
+                del self._holders[state.digest]
             self._residency.release_hold(state.digest)
 
-    def _forget_hold(self, state: RequestState) -> None:
-        state.is_holding = False
-        del self._holders[state.request_id]
-        if state.digest is not None:
-            self._num_holders[state.digest] -= 1
-            if not self._num_holders[state.digest]:
-                del self._num_holders[state.digest]
+    def _all_holders(self) -> Iterator[RequestState]:
+        return chain.from_iterable(map(dict.values, self._holders.values()))
 
 
 class RequestTable:

@@ -14,7 +14,6 @@ from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState, WaitingReason
 from weft.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
 from weft.errors import CapacityError, NeverFitsError
-from weft.memory.pool import PagePool
 
 LOOK_AHEAD = 64
 """Requests without a row looked at in a step that has room, besides one for each row that is free."""
@@ -35,7 +34,6 @@ class Rows:
     Args:
         table: The requests.
         preemption: Where pages and rows come from that others have.
-        pool: Where pages come from.
         clock: Monotonic seconds.
         finish: Ends a request that can never be served.
     """
@@ -44,7 +42,6 @@ class Rows:
         self,
         table: RequestTable,
         preemption: Preemption,
-        pool: PagePool,
         clock: Callable[[], float],
         finish: Callable[[str, FinishReason, RequestError], None],
     ) -> None:
@@ -54,16 +51,15 @@ class Rows:
         self._kv = table.kv
         self._residency = table.residency
         self._preemption = preemption
-        self._pool = pool
         self._clock = clock
         self._finish = finish
         self._num_stalls = 0
 
     def fill(self, draft: PlanBuilder) -> None:
         """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
-        is_whole_look = draft.step % WHOLE_LOOK_STEPS == 0
+        is_whole_look = draft.plan.step % WHOLE_LOOK_STEPS == 0
         has_room = self._table.has_free_row
-        is_due = has_room or is_whole_look or self._waiting.has_changed or draft.step % GLANCE_STEPS == 0
+        is_due = has_room or is_whole_look or self._waiting.has_changed or draft.plan.step % GLANCE_STEPS == 0
         if not self._order.num_queued or not (is_due or self._waiting.num_loading()):
             return
         self._waiting.has_changed = False
@@ -118,7 +114,7 @@ class Rows:
         first = self._first_in_line()
         waiting = self._waiting
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
-        if first is None or self._pool.num_quarantined or self._residency.is_copying:
+        if first is None or self._kv.pool.num_quarantined or self._residency.is_copying:
             return
         waiting.drop_holds(keep=first.digest)
         if first.status == "waiting":

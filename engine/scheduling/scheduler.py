@@ -38,11 +38,6 @@ from weft.engine.scheduling.step_budget import StepBudget
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import EngineError, InvalidRequestError, QueueFullError, WeftError
 from weft.memory.block_table import BlockTable
-from weft.memory.eviction import Evictor, PageCosts
-from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import SwapSpace
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -52,50 +47,35 @@ class Scheduler:
 
     Args:
         config: Limits of a step and of the queue.
-        geometry: Sizes of the pages.
-        pool: Where KV pages come from; shared with the residency.
+        kv: The pages of requests; their pool is shared with the residency.
         residency: Where adapters are.
         limits: What the model bounds.
-        evictor: Makes room in the pool.
-        prefixes: KV pages of earlier requests; None does without.
-        swap: Host memory of preempted requests.
-        costs: Decide between swapping and computing again.
-        prefix_seed: What a request's KV cache depends on besides its tokens, and who may share it.
         prices: What the work of a step costs its tenant.
         clock: Monotonic seconds.
         draw_seed: Seeds for requests that bring none.
     """
 
-    def __init__(  # noqa: PLR0913 - all that it decides about
+    def __init__(
         self,
         config: SchedulerConfig,
-        geometry: PageGeometry,
-        pool: PagePool,
+        kv: KvPages,
         residency: Residency,
         limits: ModelLimits,
         *,
-        evictor: Evictor,
-        prefixes: PrefixCache | None,
-        swap: SwapSpace,
-        costs: PageCosts,
-        prefix_seed: Callable[[GenerationRequest], bytes],
         prices: Prices | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         self._config = config
-        self._geometry = geometry
-        self._pool = pool
         self._residency = residency
         self._limits = limits
         self._clock = clock
         self._draw_seed = draw_seed
-        self._token_s = costs.token_s
         prices = prices or Prices()
         self.table = RequestTable(
             FairOrder(config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output, config.max_running),
             TenantService(prices, Lengths(), clock),
-            KvPages(geometry, pool, evictor, prefixes=prefixes, swap=swap, costs=costs, prefix_seed=prefix_seed),
+            kv,
             residency,
             config.max_running,
         )
@@ -105,10 +85,9 @@ class Scheduler:
         """End a request, whatever its state; see `Outcomes.finish`."""
         self.take_outputs = self._outcomes.take
         """What happened to requests since the last call."""
-        self._preemption = Preemption(self.table, geometry, pool)
-        self._rows = Rows(self.table, self._preemption, pool, clock, self.finish)
-        budget = StepBudget(config, costs.token_s)
-        self._chunks = Chunks(self.table, self._preemption, budget, geometry.page_tokens)
+        self._preemption = Preemption(self.table)
+        self._rows = Rows(self.table, self._preemption, clock, self.finish)
+        self._chunks = Chunks(self.table, self._preemption, StepBudget(config, kv.costs.token_s))
         self._deadlines = Deadlines(self.table.requests)
         self._last_units = 0.0
         """Price of the step that was committed last."""
@@ -118,24 +97,9 @@ class Scheduler:
         self._step = 0
 
     @property
-    def num_running(self) -> int:
-        """Requests with pages, in the step or paused."""
-        return len(self.table.running)
-
-    @property
-    def num_rows(self) -> int:
-        """Requests in the step."""
-        return self.table.num_rows
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without pages."""
-        return len(self.table.waiting)
-
-    @property
     def num_held_up(self) -> int:
         """Requests that wait for nothing but the load of their adapter: a step has places for them."""
-        places = self._config.max_running - self.num_rows
+        places = self._config.max_running - self.table.num_rows
         return min(places, self.table.waiting.num_loading()) if places > 0 else 0
 
     def has_work(self) -> bool:
@@ -152,7 +116,7 @@ class Scheduler:
             NeverFitsError: Even the empty pool is too small, as far as is known.
         """
         # Those for whom there is a row only wait for the next plan.
-        num_free_rows = max(self._config.max_running - self.num_rows, 0)
+        num_free_rows = max(self._config.max_running - self.table.num_rows, 0)
         if len(self.table.waiting) >= self._config.max_waiting + num_free_rows:
             raise QueueFullError(
                 f"{len(self.table.waiting)} requests wait already. Try again later.",
@@ -169,14 +133,15 @@ class Scheduler:
             search = BeamSearch(request, request.beam, self._limits, self._config.max_running)
             request = search.begin()
         self._arrivals += 1
+        geometry = self.table.kv.geometry
         state = RequestState(
             request=request,
             arrival_index=self._arrivals,
             arrived_s=self._clock(),
             seed=self._draw_seed() if request.params.seed is None else request.params.seed,
             adapter_state=self._residency.state(adapter.digest) if adapter else "base",
-            geometry=self._geometry,
-            pages=RequestPages(table=BlockTable(self._geometry)),
+            geometry=geometry,
+            pages=RequestPages(table=BlockTable(geometry)),
             adapter_pages=adapter_pages,
             output_token_ids=list(request.generated_token_ids),
             priority=request.flow.priority if self._config.policy == "fair" else 0,
@@ -199,22 +164,21 @@ class Scheduler:
         for state in self._deadlines.take_expired(now_s):
             self.finish(state.request_id, "error", EXPIRED)
         self.table.order.tick(now_s)
-        draft = PlanBuilder(step=self._step + 1)
+        plan = StepPlan(step=self._step + 1)
+        draft = PlanBuilder(plan=plan)
         # Each fork of a beam has its own token: then every beam of a search advances in every step.
         num_forks = sum(search.num_forks for search in self._outcomes.searches.values())
         draft.budget = self._chunks.tokens_left() - num_forks
         self._rows.fill(draft)
         self._chunks.plan(draft)
         self._residency.reserve_pages = self._preemption.room_to_grow() + draft.promised
-        plan = draft.plan()
-        if plan is None:
+        if plan.is_empty:
             self._rows.resolve_stall(draft)
-            plan = draft.plan()
-        if plan is None:
+        if plan.is_empty:
             return None
         if plan.chunks:
             self._rows.end_stall()
-        self._step = draft.step
+        self._step = plan.step
         self._started = draft.started
         return plan
 
@@ -248,7 +212,7 @@ class Scheduler:
 
     def complete(self, step: int) -> None:
         """Note that a step is complete; pages that it read may be used again."""
-        self._pool.complete(step)
+        self.table.kv.pool.complete(step)
         self.table.kv.note_complete()
 
     def fail_adapter(self, digest: str, error: WeftError) -> None:
@@ -269,7 +233,7 @@ class Scheduler:
     def fail_running(self) -> None:
         """End all running requests with an internal error, after a plan that failed."""
         # The step that was being planned never runs: with those before it, it is complete.
-        has_steps_under_way = self._pool.completed_step < self._step
+        has_steps_under_way = self.table.kv.pool.completed_step < self._step
         self._step += 1
         if not has_steps_under_way:
             self.complete(self._step)
@@ -296,15 +260,11 @@ class Scheduler:
         told = {tenant: dict(counts) for tenant, counts in reasons.items()}
         return self.table.service.loads(self.table.running, self.table.waiting.by_tenant, told)
 
-    def num_running_base(self) -> int:
-        """Running requests of the base model."""
-        return sum(state.lease is None for state in self.table.running)
-
     def _predict(self, state: RequestState) -> None:
         request, flow = state.request, state.request.flow
         cap = max(request.params.max_tokens, 1)
         state.predicted_tokens = self.table.service.lengths.p50(flow.tenant, state.digest, cap)
         if flow.deadline_s is not None:
             expires_s = state.arrived_s + flow.deadline_s
-            state.start_by_s = expires_s - self._token_s * state.num_prompt
+            state.start_by_s = expires_s - self.table.kv.costs.token_s * state.num_prompt
             self._deadlines.add(state, expires_s)

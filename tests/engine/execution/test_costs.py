@@ -10,7 +10,7 @@ import torch
 
 from step_driver import StepDriver
 from tiny_models import make_model
-from weft.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, measure_costs, measure_prices
+from weft.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, StartMeasures
 from weft.engine.fairness.prices import Prices
 from weft.engine.model.decoder import StepRows
 from weft.memory.arena import PageCopier
@@ -42,8 +42,8 @@ def costs_of(
 ) -> PageCosts:
     """Measured with a slab of so many pages; nothing is left in any page."""
     slab = HostSlab(num_host_pages, driver.geometry.page_bytes, pinned=False)
-    copier = PageCopier(driver.arena)
-    costs = measure_costs(driver.decoder, driver.arena, driver.pool, slab, copier, max_tokens=max_tokens, **clock)
+    measures = StartMeasures(driver.decoder, driver.arena, driver.pool, max_tokens=max_tokens, **clock)
+    costs = measures.costs(slab, PageCopier(driver.arena))
     assert driver.pool.num_free == driver.pool.capacity
     assert slab.num_free == num_host_pages
     assert not driver.arena.bytes[0].any()
@@ -53,13 +53,8 @@ def costs_of(
 def prices_of(driver: StepDriver, lora_bytes_per_rank: int, prompt_context: float = 0.125) -> Prices:
     """Measured by a clock of one second per step of 16 rows."""
     num_free = driver.pool.num_free
-    prices = measure_prices(
-        *(driver.decoder, driver.arena, driver.pool, COSTS),
-        lora_bytes_per_rank=lora_bytes_per_rank,
-        prompt_context=prompt_context,
-        max_tokens=512,
-        clock=Ticking(),
-    )
+    measures = StartMeasures(driver.decoder, driver.arena, driver.pool, max_tokens=512, clock=Ticking())
+    prices = measures.prices(COSTS, lora_bytes_per_rank=lora_bytes_per_rank, prompt_context=prompt_context)
     assert driver.pool.num_free == num_free
     assert not driver.arena.bytes[0].any()
     return prices

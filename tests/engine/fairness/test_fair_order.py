@@ -425,7 +425,7 @@ def test_a_batch_has_its_part_of_the_tokens_beside_prompts_without_end() -> None
     simulator.submit(request("batch", prompt=20, max_tokens=4, flow=FlowKey(tenant="batch", lane=1)))
     simulator.pump(1000)
     assert simulator.last("batch").finish_reason == "length"
-    assert simulator.scheduler.num_waiting > 100
+    assert len(simulator.scheduler.table.waiting) > 100
 
 
 def test_a_load_is_charged_once_however_many_wait_for_it() -> None:

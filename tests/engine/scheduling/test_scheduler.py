@@ -110,9 +110,9 @@ def test_a_blocked_request_is_overtaken_in_a_bounded_number_of_steps() -> None:
     while "large" not in simulator.outputs:
         simulator.submit(request(f"small{simulator.now_s}", prompt=4, max_tokens=3))
         simulator.submit(request(f"other{simulator.now_s}", prompt=4, max_tokens=2))
-        waiting = simulator.scheduler.num_waiting
+        waiting = len(simulator.scheduler.table.waiting)
         simulator.pump()
-        overtaken += simulator.scheduler.num_waiting < waiting - 1
+        overtaken += len(simulator.scheduler.table.waiting) < waiting - 1
         assert simulator.now_s < 100
     assert 0 < overtaken <= MAX_BYPASSES
 
@@ -148,7 +148,7 @@ def test_nobody_is_preempted_where_all_who_would_give_way_have_too_few_pages() -
     for index in range(3):
         simulator.submit(request(f"f{index}", prompt=16, max_tokens=30, flow=FlowKey(tenant="flood")))
     simulator.pump(6)
-    assert simulator.scheduler.num_rows == 4
+    assert simulator.scheduler.table.num_rows == 4
     simulator.submit(request("fits", prompt=60, max_tokens=2, flow=FlowKey(tenant="new")))
     simulator.submit(request("big", prompt=140, max_tokens=2, flow=FlowKey(tenant="newer")))
     simulator.pump()
@@ -247,7 +247,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     simulator.submit(request("fits", prompt=30, max_tokens=3))
     with pytest.raises(NeverFitsError, match="8 pages for 32 tokens and 2 pages for its adapter"):
         simulator.submit(request("adapter", prompt=30, max_tokens=3, ref=adapter("a")))
-    assert simulator.scheduler.num_waiting == 1
+    assert len(simulator.scheduler.table.waiting) == 1
 
 
 def test_an_adapter_that_turns_out_too_large_ends_its_requests() -> None:
@@ -317,7 +317,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         simulator.submit(request("f"))
     assert refusal.value.retry_after_s == pytest.approx(3 * 4.0)
     simulator.pump()
-    assert (simulator.scheduler.num_rows, simulator.scheduler.num_waiting) == (1, 2)
+    assert (simulator.scheduler.table.num_rows, len(simulator.scheduler.table.waiting)) == (1, 2)
     with pytest.raises(QueueFullError):
         simulator.submit(request("f"))
 

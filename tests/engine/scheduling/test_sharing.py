@@ -225,14 +225,13 @@ def test_admissions_and_adapters_leave_room_for_those_that_run() -> None:
     simulator.submit(request("fits", prompt=(free - 3) * PAGE_TOKENS, max_tokens=2))
     simulator.pump()
     assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
-    assert simulator.scheduler.num_running == 4
+    assert len(simulator.scheduler.table.running) == 4
 
 
 def test_a_collision_of_names_shares_nothing_and_stops_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
     serve(simulator, request("one", PROMPT, 6))
-    digests = simulator.prefixes is not None and [block.digest for block in simulator.prefixes.blocks]
-    assert digests
+    digests = [block.digest for block in simulator.prefixes.blocks]
     monkeypatch.setattr("weft.memory.prefix_cache.hashlib.sha256", lambda _content=b"": Same(digests[0]))
     serve(simulator, request("two", PROMPT[::-1], 6), request("three", PROMPT[::-1], 6))
     assert simulator.outputs["three"][0].cached_tokens == 0

@@ -142,7 +142,7 @@ def run_beside(num_batch: int) -> list[int]:
         before = sum(len(simulator.outputs.get(f"line{index}", ())) for index in range(num_batch))
         simulator.pump()
         counts.append(sum(len(simulator.outputs.get(f"line{index}", ())) for index in range(num_batch)) - before)
-        assert simulator.scheduler.num_running >= 2
+        assert len(simulator.scheduler.table.running) >= 2
     simulator.run()
     assert all(simulator.last(f"line{index}").finish_reason == "length" for index in range(num_batch))
     return counts

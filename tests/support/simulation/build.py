@@ -15,7 +15,7 @@ from weft.engine.core import EngineCore
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.fairness.prices import Prices
 from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.scheduling.kv_pages import prefix_seed
+from weft.engine.scheduling.kv_pages import KvPages, prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.memory.eviction import Evictor, PageCosts, eviction_policy
@@ -109,7 +109,7 @@ class SimulatedEngine:
         policy: Any = eviction
         self.evictor = Evictor(self.pool, eviction_policy(policy), clock)
         block_s = geometry.page_tokens * costs.token_s
-        self.prefixes = WatchedPrefixCache(self.pool, self.evictor, block_s, clock) if is_caching else None
+        self.prefixes = WatchedPrefixCache(self.pool, self.evictor, block_s, clock)
         self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages)
         self.residency = WatchedResidency(
             cast(Any, make_loader(self.images, self.slab)),
@@ -124,21 +124,17 @@ class SimulatedEngine:
             prefixes=self.prefixes,
             clock=clock,
         )
-        self.scheduler = Scheduler(
-            config,
+        kv = KvPages(
             geometry,
             self.pool,
-            self.residency,
-            limits,
-            evictor=self.evictor,
+            self.evictor,
             prefixes=self.prefixes,
             swap=self.swap,
             costs=costs,
             prefix_seed=prefix_seed("base", "float32", RopeSpec()),
-            prices=prices,
-            clock=clock,
-            draw_seed=lambda: 7,
+            is_sharing=is_caching,
         )
+        self.scheduler = Scheduler(config, kv, self.residency, limits, prices=prices, clock=clock, draw_seed=lambda: 7)
 
     @property
     def cached_blocks(self) -> Collection[PrefixBlock]:
@@ -151,11 +147,6 @@ class SimulatedEngine:
         return EngineCore(
             self.scheduler,
             cast(ModelRunner, runner),
-            self.residency,
-            self.pool,
-            evictor=self.evictor,
-            prefixes=self.prefixes,
-            swap=self.swap,
             boot_id="boot",
             set_stepping=set_stepping,
             clock=self.clock,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from weft.adapters.residency import images as host_images
 from weft.adapters.residency import load_threads, residency
 from weft.adapters.residency.entry import Stage
-from weft.adapters.residency.slots import AdapterSlots
+from weft.adapters.residency.slots import AdapterSlots, SlotLease
 from weft.engine.fairness.fair_order import FairOrder
 from weft.engine.fairness.shares import Share
 from weft.engine.scheduling import kv_pages
@@ -47,16 +48,21 @@ def publish_before_the_step_is_complete(patch: pytest.MonkeyPatch) -> None:
 
 
 def hold_found_blocks_only_after_making_room(patch: pytest.MonkeyPatch) -> None:
-    hold, take = KvPages._hold, KvPages._take
+    start, take = KvPages.start, KvPages._take
     late: list[Sequence[PrefixBlock]] = []
 
     def take_first(self: KvPages, state: RequestState, count: int) -> list[int] | None:
         pages = take(self, state, count)
         while late:
-            hold(self, late.pop())
+            PrefixCache.hold(self.prefixes, late.pop())
         return pages
 
-    patch.setattr(KvPages, "_hold", lambda _, blocks: late.append(blocks))
+    def start_late(self: KvPages, *args: Any) -> bool:
+        with patch.context() as starting:
+            starting.setattr(self.prefixes, "hold", late.append)
+            return start(self, *args)
+
+    patch.setattr(KvPages, "start", start_late)
     patch.setattr(KvPages, "_take", take_first)
 
 
@@ -69,21 +75,20 @@ def free_host_pages_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: KvPages, *args: Any) -> bool:
         has_started = start(self, *args)
-        if self._swap is not None:
-            for _, host_pages in self._leaving_host:
-                self._swap.free(host_pages)
-            self._leaving_host = []
+        for _, host_pages in self._leaving_host:
+            self.swap.free(host_pages)
+        self._leaving_host = []
         return has_started
 
     patch.setattr(KvPages, "start", hasty)
 
 
 def lease_an_older_generation(patch: pytest.MonkeyPatch) -> None:
-    lease = AdapterSlots.lease
+    acquire = residency.Residency.acquire
     patch.setattr(
-        AdapterSlots,
-        "lease",
-        lambda self, slot: (at := lease(self, slot)) and at._replace(generation=at.generation - 1),
+        residency.Residency,
+        "acquire",
+        lambda self, digest: (at := acquire(self, digest)) and at._replace(generation=at.generation - 1),
     )
 
 
@@ -104,10 +109,10 @@ def share_prefixes_between_adapters(patch: pytest.MonkeyPatch) -> None:
 
 def find_all_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
     def find(self: KvPages, state: RequestState) -> list[PrefixBlock]:
-        num_blocks = state.num_tokens // self._geometry.page_tokens
-        if self._prefixes is None or state.keeps_prompt_logprobs or not num_blocks:
+        num_blocks = state.num_tokens // self.geometry.page_tokens
+        if not self._is_sharing or state.keeps_prompt_logprobs or not num_blocks:
             return []
-        return self._prefixes.find(self._chain(state, num_blocks), num_blocks)
+        return self.prefixes.find(self._chain(state, num_blocks), num_blocks)
 
     patch.setattr(KvPages, "_find", find)
 
@@ -134,20 +139,20 @@ def fork_without_the_partial_page(patch: pytest.MonkeyPatch) -> None:
 
     def lazy(self: KvPages, hit: PrefixHit, own: list[int], draft: PlanBuilder) -> int:
         filled = fill(self, hit, own, draft)
-        draft.copies = []
+        draft.plan.copies = []
         return filled
 
     patch.setattr(KvPages, "_fill", lazy)
 
 
 def leave_pages_as_they_were_found(patch: pytest.MonkeyPatch) -> None:
-    plan = PlanBuilder.plan
+    plan = Scheduler.plan
 
-    def unzeroed(self: PlanBuilder) -> StepPlan | None:
-        self.zero_pages = []
-        return plan(self)
+    def unzeroed(self: Scheduler) -> StepPlan | None:
+        planned = plan(self)
+        return replace(planned, zero_pages=[]) if planned is not None else None
 
-    patch.setattr(PlanBuilder, "plan", unzeroed)
+    patch.setattr(Scheduler, "plan", unzeroed)
 
 
 def swap_pages_in_out_of_order(patch: pytest.MonkeyPatch) -> None:
@@ -218,11 +223,11 @@ def lose_the_pages_of_a_failed_load(patch: pytest.MonkeyPatch) -> None:
 def take_a_slot_twice(patch: pytest.MonkeyPatch) -> None:
     take = AdapterSlots.take
 
-    def generous(self: AdapterSlots, digest: str) -> int | None:
-        slot = take(self, digest)
-        if slot is not None:
-            self._free.append(slot)
-        return slot
+    def generous(self: AdapterSlots, digest: str) -> SlotLease | None:
+        lease = take(self, digest)
+        if lease is not None:
+            self._free.append(lease.slot)
+        return lease
 
     patch.setattr(AdapterSlots, "take", generous)
 
@@ -286,7 +291,7 @@ def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
     def careless(self: Preemption, state: RequestState, draft: PlanBuilder) -> None:
         pause(self, state, draft)
         if state.is_paused and len(state.pages.table.pages[0]) > len(state.pages.held):
-            self._kv._pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)
+            self._kv.pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)
 
     patch.setattr(Preemption, "pause", careless)
 

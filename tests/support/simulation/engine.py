@@ -278,7 +278,7 @@ class Simulation(SimulatedEngine):
             self.failures.append(f"{output.request_id} says {life.tokens}, not {truth.output}")
         prompt, params = truth.request.prompt_token_ids, truth.request.params
         most_cached = 0
-        if is_first and params.prompt_logprobs is None and self.prefixes is not None:
+        if is_first and params.prompt_logprobs is None and self.scenario.is_caching:
             most_cached = len(prompt) - (not truth.request.generated_token_ids)
         if not 0 <= output.cached_tokens <= most_cached:
             self.failures.append(f"{output.request_id} has {output.cached_tokens} cached of {len(prompt)} tokens")
@@ -339,11 +339,11 @@ class Simulation(SimulatedEngine):
             f"pages are {counts}, {self.evictor.num_evictable} evictable": counts["kv"] == counts["quarantine"] == 0
             and self.evictor.num_available == self.pool.capacity,
             f"held or running are {residents}": not any(resident.holds or resident.running for resident in residents),
-            "the scheduler has some": self.scheduler.num_waiting == self.scheduler.num_running == 0,
+            "the scheduler has some": len(self.scheduler.table.requests) == 0,
             "host pages are still theirs": self.swap.num_used == 0,
             "not everything can be evicted": self.evictor.make_room(self.pool.capacity),
             "host pages are lost": self.images.make_room(self.scenario.host_pages),
-            "cached blocks are left without pages": self.prefixes is None or len(self.prefixes) == 0,
+            "cached blocks are left without pages": len(self.prefixes) == 0,
         }
         self.failures += [
             f"all requests have ended, but {said}" for said, is_right in expectations.items() if not is_right

@@ -10,8 +10,8 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal
 
 from weft.errors import PageAccountingError
 from weft.memory.pool import PageKind, PagePool
@@ -56,38 +56,35 @@ class UseCount:
         self.last_s = max(self.last_s, other.last_s)
 
 
-class Evictable(Protocol):
+@dataclass(eq=False, slots=True, kw_only=True)
+class Evictable:
     """What may be taken away. Compared by identity."""
 
-    @property
-    def kind(self) -> PageKind:
-        """Kind of its pages."""
+    kind: PageKind
+    """Kind of its pages."""
+    pages: list[int] = field(default_factory=list)
+    """Those that are its own."""
+    depth: int = 0
+    """How much stands below it; with equal scores the deepest goes first."""
+    last_step: int = 0
+    """The last step that may read its pages."""
+    evict_last: bool = False
+    """Whether it goes only when nothing else is left."""
+    uses: UseCount = field(default_factory=UseCount)
+    """How often it is used."""
 
     @property
     def num_pages(self) -> int:
         """Pages that are its own."""
-
-    @property
-    def last_step(self) -> int:
-        """The last step that may read them."""
-
-    @property
-    def uses(self) -> UseCount:
-        """How often it is used."""
-
-    @property
-    def depth(self) -> int:
-        """How much stands below it; with equal scores the deepest goes first."""
-
-    @property
-    def evict_last(self) -> bool:
-        """Whether it goes only when nothing else is left."""
+        return len(self.pages)
 
     def reload_cost(self) -> tuple[float, int]:
         """Seconds to have it again, and pages that taking it frees, both with all that goes with it."""
+        raise NotImplementedError
 
     def evict(self) -> None:
         """Give up the pages, and all that depends on them; whatever else goes is withdrawn."""
+        raise NotImplementedError
 
 
 class Lru:
@@ -147,14 +144,10 @@ class Evictor:
         self._offered: dict[int, tuple[_Entry, int]] = {}
         """Entry and pages of each item that is offered, by the item's id; the entry keeps the item alive."""
         self._last_ticket = 0
-        self._evictions: Counter[str] = Counter()
+        self.evictions: Counter[str] = Counter()
+        """Evictions since start, by kind of page."""
         self.num_evictable = 0
         """Pages of all that is offered."""
-
-    @property
-    def evictions(self) -> dict[str, int]:
-        """Evictions since start, by kind of page."""
-        return dict(self._evictions)
 
     @property
     def num_available(self) -> int:
@@ -189,7 +182,7 @@ class Evictor:
     def take(self, item: Evictable) -> None:
         """Evict an item because what it depends on goes, or for its owner's own reasons."""
         self.withdraw(item)
-        self._evictions[item.kind] += 1
+        self.evictions[item.kind] += 1
         item.evict()
 
     def first(self, items: Iterable[Evictable]) -> Evictable | None:

@@ -17,10 +17,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from weft.errors import PageAccountingError
-from weft.memory.eviction import Evictor, UseCount
+from weft.memory.eviction import Evictable, Evictor, UseCount
 from weft.memory.pool import PageKind, PagePool
 
 
@@ -76,31 +75,19 @@ class TokenChain:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class PrefixBlock:
-    """One cached block. Made and changed by the cache alone."""
+class PrefixBlock(Evictable):
+    """One cached block: a page per layer group. Its depth counts the blocks before it. Only the cache changes it."""
 
-    kind: ClassVar[PageKind] = "prefix"
-    evict_last: ClassVar[bool] = False
+    kind: PageKind = "prefix"
     cache: PrefixCache
     digest: bytes
     tokens: tuple[int, ...]
-    pages: list[int]
-    """One per layer group."""
     parent: PrefixBlock | None
     group: str | None
-    depth: int
-    """Blocks before it."""
     children: dict[PrefixBlock, None] = field(default_factory=dict)
     """Cached blocks that follow it, in the order in which they came, so that runs can be repeated."""
     refs: int = 0
     """Requests that hold it."""
-    last_step: int = 0
-    uses: UseCount = field(default_factory=UseCount)
-
-    @property
-    def num_pages(self) -> int:
-        """One per layer group."""
-        return len(self.pages)
 
     def reload_cost(self) -> tuple[float, int]:
         """Seconds to compute the block again, and its pages."""

@@ -6,17 +6,20 @@ An adapter's size, its use and the times of its loads are remembered also while 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from weft.adapters.ref import AdapterRef, AdapterTier
 from weft.adapters.residency.images import HostImage
 from weft.adapters.residency.load_threads import LAST_TURN, LoadJob
+from weft.adapters.residency.slots import SlotLease
 from weft.errors import PageAccountingError, WeftError
-from weft.memory.eviction import UseCount
+from weft.memory.eviction import Evictable, UseCount
 from weft.memory.pool import PageKind
+
+if TYPE_CHECKING:
+    from weft.adapters.residency.residency import Residency
 
 NUM_LOADS = 32
 """Of each adapter, loads that count for how long they take."""
@@ -113,16 +116,14 @@ class Stage(Enum):
 
 
 @dataclass(eq=False, kw_only=True)
-class Entry:
+class Entry(Evictable):
     """An adapter with its pages, slot and references. Changed by the residency alone."""
 
     ref: AdapterRef
     known: KnownAdapter
     entered_s: float
-    worth_of: Callable[[Entry], tuple[float, int]]
-    evict_entry: Callable[[Entry], None]
+    residency: Residency
     kind: PageKind = "adapter"
-    depth: int = 0
     stage: Stage = Stage.QUEUED
     origin: AdapterTier = "stored"
     holds: int = 0
@@ -134,16 +135,12 @@ class Entry:
     job: LoadJob | None = None
     image: HostImage | None = None
     """In use from LOADING's end until it is on the device."""
-    pages: list[int] = field(default_factory=list)
-    slot: int = -1
-    last_step: int = 0
-    """The last step that may have read its pages."""
+    lease: SlotLease | None = None
+    """Its slot, while it has pages."""
     comes_for_pin: bool = False
     """It was started because it is pinned; it is loaded even if no request wants it."""
     is_kept: bool = False
-    """Its pin keeps it on the device."""
-    evict_last: bool = False
-    """It is pinned, beyond the share that pins may keep."""
+    """Its pin keeps it on the device; pinned ones beyond the share that pins may keep have `evict_last`."""
     is_counted: bool = False
     """The first use that follows was counted when it arrived."""
     is_forgotten: bool = False
@@ -161,26 +158,21 @@ class Entry:
         return "loading" if self.stage in (Stage.LOADING, Stage.COPYING) else "host"
 
     @property
-    def num_pages(self) -> int:
-        """Pages on the device."""
-        return len(self.pages)
-
-    @property
-    def uses(self) -> UseCount:
-        """How often it is used; remembered while it is away."""
-        return self.known.uses
+    def slot(self) -> int:
+        """Its adapter slot; -1 without pages."""
+        return -1 if self.lease is None else self.lease.slot
 
     def reload_cost(self) -> tuple[float, int]:
         """Seconds to have it and its cached prefixes again, and their pages."""
-        return self.worth_of(self)
+        return self.residency.reload_cost(self)
 
     def evict(self) -> None:
         """Leave the device, its cached prefixes with it."""
-        self.evict_entry(self)
+        self.residency.evict(self)
 
 
 class Entries(dict[str, Entry]):
-    """All entries by digest, in the order in which they came; also by stage and by holds.
+    """All entries by digest, in the order in which they came; also by stage.
 
     Changed by its methods alone. A step looks at the entries under way, not at all of them: most are on the device.
     """
@@ -188,8 +180,6 @@ class Entries(dict[str, Entry]):
     def __init__(self) -> None:
         super().__init__()
         self.by_stage: dict[Stage, dict[str, Entry]] = {stage: {} for stage in Stage}
-        self.held: dict[str, Entry] = {}
-        """Those with holds."""
         self.held_pages = 0
         """Device pages of adapters that have holds and do not run."""
 
@@ -227,15 +217,16 @@ class Entries(dict[str, Entry]):
         entry.stage = stage
         self.by_stage[stage][entry.ref.digest] = entry
 
+    def set_holds(self, entry: Entry, holds: int) -> None:
+        """Change how many requests wait for an entry."""
+        entry.holds = holds
+        self.count_held(entry)
+
     def count_held(self, entry: Entry) -> None:
-        """Keep the sums over entries with holds, after a change of this entry's holds, requests or pages."""
+        """Keep the sum over entries with holds, after a change of this entry's holds, requests or pages."""
         num_pages = entry.num_pages if entry.holds and not entry.running else 0
         self.held_pages += num_pages - entry.held_pages
         entry.held_pages = num_pages
-        if entry.holds:
-            self.held[entry.ref.digest] = entry
-        else:
-            self.held.pop(entry.ref.digest, None)
 
     def check(self) -> None:
         """Verify stages and sums.
@@ -248,8 +239,6 @@ class Entries(dict[str, Entry]):
             entry.stage is not stage for stage, those in self.by_stage.items() for entry in those.values()
         ):
             raise PageAccountingError("adapters are listed under stages that they are not in")
-        if self.held != {entry.ref.digest: entry for entry in self.values() if entry.holds}:
-            raise PageAccountingError("adapters are listed with holds that they do not have")
-        waiting = sum(entry.num_pages for entry in self.held.values() if not entry.running)
+        waiting = sum(entry.num_pages for entry in self.values() if entry.holds and not entry.running)
         if self.held_pages != waiting:
             raise PageAccountingError(f"{self.held_pages} pages are said to wait for requests, adapters have {waiting}")

@@ -75,7 +75,7 @@ class Residency:
         *,
         loads: LoadExecutor,
         copies: LoadExecutor,
-        prefixes: PrefixCache | None = None,
+        prefixes: PrefixCache,
         clock: Callable[[], float] = time.monotonic,
         notify: Callable[[], None] | None = None,
     ) -> None:
@@ -89,8 +89,7 @@ class Residency:
         self._load_queue = LoadQueue(loads, notify)
         self._copy_queue = LoadQueue(copies, notify)
         self._prefixes = prefixes
-        if prefixes is not None:
-            prefixes.on_group_change = self._rescore
+        prefixes.on_group_change = self._rescore
         self._clock = clock
         self._slots = AdapterSlots(tables.slots)
         self._pins = Pins(tables.slots, pool.capacity)
@@ -100,17 +99,13 @@ class Residency:
         """Copied by the engine's thread since the last tick."""
         self._failures: list[LoadFailure] = []
         """Returned by the next tick."""
-        self._loads: Counter[str] = Counter()
+        self.loads: Counter[str] = Counter()
+        """Loads since start by `from>to:result`, for example `stored>device:ok` or `host>device:failed`."""
         self._load_times: dict[str, LoadTimes] = {}
         self.load_seconds = 0.0
         """From the first hold to the device, summed over all loads."""
         self.reserve_pages = 0
         """Pages, free or evictable, that an adapter leaves to running requests when it is given its place."""
-
-    @property
-    def loads(self) -> dict[str, int]:
-        """Loads since start by `from>to:result`, for example `stored>device:ok` or `host>device:failed`."""
-        return dict(self._loads)
 
     @property
     def load_p95_s(self) -> dict[str, float]:
@@ -148,28 +143,18 @@ class Residency:
     def hold(self, ref: AdapterRef) -> None:
         """Take a hold on an adapter for a request that waits, and start to bring it to the device if need be."""
         entry = self.entries.get(ref.digest) or self._enter(ref)
-        entry.holds += 1
         entry.is_forgotten = False
-        self.entries.count_held(entry)
+        self.entries.set_holds(entry, entry.holds + 1)
         self._evictor.withdraw(entry)
         if entry.stage is Stage.QUEUED and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
             self._start(entry)
 
     def release_hold(self, digest: str) -> None:
-        """Drop one hold. Nothing happens without one: it may have gone with a failed load or `drop_holds`."""
+        """Drop one hold. Nothing happens without one: it may have gone with a failed load."""
         entry = self.entries.get(digest)
         if entry is not None and entry.holds > 0:
-            entry.holds -= 1
-            self.entries.count_held(entry)
+            self.entries.set_holds(entry, entry.holds - 1)
             self._settle(entry)
-
-    def drop_holds(self, keep: str | None = None) -> None:
-        """Drop all holds but those on the adapter `keep`; those who wait take new ones with `hold`."""
-        for entry in list(self.entries.held.values()):
-            if entry.ref.digest != keep:
-                entry.holds = 0
-                self.entries.count_held(entry)
-                self._settle(entry)
 
     def expect(self, digests: Sequence[str]) -> None:
         """Say which of the held adapters are needed first: they are loaded and get pages in this order.
@@ -203,7 +188,7 @@ class Residency:
         entry.running += 1
         self.entries.count_held(entry)
         self._evictor.withdraw(entry)
-        return self._slots.lease(entry.slot)
+        return entry.lease
 
     def release(self, digest: str, last_step: int = 0) -> None:
         """Give a running reference back, after the cached blocks that were held beside it.
@@ -283,8 +268,7 @@ class Residency:
         for failure in failures:  # of a copy since the last tick: the adapter may be held again by now
             held_again = self.entries.get(failure.digest)
             if held_again is not None:
-                held_again.holds = 0
-                self.entries.count_held(held_again)
+                self.entries.set_holds(held_again, 0)
                 self._settle(held_again)
         return failures
 
@@ -308,7 +292,7 @@ class Residency:
             pinned=digest in self._pins,
             holds=0 if entry is None else entry.holds,
             uses=known.num_runs + running,
-            prefix_pages=0 if self._prefixes is None else self._prefixes.group_reload_cost(digest)[1],
+            prefix_pages=self._prefixes.group_reload_cost(digest)[1],
             slot=-1 if entry is None else entry.slot,
             loads=known.loads.count,
             load_p95_s=known.loads.p95_s,
@@ -336,9 +320,30 @@ class Residency:
                 raise PageAccountingError(f"adapter {entry.ref.digest} cannot be {entry.stage.name} with what it has")
             if (entry in self._evictor) != (entry.is_idle and not entry.is_kept):
                 raise PageAccountingError(f"adapter {entry.ref.digest} is in use and can be evicted, or neither")
-        groups = self._prefixes.groups().keys() if self._prefixes is not None else set()
-        if stray := groups - self.entries.by_stage[Stage.DEVICE].keys() - {None}:
+        if stray := self._prefixes.groups().keys() - self.entries.by_stage[Stage.DEVICE].keys() - {None}:
             raise PageAccountingError(f"adapters have cached blocks and are not on the device: {stray}")
+
+    def reload_cost(self, entry: Entry) -> tuple[float, int]:
+        """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
+        page_s = self._costs.copy_s if entry.ref.digest in self._images else self._costs.copy_s + self._costs.load_s
+        group_s, group_pages = self._prefixes.group_reload_cost(entry.ref.digest)
+        return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
+
+    def evict(self, entry: Entry) -> None:
+        """Take an adapter off the device, or stop bringing it: the one place where an entry ends.
+
+        Pages, slot, image and the KV that was cached with it are freed. The evictor calls this by `Entry.evict`.
+        """
+        if entry.stage is Stage.DEVICE:
+            self._prefixes.evict_group(entry.ref.digest)
+        self.entries.remove(entry)
+        self._pins.left(entry.ref.digest)
+        if entry.image is not None:
+            self._images.release(entry.image)
+        if entry.slot >= 0:
+            self._pool.free(entry.pages, entry.last_step)
+            self._slots.complete(self._pool.completed_step)
+            self._slots.free(entry.slot, entry.last_step)
 
     def close(self) -> None:
         """Drop work that waits, and return when what runs is done."""
@@ -346,13 +351,9 @@ class Residency:
         self._copy_queue.close()
 
     def _enter(self, ref: AdapterRef, *, comes_for_pin: bool = False) -> Entry:
+        known = self.known[ref.digest]
         entry = Entry(
-            ref=ref,
-            known=self.known[ref.digest],
-            entered_s=self._clock(),
-            worth_of=self._worth,
-            evict_entry=self._remove,
-            comes_for_pin=comes_for_pin,
+            ref=ref, known=known, uses=known.uses, entered_s=self._clock(), residency=self, comes_for_pin=comes_for_pin
         )
         self.entries.add(entry)
         self._pins.entered(ref.digest)
@@ -396,7 +397,7 @@ class Residency:
             if has_room and self._has_room_for_pin(entry.known.num_pages or 0):
                 self._place(entry)
             if entry.stage is Stage.PLACING:
-                self._remove(entry)  # its image is in the slab, if that has room; later it is tried again
+                self.evict(entry)  # its image is in the slab, if that has room; later it is tried again
         if has_room and not any(entry.comes_for_pin for entry in self.entries.coming()):
             ref = next((ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)), None)
             if ref is not None:
@@ -420,12 +421,11 @@ class Residency:
         self._settle(entry)
 
     def _fail(self, entry: Entry, error: WeftError | None) -> None:
-        self._loads[f"{entry.origin}>device:failed"] += 1
+        self.loads[f"{entry.origin}>device:failed"] += 1
         self._pins.note_load(entry.ref.digest, succeeded=False)
         was_held = entry.holds > 0
-        entry.holds = 0
-        self.entries.count_held(entry)
-        self._remove(entry)
+        self.entries.set_holds(entry, 0)
+        self.evict(entry)
         if not was_held:
             logger.warning("adapter %s could not be loaded: %s", entry.ref.digest, error)
         elif error is not None:
@@ -438,11 +438,11 @@ class Residency:
             return
         if not self._make_room(len(image.pages)):
             return
-        slot = self._slots.take(entry.ref.digest)
-        pages = self._pool.allocate(len(image.pages), "adapter", slot) if slot is not None else None
-        if pages is None or slot is None:
+        lease = self._slots.take(entry.ref.digest)
+        pages = self._pool.allocate(len(image.pages), "adapter", lease.slot) if lease is not None else None
+        if pages is None:
             raise PageAccountingError("room that was made for an adapter is not there")
-        entry.pages, entry.slot = pages, slot
+        entry.pages, entry.lease = pages, lease
         self.entries.advance(entry, Stage.COPYING)
         self.entries.count_held(entry)
         is_small = self._copied_pages + len(pages) <= self._copier.pages_at_once
@@ -470,7 +470,7 @@ class Residency:
         self._images.release(image)
         self._evictor.used(entry)
         entry.is_counted = True
-        self._loads[f"{entry.origin}>device:ok"] += 1
+        self.loads[f"{entry.origin}>device:ok"] += 1
         seconds = self._clock() - entry.entered_s
         self.load_seconds += seconds
         entry.known.loads.note(seconds)
@@ -506,14 +506,6 @@ class Residency:
         """The adapter that goes first where only a slot is lacking."""
         return self._evictor.first(self.entries.by_stage[Stage.DEVICE].values())
 
-    def _worth(self, entry: Entry) -> tuple[float, int]:
-        """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
-        page_s = self._costs.copy_s if entry.ref.digest in self._images else self._costs.copy_s + self._costs.load_s
-        group_s, group_pages = (
-            (0.0, 0) if self._prefixes is None else self._prefixes.group_reload_cost(entry.ref.digest)
-        )
-        return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
-
     def _rescore(self, digest: str) -> None:
         """Offer an adapter again, if it is offered: the cost to load it again has changed."""
         entry = self.entries.get(digest)
@@ -547,17 +539,4 @@ class Residency:
         elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
             entry.stage is Stage.LOADING and entry.job is not None and self._load_queue.cancel(entry.job)
         ):
-            self._remove(entry)
-
-    def _remove(self, entry: Entry) -> None:
-        """Free all that an evicted or deleted entry has: pages, slot, image, and the KV that was cached with it."""
-        if self._prefixes is not None and entry.stage is Stage.DEVICE:
-            self._prefixes.evict_group(entry.ref.digest)
-        self.entries.remove(entry)
-        self._pins.left(entry.ref.digest)
-        if entry.image is not None:
-            self._images.release(entry.image)
-        if entry.slot >= 0:
-            self._pool.free(entry.pages, entry.last_step)
-            self._slots.complete(self._pool.completed_step)
-            self._slots.free(entry.slot, entry.last_step)
+            self.evict(entry)

@@ -41,24 +41,13 @@ class AdapterSlots:
         """Whether there is none that can be taken now, or as soon as a step is complete."""
         return not self._free and not self._cooling
 
-    def take(self, digest: str) -> int | None:
+    def take(self, digest: str) -> SlotLease | None:
         """Take a slot for an adapter, or None."""
         if not self._free:
             return None
         slot = self._free.pop()
         self._generations[slot] += 1
-        self._leases[slot] = SlotLease(slot, self._generations[slot], digest)
-        return slot
-
-    def lease(self, slot: int) -> SlotLease:
-        """The slot as it is now.
-
-        Raises:
-            StaleSlotError: The slot is free.
-        """
-        lease = self._leases[slot]
-        if lease is None:
-            raise StaleSlotError(f"adapter slot {slot} is free")
+        lease = self._leases[slot] = SlotLease(slot, self._generations[slot], digest)
         return lease
 
     def free(self, slot: int, last_step: int) -> None:
@@ -85,13 +74,9 @@ class AdapterSlots:
         Raises:
             StaleSlotError: The slot was freed or reused since, or never had that adapter.
         """
-        if not 0 <= lease.slot < len(self._leases):
-            raise StaleSlotError(f"there is no adapter slot {lease.slot}")
-        if self._leases[lease.slot] != lease:
-            raise StaleSlotError(
-                f"adapter slot {lease.slot} is at generation {self._generations[lease.slot]} as "
-                f"{self._leases[lease.slot]}, expected {lease}"
-            )
+        current = self._leases[lease.slot] if 0 <= lease.slot < len(self._leases) else None
+        if current != lease:
+            raise StaleSlotError(f"adapter slot {lease.slot} has {current}, expected {lease}")
 
     def check(self, owners: Mapping[int, str]) -> None:
         """Verify that exactly these slots are taken, by these adapters.

@@ -6,28 +6,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from weft.errors import PageAccountingError
-from weft.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, Evictor, Gdsf, Lru, UseCount
+from weft.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, Evictable, Evictor, Gdsf, Lru, UseCount
 from weft.memory.eviction import eviction_policy as policy_of
 from weft.memory.pool import PageKind, PagePool
 
 
-@dataclass(eq=False)
-class Thing:
+@dataclass(eq=False, kw_only=True)
+class Thing(Evictable):
     """Something with pages, and with others that go when it goes."""
 
     parts: Parts
-    pages: list[int]
     cost_s: float = 1.0
     kind: PageKind = "adapter"
-    last_step: int = 0
-    depth: int = 0
-    evict_last: bool = False
-    uses: UseCount = field(default_factory=UseCount)
     dependents: list[Thing] = field(default_factory=list)
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.pages)
 
     def reload_cost(self) -> tuple[float, int]:
         return self.cost_s, self.num_pages
@@ -50,7 +41,7 @@ class Parts:
         """In use at first."""
         pages = self.pool.allocate(num_pages, "adapter")
         assert pages is not None
-        return Thing(self, pages, **fields)  # type: ignore[arg-type]
+        return Thing(parts=self, pages=pages, **fields)  # type: ignore[arg-type]
 
     def idle(self, num_pages: int = 1, **fields: object) -> Thing:
         """Used once, now, and offered."""
@@ -226,7 +217,7 @@ def test_a_victim_that_was_scored_anew_by_the_one_before_it_goes_all_the_same() 
 
     pages = parts.pool.allocate(1, "prefix")
     assert pages is not None
-    block = Block(parts, pages, kind="prefix")
+    block = Block(parts=parts, pages=pages, kind="prefix")
     parts.use(block)
     parts.now_s = 1.0
     parts.use(adapter)

@@ -267,16 +267,6 @@ def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Pat
     assert parts.evict_all() == pages
 
 
-def test_dropped_holds_let_go_of_all_but_one(tmp_path: Path) -> None:
-    parts, (first, second, third), _ = prepare(tmp_path, num_pages=100)
-    for ref in (first, second, third):
-        parts.residency.hold(ref)
-    parts.settle()
-    parts.residency.drop_holds(second.digest)
-    parts.evict_all()
-    assert [parts.residency.state(ref.digest) for ref in (first, second, third)] == ["host", "device", "host"]
-
-
 def test_the_host_slab_is_bounded_and_drops_the_least_recently_used(tmp_path: Path) -> None:
     parts, refs, pages = prepare(tmp_path, count=3, slab_pages=1)
     parts.slab.__init__(2 * pages, parts.arena.geometry.page_bytes, False)  # type: ignore[misc]
@@ -500,7 +490,6 @@ def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path, monkeyp
     assert residency.acquire(refs[2].digest) is not None
     residency.release(refs[2].digest)
     residency.release_hold(refs[2].digest)
-    residency.drop_holds()
     residency.tick(1)
 
 

@@ -55,6 +55,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.swap = SwapSpace(self.parts.slab, self.parts.images.make_room, MAX_SWAPPED)
         self.index = {ref.digest: index for index, ref in enumerate(self.refs)}
         self.holds: Counter[int] = Counter()
+        self.untold: set[int] = set()
+        """Adapters whose copy failed at once, which the next tick tells."""
         self.running: list[tuple[int | None, SlotLease | None, list[PrefixBlock]]] = []
         """Requests: their adapter, its lease, the cached blocks that they hold."""
         self.kv: list[list[int]] = []
@@ -95,6 +97,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.hold(self.refs[index])
         self.parts.copier.fails = False
         self.holds[index] += 1
+        if fails and self.refs[index].digest not in self.residency.entries:  # a small image, copied at once
+            self.holds[index] = 0
+            self.untold.add(index)
         assert self.placed() == placed or self.parts.evictor.num_available >= self.residency.reserve_pages
 
     @precondition(lambda self: any(self.holds.values()))
@@ -108,8 +113,9 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(index=st.none() | adapters)
     def drop_holds(self, index: int | None) -> None:
-        self.residency.drop_holds(None if index is None else self.refs[index].digest)
-        self.holds = Counter({index: self.holds[index]}) if index is not None else Counter()
+        for held in [held for held in self.holds if held != index]:
+            while self.holds[held]:
+                self.drop_one_hold(held)
 
     @precondition(lambda self: self.on_device())
     @rule(data=st.data())
@@ -222,8 +228,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         for failure in self.residency.tick(self.step):
             index = self.index[failure.digest]
             assert index in (NEVER_FITS, BROKEN) or self.parts.copier.failures
-            assert self.holds[index]
+            assert self.holds[index] or index in self.untold
             self.holds[index] = 0
+        self.untold.clear()
         assert self.placed() <= placed or self.parts.evictor.num_available >= self.residency.reserve_pages
         assert kept <= self.on_device()
 
@@ -329,12 +336,13 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.parts.prefixes.release(held, 0)
             if lease is not None:
                 self.residency.release(lease.digest)
-        self.residency.drop_holds()
+        self.drop_holds(None)
         for pages in self.kv:
             self.parts.pool.free(pages, 0)
         for pages in self.swapped:
             self.swap.free(pages)
         self.residency.reserve_pages = 0
+        self.parts.settle(self.step)  # a copy may have failed that nobody was told of
         for index in range(len(LORAS)):
             self.residency.pin(self.refs[index], False)
         self.residency.pin(self.refs[SMALL], True)
@@ -351,4 +359,4 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)
+TestResidency.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
